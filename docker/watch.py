@@ -1,4 +1,5 @@
-"""Flower in a container: never without a password, connected by Shardline's own settings. Knows no job.
+"""Flower in a container: never without a password, connected by Shardline's own settings. Knows no
+job.
 
 Not named after what it runs: Python would find this file in place of the package.
 """
@@ -17,7 +18,9 @@ from shardline.contract.queues import celery_settings
 class FlowerSettings(Settings):
     """Flower's own options come from its FLOWER_* variables."""
 
-    flower_auth: SecretStr = Field(description="user:password of Flower's page and API", min_length=3)
+    flower_auth: SecretStr = Field(
+        description="user:password of Flower's page and API", min_length=3
+    )
 
 
 def main() -> None:

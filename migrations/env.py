@@ -1,5 +1,5 @@
-"""Alembic's entry: runs migrations against `SHARDLINE_DATABASE_URL`, while services use the database. Owns no schema;
-that is shardline.contract.tables."""
+"""Alembic's entry: runs migrations against `SHARDLINE_DATABASE_URL`, while services use the
+database. Owns no schema; that is shardline.contract.tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from psycopg.errors import DeadlockDetected, LockNotAvailable
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_exponential, wait_random
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    stop_after_delay,
+    wait_exponential,
+    wait_random,
+)
 
 from shardline.base.config import Settings
 from shardline.contract.refusals import refusing
@@ -22,7 +29,8 @@ LOCK = 7_305_793_411
 """Advisory lock: of two migrations at once one waits for the other."""
 
 PATIENCE_S = 600.0
-"""A lock that is not to be had for so long is somebody's business: the migration fails and says so."""
+"""A lock that is not to be had for so long is somebody's business: the migration fails and says
+so."""
 
 
 class Busy(Exception):
@@ -30,7 +38,8 @@ class Busy(Exception):
 
 
 def run_online() -> None:
-    """Each step is a transaction of its own; one that gets no lock is undone, and tried again after a pause."""
+    """Each step is a transaction of its own; one that gets no lock is undone, and tried again after
+    a pause."""
     patient = Retrying(
         retry=retry_if_exception(_is_locked),
         wait=wait_exponential(min=1, max=30) + wait_random(0, 1),
@@ -52,7 +61,8 @@ def run_offline() -> None:
 
 
 def _engine() -> Engine:
-    """Whoever waits for a table's lock keeps all others off it: never so long that a head could lose its lease."""
+    """Whoever waits for a table's lock keeps all others off it: never so long that a head could
+    lose its lease."""
     settings = Settings()
     return connect(
         settings.database_url.get_secret_value(),
@@ -64,7 +74,8 @@ def _engine() -> Engine:
 
 
 def _migrate(connection: Connection) -> None:
-    # Asked again and again instead of waited for: CREATE INDEX CONCURRENTLY waits for every statement that runs.
+    # Asked again and again instead of waited for: CREATE INDEX CONCURRENTLY waits for every
+    # statement that runs.
     if not connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({LOCK})").scalar_one():
         connection.rollback()
         raise Busy("another migration runs")
@@ -83,7 +94,8 @@ def _migrate(connection: Connection) -> None:
 
 
 def _is_ahead(connection: Connection) -> bool:
-    """Whoever goes back to an earlier release starts it on the later schema, as a rolling upgrade does."""
+    """Whoever goes back to an earlier release starts it on the later schema, as a rolling upgrade
+    does."""
     migration = context.get_context()
     known = {step.revision for step in ScriptDirectory.from_config(context.config).walk_revisions()}
     current = set(migration.get_current_heads())

@@ -1,1 +1,2 @@
-"""Shardline's processes: gateway, relay, stage, standalone; and their simulator. README.md follows a prompt through."""
+"""Shardline's processes: gateway, relay, stage, standalone; and their simulator. README.md follows
+a prompt through."""

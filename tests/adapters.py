@@ -1,4 +1,5 @@
-"""LoRA adapters in PEFT's format for the tiny models, and the models that they mean with their weights merged."""
+"""LoRA adapters in PEFT's format for the tiny models, and the models that they mean with their
+weights merged."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from torch import Tensor
 from services.stage.model.weights import check_file
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 DEFAULTS: dict[str, Any] = {
     "auto_mapping": None,
@@ -42,16 +44,36 @@ DEFAULTS: dict[str, Any] = {
 
 
 def save_adapter(
-    model: Path, folder: Path, *, targets: tuple[str, ...] = ALL, rank: int = 4, seed: int = 0, **config: Any
+    model: Path,
+    folder: Path,
+    *,
+    targets: tuple[str, ...] = ALL,
+    rank: int = 4,
+    seed: int = 0,
+    **config: Any,
 ) -> Path:
-    """Writes an adapter for the linear layers of a model whose names end so. Large enough that tokens differ."""
-    found = {**DEFAULTS, "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets), **config}
-    generator, tensors = torch.Generator().manual_seed(seed), dict[str, Tensor]()
+    """Writes an adapter for the linear layers of a model whose names end so. Large enough that
+    tokens differ."""
+    found = {
+        **DEFAULTS,
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": list(targets),
+        **config,
+    }
+    generator = torch.Generator().manual_seed(seed)
+    tensors = dict[str, Tensor]()
     for layer, (num_outputs, num_inputs) in _linear_shapes(model).items():
         if layer.endswith(targets):
-            r = next((value for key, value in found["rank_pattern"].items() if layer.endswith(key)), rank)
-            tensors[f"{PREFIX}{layer}.lora_A.weight"] = torch.randn(r, num_inputs, generator=generator) * 0.2
-            tensors[f"{PREFIX}{layer}.lora_B.weight"] = torch.randn(num_outputs, r, generator=generator) * 0.2
+            r = next(
+                (value for key, value in found["rank_pattern"].items() if layer.endswith(key)), rank
+            )
+            tensors[f"{PREFIX}{layer}.lora_A.weight"] = (
+                torch.randn(r, num_inputs, generator=generator) * 0.2
+            )
+            tensors[f"{PREFIX}{layer}.lora_B.weight"] = (
+                torch.randn(num_outputs, r, generator=generator) * 0.2
+            )
     folder.mkdir(parents=True)
     save_file(tensors, folder / WEIGHTS)
     (folder / CONFIG).write_text(json.dumps(found))
@@ -66,12 +88,17 @@ def change_config(folder: Path, **changes: Any) -> None:
 
 def merged(model: Path, adapter: Path) -> Any:
     """The model by transformers, with the adapter's products added to its weights."""
-    config, tensors = json.loads((adapter / CONFIG).read_text()), load_file(adapter / WEIGHTS)
+    config = json.loads((adapter / CONFIG).read_text())
+    tensors = load_file(adapter / WEIGHTS)
     whole = tf.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for name in [name for name in tensors if name.endswith(".lora_A.weight")]:
         layer = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-        down, up = tensors[name], tensors[name.replace("lora_A", "lora_B")]
-        alpha = next((v for key, v in config["alpha_pattern"].items() if layer.endswith(key)), config["lora_alpha"])
+        down = tensors[name]
+        up = tensors[name.replace("lora_A", "lora_B")]
+        alpha = next(
+            (v for key, v in config["alpha_pattern"].items() if layer.endswith(key)),
+            config["lora_alpha"],
+        )
         scale = alpha / (math.sqrt(len(down)) if config["use_rslora"] else len(down))
         whole.get_submodule(layer).weight.data += scale * up @ down
     return whole.eval()
@@ -79,4 +106,8 @@ def merged(model: Path, adapter: Path) -> Any:
 
 def _linear_shapes(model: Path) -> dict[str, list[int]]:
     tensors = check_file(model / "model.safetensors").tensors
-    return {name.removesuffix(".weight"): one["shape"] for name, one in tensors.items() if len(one["shape"]) == 2}
+    return {
+        name.removesuffix(".weight"): one["shape"]
+        for name, one in tensors.items()
+        if len(one["shape"]) == 2
+    }

@@ -1,6 +1,8 @@
-"""What a caller may do to a gateway to the harm of the others, on loopback, bounded in number and in time.
+"""What a caller may do to a gateway to the harm of the others, on loopback, bounded in number and
+in time.
 
-Each attack is a coroutine that goes on until it is cancelled. None needs a key but those that say so.
+Each attack is a coroutine that goes on until it is cancelled. None needs a key but those that say
+so.
 """
 
 from __future__ import annotations
@@ -89,17 +91,23 @@ async def _endless(target: Target, opening: bytes, piece: bytes) -> None:
 
 async def endless_heads(target: Target) -> None:
     """Heads of short lines without end."""
-    await _each(4, lambda: _again(lambda: _endless(target, b"GET / HTTP/1.1\r\n", b"a: b\r\n" * 10_000)))
+    await _each(
+        4, lambda: _again(lambda: _endless(target, b"GET / HTTP/1.1\r\n", b"a: b\r\n" * 10_000))
+    )
 
 
 async def long_headers(target: Target) -> None:
     """One header without end."""
-    await _each(4, lambda: _again(lambda: _endless(target, b"GET / HTTP/1.1\r\nA: ", b"x" * PIECE_BYTES)))
+    await _each(
+        4, lambda: _again(lambda: _endless(target, b"GET / HTTP/1.1\r\nA: ", b"x" * PIECE_BYTES))
+    )
 
 
 async def endless_trailers(target: Target) -> None:
     """Trailers without end behind a body."""
-    opening = _lines("POST /v1/jobs HTTP/1.1", "Host: localhost", "Transfer-Encoding: chunked") + b"0\r\n"
+    opening = (
+        _lines("POST /v1/jobs HTTP/1.1", "Host: localhost", "Transfer-Encoding: chunked") + b"0\r\n"
+    )
     await _each(4, lambda: _again(lambda: _endless(target, opening, b"a: b\r\n" * 10_000)))
 
 
@@ -117,7 +125,8 @@ async def half_heads(target: Target) -> None:
 
 
 async def pipelined_delays(target: Target) -> None:
-    """Completions that are due in an hour, each with a request behind it; the caller leaves. Needs a key."""
+    """Completions that are due in an hour, each with a request behind it; the caller leaves. Needs
+    a key."""
     body = json.dumps({"model": "clerk", "prompt": "sum: 1 + 2 =", "delay_s": 3600}).encode()
     whole = _post(target, "/v1/completions", body)
 
@@ -152,7 +161,11 @@ async def bombs(target: Target) -> None:
 
 async def unread_answers(target: Target) -> None:
     """Large answers that are not read. Needs a key."""
-    head = _lines(f"GET /v1/jobs/{target.large_job} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {target.key}")
+    head = _lines(
+        f"GET /v1/jobs/{target.large_job} HTTP/1.1",
+        "Host: localhost",
+        f"Authorization: Bearer {target.key}",
+    )
 
     async def one() -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", target.port, limit=1024)
@@ -182,7 +195,9 @@ async def _ask_without_a_pause(target: Target, path: str) -> None:
         while True:
             writer.write(_lines(f"GET {path} HTTP/1.1", "Host: localhost"))
             head = await reader.readuntil(b"\r\n\r\n")
-            await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+            await reader.readexactly(
+                int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            )
 
 
 async def ready_flood(target: Target) -> None:
@@ -206,7 +221,9 @@ def attacked(name: str, target: Target) -> Iterator[BaseProcess]:
 
 
 def _attack(name: str, target: Target, has_begun: Event) -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     has_begun.set()
     asyncio.run(ATTACKS[name](target))

@@ -1,4 +1,5 @@
-"""Stages chained in one process and driven by the real scheduler: what a pipeline computes, without hops."""
+"""Stages chained in one process and driven by the real scheduler: what a pipeline computes, without
+hops."""
 
 from __future__ import annotations
 
@@ -101,12 +102,20 @@ def requests(
 ) -> list[Request]:
     """One request per prompt, with its place as its seed."""
     return [
-        Request(key=(str(place), 1), prompt_ids=tuple(prompt), params=params, seed=place, output_ids=output_ids)
+        Request(
+            key=(str(place), 1),
+            prompt_ids=tuple(prompt),
+            params=params,
+            seed=place,
+            output_ids=output_ids,
+        )
         for place, prompt in enumerate(prompts)
     ]
 
 
-def with_adapters(stages: Sequence[Executor], wanted: Sequence[Request], *names: str | None) -> list[Request]:
+def with_adapters(
+    stages: Sequence[Executor], wanted: Sequence[Request], *names: str | None
+) -> list[Request]:
     """The requests, each with the next of these adapters."""
     return [
         replace(
@@ -121,7 +130,8 @@ def with_adapters(stages: Sequence[Executor], wanted: Sequence[Request], *names:
 def generate(
     stages: Sequence[Executor], wanted: Sequence[Request], *, budget: int, seats: int = 32
 ) -> list[tuple[int, ...]]:
-    """The output ids of each request, all of them run together. Leaves every stage without open sequences."""
+    """The output ids of each request, all of them run together. Leaves every stage without open
+    sequences."""
     return [ended.output_ids for ended in complete(stages, wanted, budget=budget, seats=seats)]
 
 
@@ -135,8 +145,8 @@ def complete(
     guesses: Guesses | None = None,
     pressure: Pressure | None = None,
 ) -> list[SequenceFinished]:
-    """The end of each request, with log-probabilities where they were asked for. With prompt lookup if its guesses are
-    to be counted, with offload if there is pressure."""
+    """The end of each request, with log-probabilities where they were asked for. With prompt lookup
+    if its guesses are to be counted, with offload if there is pressure."""
     num_blocks = min(stage.num_blocks for stage in stages)
     scheduler = Scheduler(
         SchedulerConfig(
@@ -156,7 +166,9 @@ def complete(
         stage.reset()
     for request in wanted:
         assert request.params.max_tokens is not None
-        assert not scheduler.add(request, CountingSink(request.params.max_tokens)), "it ended before it began"
+        assert not scheduler.add(request, CountingSink(request.params.max_tokens)), (
+            "it ended before it began"
+        )
     done: dict[str, SequenceFinished] = {}
     in_flight: deque[StepPlan] = deque()
     while not scheduler.idle:
@@ -177,7 +189,8 @@ def complete(
 
 
 class Chain:
-    """Stages through which steps go one by one, plan and activations as the bytes that hops carry."""
+    """Stages through which steps go one by one, plan and activations as the bytes that hops
+    carry."""
 
     def __init__(self, stages: Sequence[Executor]) -> None:
         self._stages = [(stage, stage.staging(2)) for stage in stages]
@@ -202,7 +215,8 @@ class Chain:
 
 
 def _frame(step: int, states: Tensor) -> Frame:
-    shape, dtype = tuple(states.shape), name_of(states.dtype)
+    shape = tuple(states.shape)
+    dtype = name_of(states.dtype)
     of_step = partial(Frame, kind=Kind.PLAN, pipeline=UUID(int=0), epoch=0, step=step, message=b"")
     return of_step(tensor=view_of(states), dtype=dtype, shape=shape)
 

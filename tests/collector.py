@@ -1,4 +1,5 @@
-"""An OTLP collector for tests: it takes spans over HTTP and keeps them. Also one that hangs until it is told."""
+"""An OTLP collector for tests: it takes spans over HTTP and keeps them. Also one that hangs until
+it is told."""
 
 from __future__ import annotations
 

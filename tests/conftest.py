@@ -1,4 +1,5 @@
-"""Real servers: one Postgres and one Valkey per session, a fresh database and an empty Redis per test."""
+"""Real servers: one Postgres and one Valkey per session, a fresh database and an empty Redis per
+test."""
 
 from __future__ import annotations
 
@@ -30,26 +31,35 @@ TEMPLATE = "shardline_template"
 LARGE_BYTES = 1 << 30
 """Of a test process that looks for memory to give back."""
 
-# Triton reads it once, when it is imported, which transformers does for any test. On a GPU kernels are compiled.
+# Triton reads it once, when it is imported, which transformers does for any test. On a GPU kernels
+# are compiled.
 if "SHARDLINE_TEST_DEVICE" not in os.environ:
     os.environ["TRITON_INTERPRET"] = "1"
 
-# The same examples in every run, and none of them timed: what a change did not touch cannot fail it.
-# `pytest --hypothesis-profile=explore` draws new ones, and more.
+# The same examples in every run, and none of them timed: what a change did not touch cannot fail
+# it. `pytest --hypothesis-profile=explore` draws new ones, and more.
 settings.register_profile(
-    "steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    "steady",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-settings.register_profile("explore", settings.get_profile("steady"), derandomize=False, max_examples=2000)
+settings.register_profile(
+    "explore", settings.get_profile("steady"), derandomize=False, max_examples=2000
+)
 settings.load_profile("steady")
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One worker of pytest-xdist runs a file as a whole. Files with stacks whose leases are seconds come at the end;
-    those that share a stack are the very last, because it lives to the end of the session."""
+    """One worker of pytest-xdist runs a file as a whole. Files with stacks whose leases are seconds
+    come at the end; those that share a stack are the very last, because it lives to the end of the
+    session."""
     for item in items:
         item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-    items.sort(key=lambda item: (item.get_closest_marker("short_leases") is not None, _shares_stack(item)))
+    items.sort(
+        key=lambda item: (item.get_closest_marker("short_leases") is not None, _shares_stack(item))
+    )
 
 
 def _shares_stack(item: pytest.Item) -> bool:
@@ -72,8 +82,8 @@ def _same_cores_afterwards() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_garbage_afterwards() -> Iterator[None]:
-    """A file gives back the memory that it took. Models are freed in any order, and glibc keeps what is free between
-    blocks that are not: a process of the whole suite would grow to 5 GiB."""
+    """A file gives back the memory that it took. Models are freed in any order, and glibc keeps
+    what is free between blocks that are not: a process of the whole suite would grow to 5 GiB."""
     yield
     if psutil.Process().memory_info().rss > LARGE_BYTES:
         gc.collect()
@@ -108,7 +118,8 @@ def postgres_url(postgres_server: Postgres) -> str:
 
 @pytest.fixture(scope="session")
 def template_database(postgres_server: Postgres, postgres_url: str) -> str:
-    """A database migrated once by Alembic; each test gets a copy, which costs a tenth of a migration."""
+    """A database migrated once by Alembic; each test gets a copy, which costs a tenth of a
+    migration."""
     _execute(postgres_url, sql.SQL("CREATE DATABASE {}").format(sql.Identifier(TEMPLATE)))
     if (REPOSITORY / "migrations" / "env.py").exists():
         migrate(postgres_server.url(TEMPLATE))
@@ -122,7 +133,9 @@ def empty_database_url(postgres_server: Postgres, postgres_url: str) -> Iterator
 
 
 @pytest.fixture
-def database_url(postgres_server: Postgres, postgres_url: str, template_database: str) -> Iterator[str]:
+def database_url(
+    postgres_server: Postgres, postgres_url: str, template_database: str
+) -> Iterator[str]:
     """A fresh, migrated database for one test."""
     yield from _database(postgres_server, postgres_url, template=template_database)
 
@@ -139,8 +152,8 @@ def _session_redis(server_home: Path) -> Iterator[Valkey]:
 
 @pytest.fixture
 def redis_server(_session_redis: Valkey) -> Iterator[Valkey]:
-    """This session's Valkey, empty: `kill()`, `pause()`, `resume()`, `restart()` (empty, same port). It is repaired
-    after a test that leaves it dead or paused."""
+    """This session's Valkey, empty: `kill()`, `pause()`, `resume()`, `restart()` (empty, same
+    port). It is repaired after a test that leaves it dead or paused."""
     _empty(_session_redis)
     yield _session_redis
     if _session_redis.is_running():
@@ -168,8 +181,12 @@ def migrate(database_url: str) -> None:
 
 def _database(server: Postgres, maintenance_url: str, *, template: str) -> Iterator[str]:
     name = f"test_{uuid4().hex}"
-    fresh, original = sql.Identifier(name), sql.Identifier(template)
-    _execute(maintenance_url, sql.SQL("CREATE DATABASE {} TEMPLATE {} STRATEGY file_copy").format(fresh, original))
+    fresh = sql.Identifier(name)
+    original = sql.Identifier(template)
+    _execute(
+        maintenance_url,
+        sql.SQL("CREATE DATABASE {} TEMPLATE {} STRATEGY file_copy").format(fresh, original),
+    )
     yield server.url(name)
     _execute(maintenance_url, sql.SQL("DROP DATABASE {} WITH (FORCE)").format(fresh))
 

@@ -1,4 +1,5 @@
-"""Engines of one pipeline in this process, wired by hand over real sockets. Knows no control link."""
+"""Engines of one pipeline in this process, wired by hand over real sockets. Knows no control
+link."""
 
 from __future__ import annotations
 
@@ -87,7 +88,11 @@ class Engines:
 
 
 def wiring(
-    executors: Sequence[Executor], index: int, links: Links, ends: tuple[Receiver, Sender], sends_int8: bool
+    executors: Sequence[Executor],
+    index: int,
+    links: Links,
+    ends: tuple[Receiver, Sender],
+    sends_int8: bool,
 ) -> Wiring:
     """Of one stage, in epoch 1."""
     return Wiring(
@@ -135,7 +140,9 @@ def open_engines(
         kinds = [*[Kind.PLAN] * len(rest), Kind.RESULT]
         ends = [links.open(kind, epoch=1) for kind in kinds]
         for index, engine in enumerate(engines):
-            engine.wire(wiring(executors, index, links, (ends[index - 1][1], ends[index][0]), sends_int8))
+            engine.wire(
+                wiring(executors, index, links, (ends[index - 1][1], ends[index][0]), sends_int8)
+            )
             engine.start()
         yield Engines(head, later, events, lost)
         for engine in engines:

@@ -1,4 +1,5 @@
-"""Stages and heads of pipelines as threads of one process: real sockets, no engine. For tests of binding."""
+"""Stages and heads of pipelines as threads of one process: real sockets, no engine. For tests of
+binding."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ ROOMY = {"num_blocks": 100, "exactness": "e", "exact": True, "num_slots": 0, "mo
 
 
 class Stage:
-    """A stage without an engine: what its link tells it queues in `wirings`, `unbinds` and `exits`."""
+    """A stage without an engine: what its link tells it queues in `wirings`, `unbinds` and
+    `exits`."""
 
     def __init__(self, sockets: Sockets, card: StageCard, times: Times, **options: Any) -> None:
         self.wirings: queue.Queue[Wiring] = queue.Queue()
@@ -125,7 +127,8 @@ class Stage:
 
 
 class Head:
-    """A head without an engine. `readies`, `lanes` and `losses` queue what its pipeline tells it."""
+    """A head without an engine. `readies`, `lanes` and `losses` queue what its pipeline tells
+    it."""
 
     def __init__(
         self,
@@ -199,7 +202,9 @@ class Head:
 class Pipes:
     """All stages and heads of one test. The registry is the list of its live stages."""
 
-    def __init__(self, sockets: Sockets, log_lines: queue.Queue[structlog.typing.EventDict]) -> None:
+    def __init__(
+        self, sockets: Sockets, log_lines: queue.Queue[structlog.typing.EventDict]
+    ) -> None:
         self.sockets = sockets
         self._log_lines = log_lines
         self.stages: list[Stage] = []
@@ -209,7 +214,9 @@ class Pipes:
         """As the registry would list them."""
         return [stage.link.card() for stage in self.stages]
 
-    def stage(self, first_layer: int, last_layer: int, times: Times = TIMES, **options: Any) -> Stage:
+    def stage(
+        self, first_layer: int, last_layer: int, times: Times = TIMES, **options: Any
+    ) -> Stage:
         """One more stage. Options of its capacity, else changes to its card."""
         own = {name: options.pop(name) for name in ROOMY if name in options}
         stage = Stage(self.sockets, make_card(first_layer, last_layer, **options), times, **own)
@@ -218,7 +225,13 @@ class Pipes:
 
     def head(self, last_layer: int, times: Times = TIMES, **options: Any) -> Head:
         """One more head, forming at once."""
-        head = Head(self.sockets, make_card(0, last_layer), times, options.pop("cards", self.cards), **options)
+        head = Head(
+            self.sockets,
+            make_card(0, last_layer),
+            times,
+            options.pop("cards", self.cards),
+            **options,
+        )
         self.heads.append(head)
         return head
 
@@ -230,7 +243,9 @@ class Pipes:
         """Until the head's log says this of why it is not ready."""
         while True:
             line = self._log_lines.get(timeout=PATIENCE_S)
-            if line.get("pipeline") == head.pipeline.status().pipeline and text in line.get("reason", ""):
+            if line.get("pipeline") == head.pipeline.status().pipeline and text in line.get(
+                "reason", ""
+            ):
                 return str(line["reason"])
 
     def lose(self, stage: Stage) -> None:

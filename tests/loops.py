@@ -1,4 +1,5 @@
-"""Finds every loop of the product in its code: what runs until the process ends, in a thread or a task of its own."""
+"""Finds every loop of the product in its code: what runs until the process ends, in a thread or a
+task of its own."""
 
 from __future__ import annotations
 
@@ -14,14 +15,21 @@ THREADS = {"Thread", "threading.Thread", "Loop"}
 
 
 def loops() -> set[str]:
-    """`module.Class` of each subclass of a thread, and `module.Class.method` or `module.function` of whatever a thread
-    or a task is made of."""
-    return {name for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py") for name in _of(path)}
+    """`module.Class` of each subclass of a thread, and `module.Class.method` or `module.function`
+    of whatever a thread or a task is made of."""
+    return {
+        name
+        for package in PACKAGES
+        for path in (REPOSITORY / package).rglob("*.py")
+        for name in _of(path)
+    }
 
 
 def _of(path: Path) -> Iterator[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    module = str(path.relative_to(REPOSITORY).with_suffix("")).removeprefix("shared/").replace("/", ".")
+    module = (
+        str(path.relative_to(REPOSITORY).with_suffix("")).removeprefix("shared/").replace("/", ".")
+    )
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             if THREADS & {ast.unparse(base) for base in node.bases} and not _is_abstract(node):
@@ -45,5 +53,7 @@ def _target(node: ast.AST) -> str | None:
     if made.endswith("create_task") and isinstance(node.args[0], ast.Call):
         return ast.unparse(node.args[0].func)
     if made in THREADS:
-        return next((ast.unparse(word.value) for word in node.keywords if word.arg == "target"), None)
+        return next(
+            (ast.unparse(word.value) for word in node.keywords if word.arg == "target"), None
+        )
     return None

@@ -26,8 +26,12 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 MIXTURE: dict[str, Any] = {**COMMON, "num_experts_per_tok": 2}
-HEADS_ALIKE: dict[str, Any] = {name: size for name, size in COMMON.items() if name != "num_key_value_heads"}
-OLDER: dict[str, Any] = {name: size for name, size in HEADS_ALIKE.items() if name != "intermediate_size"}
+HEADS_ALIKE: dict[str, Any] = {
+    name: size for name, size in COMMON.items() if name != "num_key_value_heads"
+}
+OLDER: dict[str, Any] = {
+    name: size for name, size in HEADS_ALIKE.items() if name != "intermediate_size"
+}
 WINDOW = 24
 """Shorter than the prompts of the tests, so that windows matter."""
 
@@ -47,17 +51,26 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: tf.Qwen3Config(**COMMON, head_dim=16),
     "mistral": lambda: tf.MistralConfig(**COMMON, head_dim=8, sliding_window=WINDOW),
     "ministral3": lambda: tf.Ministral3Config(
-        **{**COMMON, "max_position_embeddings": 1024}, head_dim=16, sliding_window=None, rope_parameters=LATE_SCALE
+        **{**COMMON, "max_position_embeddings": 1024},
+        head_dim=16,
+        sliding_window=None,
+        rope_parameters=LATE_SCALE,
     ),
     "gemma": lambda: tf.GemmaConfig(**COMMON, head_dim=16),
-    "gemma2": lambda: tf.Gemma2Config(**COMMON, head_dim=16, sliding_window=WINDOW, attn_logit_softcapping=3.0),
+    "gemma2": lambda: tf.Gemma2Config(
+        **COMMON, head_dim=16, sliding_window=WINDOW, attn_logit_softcapping=3.0
+    ),
     "gemma3": lambda: tf.Gemma3TextConfig(**COMMON, head_dim=16, sliding_window=WINDOW),
     "phi": lambda: tf.PhiConfig(**COMMON),
     "phi3": lambda: tf.Phi3Config(**COMMON),
     "gpt-neox": lambda: tf.GPTNeoXConfig(**HEADS_ALIKE),
     "olmo2": lambda: tf.Olmo2Config(**COMMON),
     "granite": lambda: tf.GraniteConfig(
-        **COMMON, embedding_multiplier=3.0, logits_scaling=4.0, residual_multiplier=0.5, attention_multiplier=0.2
+        **COMMON,
+        embedding_multiplier=3.0,
+        logits_scaling=4.0,
+        residual_multiplier=0.5,
+        attention_multiplier=0.2,
     ),
     "cohere": lambda: tf.CohereConfig(**COMMON, logit_scale=0.25),
     "cohere2": lambda: tf.Cohere2Config(**COMMON, sliding_window=WINDOW),
@@ -67,7 +80,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "exaone4": lambda: tf.Exaone4Config(**COMMON, sliding_window=WINDOW),
     "mixtral": lambda: tf.MixtralConfig(**MIXTURE, num_local_experts=4),
     "qwen3-moe": lambda: tf.Qwen3MoeConfig(**MIXTURE, num_experts=4, moe_intermediate_size=24),
-    "gpt-oss": lambda: tf.GptOssConfig(**MIXTURE, head_dim=16, num_local_experts=4, sliding_window=WINDOW),
+    "gpt-oss": lambda: tf.GptOssConfig(
+        **MIXTURE, head_dim=16, num_local_experts=4, sliding_window=WINDOW
+    ),
     "gpt2": lambda: tf.GPT2Config(**OLDER),
     "gpt-bigcode": lambda: tf.GPTBigCodeConfig(**OLDER),
     "opt": lambda: tf.OPTConfig(**OLDER, ffn_dim=96, word_embed_proj_dim=24),
@@ -78,8 +93,11 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def save_model(folder: Path, name: str = "llama", *, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """Saves the named tiny model, the same weights every time, with `changes` to its config. Returns its folder."""
+def save_model(
+    folder: Path, name: str = "llama", *, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Path:
+    """Saves the named tiny model, the same weights every time, with `changes` to its config.
+    Returns its folder."""
     config = CONFIGS[name]()
     for key, value in changes.items():
         setattr(config, key, value)

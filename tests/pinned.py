@@ -17,7 +17,8 @@ from services.stage.device.device import Device
 @contextmanager
 def unpinned_afterwards() -> Iterator[None]:
     """Gives every thread its cores back: stacks that later tests start inherit them."""
-    cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
+    cores = os.sched_getaffinity(0)
+    num_threads = torch.get_num_threads()
     try:
         yield
     finally:

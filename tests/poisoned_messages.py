@@ -1,4 +1,5 @@
-"""Messages that no worker can make a task of, as the lists of Redis hold them: what a hand-made client gets wrong."""
+"""Messages that no worker can make a task of, as the lists of Redis hold them: what a hand-made
+client gets wrong."""
 
 from __future__ import annotations
 
@@ -43,7 +44,11 @@ def _headers(**headers: object) -> Callable[[Envelope], Envelope]:
     """None takes a header away."""
     return lambda whole: {
         **whole,
-        "headers": {name: value for name, value in {**whole["headers"], **headers}.items() if value is not None},
+        "headers": {
+            name: value
+            for name, value in {**whole["headers"], **headers}.items()
+            if value is not None
+        },
     }
 
 
@@ -51,7 +56,9 @@ def _properties(**properties: object) -> Callable[[Envelope], Envelope]:
     return lambda whole: {
         **whole,
         "properties": {
-            name: value for name, value in {**whole["properties"], **properties}.items() if value is not None
+            name: value
+            for name, value in {**whole["properties"], **properties}.items()
+            if value is not None
         },
     }
 
@@ -101,7 +108,9 @@ SPOILED: Mapping[str, Callable[[Envelope], object]] = {
     "no delivery tag": _properties(delivery_tag=None),
     "no delivery info": _properties(delivery_info=None),
     "delivery info that is a list": _properties(delivery_info=[1]),
-    "kombu's own types in the envelope": _with(headers={"__type__": "uuid", "__value__": {"hex": 5}}),
+    "kombu's own types in the envelope": _with(
+        headers={"__type__": "uuid", "__value__": {"hex": 5}}
+    ),
     "an envelope that is a number": lambda _: 5,
     "an envelope that is a list": lambda _: [1],
     "an envelope that is null": lambda _: None,

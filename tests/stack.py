@@ -25,7 +25,11 @@ class Stack:
     def __init__(self, folder: Path, **settings: str) -> None:
         self.home = StateDir(folder)
         self.output = folder / "output"
-        self.settings = {"SHARDLINE_HOME": str(folder), "SHARDLINE_HTTP_PORT": "0", "SHARDLINE_FLOWER_PORT": "0"}
+        self.settings = {
+            "SHARDLINE_HOME": str(folder),
+            "SHARDLINE_HTTP_PORT": "0",
+            "SHARDLINE_FLOWER_PORT": "0",
+        }
         # Measured splits differ from run to run.
         self.settings["SHARDLINE_SPLIT"] = "even"
         self.settings |= settings
@@ -33,13 +37,17 @@ class Stack:
 
     def command(self, verb: str) -> subprocess.CompletedProcess[str]:
         """Run a command of the standalone stack to its end."""
-        return subprocess.run(self._argv(verb), **self._options(), capture_output=True, text=True, check=False)
+        return subprocess.run(
+            self._argv(verb), **self._options(), capture_output=True, text=True, check=False
+        )
 
     def start(self) -> None:
         """Start it and wait until it says that it is ready."""
         self.output.touch(mode=0o600)
         with self.output.open("ab") as output:
-            self.process = subprocess.Popen(self._argv("up"), **self._options(), stdout=output, stderr=output)
+            self.process = subprocess.Popen(
+                self._argv("up"), **self._options(), stdout=output, stderr=output
+            )
         until(lambda: self.process.poll() is not None or self.home.published() is not None)
         assert self.process.poll() is None, self.output.read_text()
         self.look()
@@ -48,7 +56,9 @@ class Stack:
         """up.json; every process in it is remembered."""
         up = self.home.published()
         assert up is not None
-        self.seen |= {psutil.Process(pid) for pid in up["processes"].values() if psutil.pid_exists(pid)}
+        self.seen |= {
+            psutil.Process(pid) for pid in up["processes"].values() if psutil.pid_exists(pid)
+        }
         return up
 
     @property
@@ -60,8 +70,14 @@ class Stack:
     def complete(self) -> httpx.Response:
         """One completion through the gateway."""
         up = self.look()
-        request = {"model": "clerk", "prompt": "sort: 3, 1, 2 =", "temperature": 0, "max_tokens": 16}
-        url, key = f"{up['urls']['gateway']}/v1/completions", bearer(up["api_key"])
+        request = {
+            "model": "clerk",
+            "prompt": "sort: 3, 1, 2 =",
+            "temperature": 0,
+            "max_tokens": 16,
+        }
+        url = f"{up['urls']['gateway']}/v1/completions"
+        key = bearer(up["api_key"])
         return httpx.post(url, json=request, headers=key, timeout=60)
 
     def left(self) -> list[psutil.Process]:
@@ -78,7 +94,11 @@ class Stack:
         return [sys.executable, "-m", "services.standalone", verb]
 
     def _options(self) -> dict[str, Any]:
-        return {"cwd": REPOSITORY, "env": {**os.environ, **self.settings}, "stdin": subprocess.DEVNULL}
+        return {
+            "cwd": REPOSITORY,
+            "env": {**os.environ, **self.settings},
+            "stdin": subprocess.DEVNULL,
+        }
 
 
 def is_running(pid: int | None) -> bool:

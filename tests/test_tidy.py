@@ -1,4 +1,5 @@
-"""The house rules, checked. Each failure names the file, the line and the rule; nothing here knows what code does."""
+"""The house rules, checked. Each failure names the file, the line and the rule; nothing here knows
+what code does."""
 
 from __future__ import annotations
 
@@ -39,7 +40,14 @@ FUNCTION_LINES_MAX = 60
 FUNCTION_LINES_P90 = 30
 FUNCTION_LINES_MEDIAN = 10
 TEST_NAME_LENGTH_MAX = 80
-OWN_PACKAGES = {"shardline", "shardline_fleet", "shardline_scheduler", "services", "tests", "migrations"}
+OWN_PACKAGES = {
+    "shardline",
+    "shardline_fleet",
+    "shardline_scheduler",
+    "services",
+    "tests",
+    "migrations",
+}
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "os.system", "os.popen", "torch.load", "yaml.load"}
 SQL_NAMES = {"text", "select", "insert", "update", "delete", "func"}
@@ -48,7 +56,17 @@ SQL_NAMES = {"text", "select", "insert", "update", "delete", "func"}
 UNSAFE_KEYWORDS = {"shell", "trust_remote_code", "weights_only"}
 """Allowed only with the safe value: shell=False, trust_remote_code=False, weights_only=True."""
 
-CHAOS_ROOMS = ("mutants", "driver", "faults", "judge", "stack", "load", "network", "shims", "report")
+CHAOS_ROOMS = (
+    "mutants",
+    "driver",
+    "faults",
+    "judge",
+    "stack",
+    "load",
+    "network",
+    "shims",
+    "report",
+)
 """Of tests/chaos: each imports only those that come after it."""
 BRITISH = re.compile(
     r"(token|normal|optim|quant|summar|recogn|initial|organ|serial|synchron|priorit|util|author|general|minim|maxim)is"
@@ -67,11 +85,12 @@ SUFFIXES = (".md", ".py", ".toml", ".yaml", ".yml", ".sh", ".cpp", ".h", ".ini",
 SPELLED = (*SUFFIXES, "Makefile", "Dockerfile")
 
 MAX_PARAMETERS = 7
-"""Of a function, without self and cls. The options of a command are for its user and not counted."""
+"""Of a function, without self and cls. The options of a command are for its user and not
+counted."""
 
 GPU_KERNELS = "triton_kernels.py"
-"""Functions in files of this name are programs of a GPU: all of a launch's arguments, and no cheap call from one to
-another."""
+"""Functions in files of this name are programs of a GPU: all of a launch's arguments, and no cheap
+call from one to another."""
 
 SHAPE = re.compile(r"\[[^\[\]]+\]")
 """A tensor's shape in a docstring: [T, H], [..., K], [0], or [...] for any."""
@@ -80,7 +99,9 @@ DTYPE = re.compile(r"dtype|float|int(?:8|16|32|64)|bool")
 
 def test_files_have_at_most_400_lines() -> None:
     sources = [*all_files(), *(ROOT / "services").rglob("*.cpp"), *(ROOT / "services").rglob("*.h")]
-    assert [at(path, num_lines(path), "lines") for path in sources if num_lines(path) > FILE_LINES_MAX] == []
+    assert [
+        at(path, num_lines(path), "lines") for path in sources if num_lines(path) > FILE_LINES_MAX
+    ] == []
 
 
 def test_the_median_file_of_the_product_is_short() -> None:
@@ -105,7 +126,11 @@ def test_functions_of_the_product_are_short() -> None:
 
 
 def test_every_module_says_what_it_owns() -> None:
-    assert [at(path, 1, "no module docstring") for path in all_files() if not ast.get_docstring(tree(path))] == []
+    assert [
+        at(path, 1, "no module docstring")
+        for path in all_files()
+        if not ast.get_docstring(tree(path))
+    ] == []
 
 
 def test_public_functions_of_tensors_give_shape_and_dtype() -> None:
@@ -121,7 +146,10 @@ def test_public_functions_of_tensors_give_shape_and_dtype() -> None:
     bare = [
         at(path, function.lineno, f"{function.name} gives no shape, or no dtype, of its tensors")
         for path, function in functions
-        if not (SHAPE.search(ast.get_docstring(function) or "") and DTYPE.search(ast.get_docstring(function) or ""))
+        if not (
+            SHAPE.search(ast.get_docstring(function) or "")
+            and DTYPE.search(ast.get_docstring(function) or "")
+        )
     ]
     assert bare == []
 
@@ -139,7 +167,9 @@ def test_functions_import_nothing_of_ours() -> None:
 
 def test_folders_of_the_chaos_tool_import_one_way() -> None:
     chaos = ROOT / "tests" / "chaos"
-    assert {path.name for path in chaos.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(CHAOS_ROOMS)
+    assert {
+        path.name for path in chaos.iterdir() if path.is_dir() and path.name != "__pycache__"
+    } == set(CHAOS_ROOMS)
     backwards = [
         at(path, line, f"import of {name}")
         for place, room in enumerate(CHAOS_ROOMS)
@@ -152,9 +182,15 @@ def test_folders_of_the_chaos_tool_import_one_way() -> None:
 
 def test_folders_of_the_stages_tests_are_folders_of_the_stage() -> None:
     rooms = {path.name for path in (ROOT / "services" / "stage").iterdir() if path.is_dir()}
-    tested = [path for suite in ("unit", "integration") for path in (ROOT / "tests" / suite / "stage").iterdir()]
+    tested = [
+        path
+        for suite in ("unit", "integration")
+        for path in (ROOT / "tests" / suite / "stage").iterdir()
+    ]
     assert tested
-    assert [str(path.relative_to(ROOT)) for path in tested if path.is_dir() and path.name not in rooms] == []
+    assert [
+        str(path.relative_to(ROOT)) for path in tested if path.is_dir() and path.name not in rooms
+    ] == []
 
 
 def test_nothing_in_the_product_runs_foreign_bytes() -> None:
@@ -172,13 +208,16 @@ def test_nothing_in_the_product_runs_foreign_bytes() -> None:
             unsafe += [
                 at(path, call.lineno, f"{name}({ast.unparse(keyword)})")
                 for keyword in call.keywords
-                if keyword.arg in UNSAFE_KEYWORDS and ast.unparse(keyword.value) != str(keyword.arg == "weights_only")
+                if keyword.arg in UNSAFE_KEYWORDS
+                and ast.unparse(keyword.value) != str(keyword.arg == "weights_only")
             ]
     assert unsafe == []
 
 
 def test_no_test_is_skipped_or_sleeps() -> None:
-    forbidden = re.compile(r"^(pytest\.(mark\.)?(skip|skipif|xfail|importorskip)|unittest\.skip\w*|(\w+\.)?sleep)$")
+    forbidden = re.compile(
+        r"^(pytest\.(mark\.)?(skip|skipif|xfail|importorskip)|unittest\.skip\w*|(\w+\.)?sleep)$"
+    )
     found = [
         at(path, node.lineno, ast.unparse(node))
         for path in python_files("tests")
@@ -227,7 +266,9 @@ def test_functions_take_seven_parameters_at_most() -> None:
         at(path, node.lineno, node.name)
         for path in all_files()
         for node in ast.walk(tree(path))
-        if isinstance(node, Function) and len(parameters(node)) > MAX_PARAMETERS and path.name != GPU_KERNELS
+        if isinstance(node, Function)
+        and len(parameters(node)) > MAX_PARAMETERS
+        and path.name != GPU_KERNELS
     ]
     assert many == []
 
@@ -255,8 +296,11 @@ def test_redis_keys_are_spelled_in_keys_only() -> None:
 
 
 def test_each_cte_has_a_line_above_it() -> None:
-    begins = re.compile(r"^(?:\s*\),?\s*)?(?:WITH (?:RECURSIVE )?)?\w+ AS (?:(?:NOT )?MATERIALIZED )?\($")
-    bare, num_ctes = [], 0
+    begins = re.compile(
+        r"^(?:\s*\),?\s*)?(?:WITH (?:RECURSIVE )?)?\w+ AS (?:(?:NOT )?MATERIALIZED )?\($"
+    )
+    bare = []
+    num_ctes = 0
     for path in python_files(str(STORE)):
         lines = path.read_text(encoding="utf-8").splitlines()
         for number, (above, line) in enumerate(pairwise(lines), start=2):
@@ -279,14 +323,25 @@ def test_modules_that_lock_rows_say_which_ones_in_which_order() -> None:
 
 
 def test_all_sql_is_in_the_store() -> None:
-    statement = re.compile(r"\s*(?:-- |(?:SELECT|INSERT|UPDATE|DELETE|WITH|LISTEN|NOTIFY|CREATE|ALTER|DROP|LOCK)\s)")
+    statement = re.compile(
+        r"\s*(?:-- |(?:SELECT|INSERT|UPDATE|DELETE|WITH|LISTEN|NOTIFY|CREATE|ALTER|DROP|LOCK)\s)"
+    )
     elsewhere = [path for path in product_files() if ROOT / STORE not in path.parents]
-    found = [at(path, line, text) for path in elsewhere for line, text in strings(path) if statement.match(text)]
+    found = [
+        at(path, line, text)
+        for path in elsewhere
+        for line, text in strings(path)
+        if statement.match(text)
+    ]
     for path in elsewhere:
         if path != TABLES:
             imports = (node for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom))
             taken = [node for node in imports if (node.module or "").split(".")[0] == "sqlalchemy"]
-            found += [at(path, node.lineno, ast.unparse(node)) for node in taken if _names(node) & SQL_NAMES]
+            found += [
+                at(path, node.lineno, ast.unparse(node))
+                for node in taken
+                if _names(node) & SQL_NAMES
+            ]
     assert found == []
 
 
@@ -295,8 +350,14 @@ def _names(node: ast.ImportFrom) -> set[str]:
 
 
 def test_the_page_of_settings_has_the_fields_of_every_settings_class() -> None:
-    table = set(re.findall(r"^\|\s*`(SHARDLINE_[A-Z0-9_]+)`", SETTINGS.read_text(encoding="utf-8"), re.MULTILINE))
-    assert sorted(_settings() - table) == [], "settings of a class that docs/generated/settings.py does not name"
+    table = set(
+        re.findall(
+            r"^\|\s*`(SHARDLINE_[A-Z0-9_]+)`", SETTINGS.read_text(encoding="utf-8"), re.MULTILINE
+        )
+    )
+    assert sorted(_settings() - table) == [], (
+        "settings of a class that docs/generated/settings.py does not name"
+    )
 
 
 def _settings() -> set[str]:
@@ -304,7 +365,9 @@ def _settings() -> set[str]:
     found = set()
     for path in product_files():
         for node in ast.walk(tree(path)):
-            if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("Settings") for base in node.bases):
+            if isinstance(node, ast.ClassDef) and any(
+                ast.unparse(base).endswith("Settings") for base in node.bases
+            ):
                 fields = (item.target for item in node.body if isinstance(item, ast.AnnAssign))
                 found |= {f"SHARDLINE_{ast.unparse(field).upper()}" for field in fields}
     return found
@@ -312,7 +375,11 @@ def _settings() -> set[str]:
 
 def test_relative_links_of_documents_lead_somewhere() -> None:
     link = re.compile(r"\[[^\]]*\]\((?!https?:|mailto:|#)([^)#\s]+)(?:#[^)]*)?\)")
-    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "services").rglob("*.md")]
+    documents = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "services").rglob("*.md"),
+    ]
     dead = [
         at(document, number, target)
         for document in documents
@@ -341,13 +408,21 @@ def test_every_tracked_file_has_american_spelling() -> None:
 
 def _tracked() -> list[str]:
     """Text files of this repository but this one, which lists what others must not have."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return [name for name in listed.split("\0") if name.endswith(SPELLED) and name != "tests/test_tidy.py"]
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    return [
+        name
+        for name in listed.split("\0")
+        if name.endswith(SPELLED) and name != "tests/test_tidy.py"
+    ]
 
 
 def _current_lines(path: Path) -> list[str]:
     """All lines; of the changelog those that no release has yet."""
     text = path.read_text(encoding="utf-8")
     return "".join(
-        re.split(r"^(?=## \[)", text, flags=re.MULTILINE)[:2] if path.name == "CHANGELOG.md" else text
+        re.split(r"^(?=## \[)", text, flags=re.MULTILINE)[:2]
+        if path.name == "CHANGELOG.md"
+        else text
     ).split("\n")

@@ -1,6 +1,8 @@
-"""A head without a model, for tests of doors: it plays the protocol through real rows and streams, and echoes prompts.
+"""A head without a model, for tests of doors: it plays the protocol through real rows and streams,
+and echoes prompts.
 
-Owns the clerk's registration and one pipeline. Completions are the prompt's own tokens, so that tests know them.
+Owns the clerk's registration and one pipeline. Completions are the prompt's own tokens, so that
+tests know them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ import psycopg
 from sqlalchemy import text
 
 from shardline.base.errors import Invalid
-from shardline.contract.job import FinishReason, JobState, Message, Result, SamplingParams, TokenLogprob, Usage
+from shardline.contract.job import (
+    FinishReason,
+    JobState,
+    Message,
+    Result,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
 from shardline.contract.tables import JOBS_CHANNEL
 from shardline.contract.wire import Delta
 from shardline.store import claims, ends, leases, models, pipelines
@@ -39,7 +49,9 @@ ROW_J = 100.0
 UNPREPARED = text(
     "SELECT id, prompt, messages, prompt_ids, params FROM jobs WHERE prepared_at IS NULL AND state = 'queued'"
 )
-PREPARE = text("UPDATE jobs SET prompt_ids = :ids, max_tokens = :max_tokens, prepared_at = now() WHERE id = :id")
+PREPARE = text(
+    "UPDATE jobs SET prompt_ids = :ids, max_tokens = :max_tokens, prepared_at = now() WHERE id = :id"
+)
 QUEUED = text("SELECT id FROM jobs WHERE state = 'queued' ORDER BY priority, created_at, id")
 
 
@@ -56,7 +68,8 @@ class Sequence:
 
 
 class TinyHead:
-    """Each step is a call, so that a test decides what has happened when; `serving` runs all by itself."""
+    """Each step is a call, so that a test decides what has happened when; `serving` runs all by
+    itself."""
 
     def __init__(self, database_url: str, redis_url: str | None = None) -> None:
         self._is_ready = False
@@ -92,7 +105,15 @@ class TinyHead:
         )
         with self.database.begin() as connection:
             put_epoch_energy(connection, energy)
-            pipelines.ready(connection, "tiny", self._epoch, seats=8, stages=stages, exact=True, kv_tokens=kv_tokens)
+            pipelines.ready(
+                connection,
+                "tiny",
+                self._epoch,
+                seats=8,
+                stages=stages,
+                exact=True,
+                kv_tokens=kv_tokens,
+            )
 
     def claim_all(self) -> list[Sequence]:
         """Prepare and claim every queued job. A head that claims has said how much KV it has."""
@@ -105,7 +126,11 @@ class TinyHead:
                     messages=row.messages and msgspec.convert(row.messages, list[Message]),
                     params=msgspec.convert(row.params, SamplingParams),
                 )
-                values = {"ids": list(prepared.prompt_ids), "max_tokens": prepared.max_tokens, "id": row.id}
+                values = {
+                    "ids": list(prepared.prompt_ids),
+                    "max_tokens": prepared.max_tokens,
+                    "id": row.id,
+                }
                 connection.execute(PREPARE, values)
         with self.database.begin() as connection:
             claimed = claims.claim(
@@ -131,7 +156,8 @@ class TinyHead:
     def say(self, sequence: Sequence, num_tokens: int = 1, *, to_stream: bool = True) -> None:
         """Generate so many tokens more, one delta each."""
         for _ in range(num_tokens):
-            start, sequence.num_said = sequence.num_said, sequence.num_said + 1
+            start = sequence.num_said
+            sequence.num_said = sequence.num_said + 1
             delta = Delta(
                 fence=sequence.claimed.fence,
                 start=start,
@@ -153,20 +179,29 @@ class TinyHead:
             logprobs=sequence.logprobs[sequence.num_saved : sequence.num_said],
         )
         with self.database.begin() as connection:
-            reply = leases.heartbeat(connection, [beat], lease_s=LEASE_S)[claimed.job_id, claimed.fence]
+            reply = leases.heartbeat(connection, [beat], lease_s=LEASE_S)[
+                claimed.job_id, claimed.fence
+            ]
         sequence.num_saved = sequence.num_said
         return reply.cancel_requested
 
-    def end(self, sequence: Sequence, state: JobState = JobState.SUCCEEDED, *, to_stream: bool = True) -> None:
+    def end(
+        self, sequence: Sequence, state: JobState = JobState.SUCCEEDED, *, to_stream: bool = True
+    ) -> None:
         """Commit the result of what was said, or a failure, and tell the stream."""
-        claimed, num_said = sequence.claimed, sequence.num_said
+        claimed = sequence.claimed
+        num_said = sequence.num_said
         reason = sequence.reason if state is JobState.SUCCEEDED else FinishReason.CANCELLED
         completion = self._completion(sequence)
         result = Result(
             job_id=claimed.job_id,
             text=completion.say(sequence.output_ids[:num_said]) + (tail := completion.flush()),
             token_ids=sequence.output_ids[:num_said],
-            usage=Usage(prompt_tokens=len(claimed.prompt_ids), completion_tokens=num_said, cached_tokens=NUM_CACHED),
+            usage=Usage(
+                prompt_tokens=len(claimed.prompt_ids),
+                completion_tokens=num_said,
+                cached_tokens=NUM_CACHED,
+            ),
             finish_reason=reason,
             exact=True,
             logprobs=sequence.logprobs[:num_said] or None,
@@ -201,10 +236,13 @@ class TinyHead:
     def give_back(self, sequence: Sequence) -> None:
         """The job waits again, with what was saved."""
         with self.database.begin() as connection:
-            assert ends.release_running(connection, [(sequence.claimed.job_id, sequence.claimed.fence)])
+            assert ends.release_running(
+                connection, [(sequence.claimed.job_id, sequence.claimed.fence)]
+            )
 
     def resume_otherwise(self, sequence: Sequence) -> Sequence:
-        """A head of another exactness goes on: its tokens differ from those that were streamed and not saved."""
+        """A head of another exactness goes on: its tokens differ from those that were streamed and
+        not saved."""
         self.give_back(sequence)
         other = self.claim()
         saved = other.claimed.output_ids
@@ -218,12 +256,18 @@ class TinyHead:
     def refuse(self, sequence: Sequence, *, field: str) -> None:
         """End it as a relay ends what it finds invalid."""
         error = Invalid(field, "it is wrong", "Send another").as_dict()
-        end = End(job_id=sequence.claimed.job_id, fence=sequence.claimed.fence, state=JobState.FAILED, error=error)
+        end = End(
+            job_id=sequence.claimed.job_id,
+            fence=sequence.claimed.fence,
+            state=JobState.FAILED,
+            error=error,
+        )
         with self.database.begin() as connection:
             assert ends.end_running(connection, [end])
 
     def wait_for_bell(self) -> None:
-        """Until rows were inserted or cancelled; at most a moment, since a bell may have rung before."""
+        """Until rows were inserted or cancelled; at most a moment, since a bell may have rung
+        before."""
         with psycopg.connect(self._url, autocommit=True) as listener:
             listener.execute(f"LISTEN {JOBS_CHANNEL}")
             for _ in listener.notifies(timeout=0.1, stop_after=1):
@@ -280,7 +324,9 @@ class TinyHead:
 
 def clerk_row() -> dict[str, Any]:
     """As the clerk's head registers it."""
-    return model_row(CLERK, name="clerk", fingerprint="f1", context_length=512, vocab_size=896, eos_ids=(2,))
+    return model_row(
+        CLERK, name="clerk", fingerprint="f1", context_length=512, vocab_size=896, eos_ids=(2,)
+    )
 
 
 def energy_j(num_prompt: int, num_output: int) -> float:

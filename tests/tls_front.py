@@ -1,4 +1,5 @@
-"""TLS before a server that has none, with a certificate of tests/tls: hears all that is sent. Knows no protocol."""
+"""TLS before a server that has none, with a certificate of tests/tls: hears all that is sent. Knows
+no protocol."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from pathlib import Path
 
 TLS = Path(__file__).parent / "tls"
 AUTHORITY = TLS / "authority.pem"
-"""Signed `server`, `elsewhere` (of another name) and `caller`; `impostor` signed itself, under the server's name."""
+"""Signed `server`, `elsewhere` (of another name) and `caller`; `impostor` signed itself, under the
+server's name."""
 
 CHUNK_BYTES = 64 << 10
 ANSWER_S = 10.0
@@ -20,7 +22,9 @@ ANSWER_S = 10.0
 class TlsFront:
     """One thread and one event loop; each connection is passed on to `target` as it is."""
 
-    def __init__(self, target: tuple[str, int], certificate: str, *, asks_callers: bool = False) -> None:
+    def __init__(
+        self, target: tuple[str, int], certificate: str, *, asks_callers: bool = False
+    ) -> None:
         self.heard = bytearray()
         self.port = 0
         self._target = target
@@ -34,7 +38,8 @@ class TlsFront:
         """Until `stop`."""
         server = await asyncio.start_server(self._join, "127.0.0.1", 0, ssl=self._context)
         self.port = server.sockets[0].getsockname()[1]
-        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._stopped = asyncio.Event()
         started.set()
         await self._stopped.wait()
         server.close()
@@ -50,7 +55,9 @@ class TlsFront:
             ways = [self._pump(reader, away, self.heard), self._pump(there, writer, bytearray())]
             await asyncio.gather(*ways)
 
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, heard: bytearray) -> None:
+    async def _pump(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, heard: bytearray
+    ) -> None:
         with suppress(OSError):
             while chunk := await source.read(CHUNK_BYTES):
                 heard += chunk
@@ -60,7 +67,9 @@ class TlsFront:
 
 
 @contextmanager
-def tls_front(target: tuple[str, int], certificate: str, *, asks_callers: bool = False) -> Iterator[TlsFront]:
+def tls_front(
+    target: tuple[str, int], certificate: str, *, asks_callers: bool = False
+) -> Iterator[TlsFront]:
     """Serves while inside, on a port of 127.0.0.1."""
     front = TlsFront(target, certificate, asks_callers=asks_callers)
     started = threading.Event()

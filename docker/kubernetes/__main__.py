@@ -33,7 +33,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    )
 
 
 _Dumper.add_representer(str, _text)
@@ -54,7 +56,9 @@ def files() -> dict[Path, str]:
     }
     folders = sorted({path.parent for path in manifests})
     texts = {path: _dump(objects) for path, objects in manifests.items()}
-    return texts | {folder / "kustomization.yaml": _kustomization(folder, manifests) for folder in folders}
+    return texts | {
+        folder / "kustomization.yaml": _kustomization(folder, manifests) for folder in folders
+    }
 
 
 def write() -> None:
@@ -66,7 +70,9 @@ def write() -> None:
 
 def _base(found: dict[str, Service]) -> dict[Path, list[Manifest]]:
     everything = [found[name] for name in (*BASE, "migrate", *ACCELERATORS)]
-    settings = workloads.manifest("v1", "ConfigMap", workloads.CONFIG, data=workloads.settings_of(everything))
+    settings = workloads.manifest(
+        "v1", "ConfigMap", workloads.CONFIG, data=workloads.settings_of(everything)
+    )
     return {
         Path("base/namespace.yaml"): [workloads.manifest("v1", "Namespace", NAMESPACE)],
         Path("base/settings.yaml"): [settings],
@@ -86,7 +92,11 @@ def _stateless(service: Service) -> list[Manifest]:
 def _server(service: Service) -> list[Manifest]:
     server = workloads.database(service) if service.mounts else workloads.deployment(service)
     port = TRIAL[service.name]
-    return [server, workloads.network_service(service.name, port), network.of_server(service.name, port)]
+    return [
+        server,
+        workloads.network_service(service.name, port),
+        network.of_server(service.name, port),
+    ]
 
 
 def _kind(name: str) -> str:
@@ -107,7 +117,10 @@ def _kustomization(folder: Path, manifests: dict[Path, list[Manifest]]) -> str:
 
 
 def _dump(objects: list[Manifest]) -> str:
-    texts = [yaml.dump(each, Dumper=_Dumper, sort_keys=False, width=100, allow_unicode=True) for each in objects]
+    texts = [
+        yaml.dump(each, Dumper=_Dumper, sort_keys=False, width=100, allow_unicode=True)
+        for each in objects
+    ]
     return HEAD + "---\n".join(texts)
 
 

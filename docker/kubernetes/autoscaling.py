@@ -1,4 +1,5 @@
-"""Objects of KEDA: workers by the queue, asked of Postgres with the relay's own statements. Knows no file."""
+"""Objects of KEDA: workers by the queue, asked of Postgres with the relay's own statements. Knows
+no file."""
 
 from __future__ import annotations
 
@@ -7,13 +8,18 @@ from shardline.store.statistics.demand import OLDEST_QUEUED
 from shardline.store.sweeps import COUNTS
 
 OLDEST_S = 60
-"""While the oldest job has waited for longer, workers are added: twice as many at twice the wait."""
+"""While the oldest job has waited for longer, workers are added: twice as many at twice the
+wait."""
 JOBS_PER_WORKER = 32
-"""Running: workers that these ask for are not taken away, though nothing waits. Half of the seats of a pipeline, for
-pipelines of two."""
+"""Running: workers that these ask for are not taken away, though nothing waits. Half of the seats
+of a pipeline, for pipelines of two."""
 MAX_REPLICAS = 8
-SLOW_DOWN = {"stabilizationWindowSeconds": 600, "policies": [{"type": "Pods", "value": 1, "periodSeconds": 120}]}
-"""A worker that goes costs its pipeline its KV, perhaps a new cut: one in two minutes, and not for a short pause."""
+SLOW_DOWN = {
+    "stabilizationWindowSeconds": 600,
+    "policies": [{"type": "Pods", "value": 1, "periodSeconds": 120}],
+}
+"""A worker that goes costs its pipeline its KV, perhaps a new cut: one in two minutes, and not for
+a short pause."""
 
 OLDEST = f"SELECT coalesce(max(seconds), 0) FROM ({OLDEST_QUEUED.text.strip()}) AS waiting"  # noqa: S608 (our statement)
 RUNNING = f"SELECT coalesce(sum(number), 0) FROM ({COUNTS.text.strip()}) AS counted WHERE state = 'running'"  # noqa: S608 (our statement)
@@ -23,7 +29,9 @@ RUNNING = f"SELECT coalesce(sum(number), 0) FROM ({COUNTS.text.strip()}) AS coun
 def authentication() -> Manifest:
     """KEDA reads the URL of Postgres from the Secret that heads read it from."""
     target = {"parameter": "connection", "name": CONFIG, "key": "database_url"}
-    return manifest("keda.sh/v1alpha1", "TriggerAuthentication", "stage", spec={"secretTargetRef": [target]})
+    return manifest(
+        "keda.sh/v1alpha1", "TriggerAuthentication", "stage", spec={"secretTargetRef": [target]}
+    )
 
 
 def scaled_object(min_replicas: int) -> Manifest:

@@ -1,4 +1,5 @@
-"""Reads compose.yaml as data: services with their settings, health checks and secrets. Knows no Kubernetes."""
+"""Reads compose.yaml as data: services with their settings, health checks and secrets. Knows no
+Kubernetes."""
 
 from __future__ import annotations
 
@@ -80,7 +81,9 @@ class Service:
             name=name,
             image=document["image"],
             args=shlex.split(document.get("command", "")),
-            environment={key: str(value) for key, value in (document.get("environment") or {}).items()},
+            environment={
+                key: str(value) for key, value in (document.get("environment") or {}).items()
+            },
             secrets=document.get("secrets", []),
             mounts=[_mount(each) for each in document.get("volumes", [])],
             tmpfs=document.get("tmpfs", []),
@@ -103,7 +106,10 @@ def services() -> dict[str, Service]:
         for line in (ROOT / ".env.example").read_text(encoding="utf-8").splitlines()
         if line and not line.startswith("#")
     )
-    return {name: Service.of(name, _replaced(each, values)) for name, each in document["services"].items()}
+    return {
+        name: Service.of(name, _replaced(each, values))
+        for name, each in document["services"].items()
+    }
 
 
 def seconds(text: str) -> int:

@@ -1,7 +1,7 @@
 """NetworkPolicies: who may open a connection to which pod. Knows no file.
 
-They add up: one closes all of our pods, each other one opens some to somebody. What pods open themselves
-is not limited: Postgres, Redis, collectors and series of rates may be anywhere.
+They add up: one closes all of our pods, each other one opens some to somebody. What pods open
+themselves is not limited: Postgres, Redis, collectors and series of rates may be anywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ PART = {"app.kubernetes.io/part-of": "shardline"}
 """By these labels pods are found, as `workloads.labels` gives them."""
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
 """A label that Kubernetes gives to each namespace."""
-PROMETHEUS, KEDA = "monitoring", "keda"
+PROMETHEUS = "monitoring"
+KEDA = "keda"
 """Namespaces in which they usually run."""
 STAGES = ("stage", "stage-cuda", "stage-rocm")
 CLIENTS = {

@@ -9,7 +9,8 @@ from docker.kubernetes.compose import SECRETS, HealthCheck, Service
 
 Manifest = dict[str, Any]
 CONFIG = "shardline"
-"""Name of the ConfigMap with all settings, and of the Secret with a key for each of Compose's files."""
+"""Name of the ConfigMap with all settings, and of the Secret with a key for each of Compose's
+files."""
 MODEL_CLAIM = "shardline-model"
 APP_USER = 10001
 """As docker/Dockerfile makes it."""
@@ -31,7 +32,10 @@ def deployment(service: Service) -> Manifest:
     }
     if is_stage(service):
         # A device is free for the next one only when the one before has gone.
-        spec["strategy"] = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
+        spec["strategy"] = {
+            "type": "RollingUpdate",
+            "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1},
+        }
     return manifest("apps/v1", "Deployment", service.name, spec=spec)
 
 
@@ -50,7 +54,9 @@ def database(service: Service) -> Manifest:
     (container,) = template["spec"]["containers"]
     # A new volume may not be empty: the data lies in a folder of it.
     container["env"].append({"name": "PGDATA", "value": f"{path}/pgdata"})
-    template["spec"]["volumes"] = [each for each in template["spec"]["volumes"] if each["name"] != source]
+    template["spec"]["volumes"] = [
+        each for each in template["spec"]["volumes"] if each["name"] != source
+    ]
     claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "10Gi"}}}
     spec = {
         "serviceName": service.name,
@@ -98,8 +104,13 @@ def pod_template(service: Service) -> Manifest:
     }
     if is_stage(service) and service.name not in ACCELERATORS:
         # Two pods on a node would take the same cores: they see no locks of each other.
-        rule = {"labelSelector": {"matchLabels": labels(service.name)}, "topologyKey": "kubernetes.io/hostname"}
-        spec["affinity"] = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [rule]}}
+        rule = {
+            "labelSelector": {"matchLabels": labels(service.name)},
+            "topologyKey": "kubernetes.io/hostname",
+        }
+        spec["affinity"] = {
+            "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [rule]}
+        }
     return {"metadata": {"labels": labels(service.name)}, "spec": spec}
 
 
@@ -125,7 +136,12 @@ def labels(name: str) -> dict[str, str]:
 
 def manifest(api: str, kind: str, name: str, **rest: Any) -> Manifest:
     """An object of Kubernetes."""
-    return {"apiVersion": api, "kind": kind, "metadata": {"name": name, "labels": labels(name)}, **rest}
+    return {
+        "apiVersion": api,
+        "kind": kind,
+        "metadata": {"name": name, "labels": labels(name)},
+        **rest,
+    }
 
 
 def _container(service: Service) -> Manifest:
@@ -165,7 +181,9 @@ def _resources(service: Service) -> Manifest:
         limits["memory"] = f"{service.memory_mib}Mi"
     if service.reserved_mib:
         requests["memory"] = f"{service.reserved_mib}Mi"
-    return {kind: amounts for kind, amounts in (("requests", requests), ("limits", limits)) if amounts}
+    return {
+        kind: amounts for kind, amounts in (("requests", requests), ("limits", limits)) if amounts
+    }
 
 
 def _variable(name: str, value: str) -> Manifest:
@@ -175,9 +193,12 @@ def _variable(name: str, value: str) -> Manifest:
 
 
 def _is_common(name: str, value: str) -> bool:
-    """Whether it stands in the ConfigMap: a setting that is no secret's path and no kind of worker's own."""
+    """Whether it stands in the ConfigMap: a setting that is no secret's path and no kind of
+    worker's own."""
     return (
-        name.startswith(("SHARDLINE_", "OTEL_")) and name != "SHARDLINE_DEVICE" and not value.startswith(f"{SECRETS}/")
+        name.startswith(("SHARDLINE_", "OTEL_"))
+        and name != "SHARDLINE_DEVICE"
+        and not value.startswith(f"{SECRETS}/")
     )
 
 
@@ -187,8 +208,8 @@ def _probes(service: Service) -> Manifest:
         return {}
     probe = _probe(health)
     if is_stage(service):
-        # Not ready until its shard is loaded, and never killed: a worker may wait for layers as long as it takes, and
-        # a stage that hangs ends by itself.
+        # Not ready until its shard is loaded, and never killed: a worker may wait for layers as
+        # long as it takes, and a stage that hangs ends by itself.
         return {"readinessProbe": probe}
     start = {**probe, "failureThreshold": math.ceil(health.start_s / health.interval_s)}
     return {"startupProbe": start, "readinessProbe": probe, "livenessProbe": probe}
@@ -212,10 +233,17 @@ def _volumes(service: Service) -> list[Manifest]:
     ]
     found += [{"name": _slug(path), "emptyDir": {}} for path in service.tmpfs]
     if service.shm_mib:
-        found.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{service.shm_mib}Mi"}})
+        found.append(
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{service.shm_mib}Mi"}}
+        )
     if service.secrets:
         items = [{"key": name, "path": name} for name in service.secrets]
-        found.append({"name": "secrets", "secret": {"secretName": CONFIG, "defaultMode": SECRET_MODE, "items": items}})
+        found.append(
+            {
+                "name": "secrets",
+                "secret": {"secretName": CONFIG, "defaultMode": SECRET_MODE, "items": items},
+            }
+        )
     return found
 
 

@@ -1,1 +1,2 @@
-"""Grafana's dashboards, one line a panel: `python -m docker.monitoring` writes them. Prometheus's files are by hand."""
+"""Grafana's dashboards, one line a panel: `python -m docker.monitoring` writes them. Prometheus's
+files are by hand."""

@@ -62,7 +62,8 @@ HOP_OF_STEP = f"{HOP} / ignoring (doing) {rate('shardline_steps_total')}"
 STEP = f"{rate('shardline_step_seconds_sum')} / {rate('shardline_step_seconds_count')}"
 KV = 'shardline_kv_blocks{state="used"} / ignoring (state) shardline_kv_blocks{state="all"}'
 SEATS = "shardline_sequences_running / shardline_seats"
-CACHED, PROMPT = rate("shardline_cached_tokens_total"), rate("shardline_prompt_tokens_total")
+CACHED = rate("shardline_cached_tokens_total")
+PROMPT = rate("shardline_prompt_tokens_total")
 PREFIX_HITS = f"{CACHED} / ({CACHED} + {PROMPT})"
 OUTPUT = rate("shardline_output_tokens_total")
 GUESSED = f"{rate('shardline_accepted_tokens_total')} / {rate('shardline_draft_tokens_total')}"
@@ -78,16 +79,24 @@ INSTALLATION = Dashboard(
         panel("Jobs accepted by HTTP", "reqps", total("shardline_jobs_accepted_total", "model")),
         panel("Jobs ended by heads", "reqps", total("shardline_job_seconds_count", "outcome")),
         panel("Connections of callers", "short", ("open", "sum (shardline_http_connections)")),
-        panel("Connections closed by a limit", "cps", total("shardline_http_connections_closed_total", "reason")),
+        panel(
+            "Connections closed by a limit",
+            "cps",
+            total("shardline_http_connections_closed_total", "reason"),
+        ),
         JOBS,
         panel("Output tokens", "cps", total("shardline_output_tokens_total")),
         panel("Prompt tokens computed", "cps", total("shardline_prompt_tokens_total")),
-        panel("From due to first token", "s", *quantiles("shardline_job_first_token_seconds", "model")),
+        panel(
+            "From due to first token", "s", *quantiles("shardline_job_first_token_seconds", "model")
+        ),
         panel("Between two tokens", "s", *quantiles("shardline_job_token_seconds", "model")),
         panel("From due to end", "s", *quantiles("shardline_job_seconds", "model")),
         panel("HTTP answers", "reqps", total("shardline_http_requests_total", "status")),
         panel("HTTP duration", "s", quantile(0.95, "shardline_http_request_seconds", "route")),
-        panel("HTTP: to a stream's first token", "s", *quantiles("shardline_http_first_token_seconds")),
+        panel(
+            "HTTP: to a stream's first token", "s", *quantiles("shardline_http_first_token_seconds")
+        ),
         panel("HTTP requests in flight", "short", ("all", "sum (shardline_http_in_flight)")),
         panel("HTTP streams followed", "short", ("all", "sum (shardline_http_followers)")),
         panel("HTTP callers who left", "reqps", total("shardline_http_disconnects_total")),
@@ -106,7 +115,9 @@ PIPELINE = Dashboard(
         panel("Time of a step", "s", stage(STEP)),
         panel("KV in use", "percentunit", stage(KV)),
         panel("Seats in use", "percentunit", stage(SEATS)),
-        panel("Sequences that wait for a seat or KV", "short", stage("shardline_sequences_waiting")),
+        panel(
+            "Sequences that wait for a seat or KV", "short", stage("shardline_sequences_waiting")
+        ),
         panel("Prefix hits", "percentunit", stage(PREFIX_HITS)),
         panel("Guessed tokens that came true", "percentunit", stage(GUESSED)),
         panel("Tokens", "cps", head(OUTPUT, "output"), head(PROMPT, "prompt")),
@@ -124,11 +135,17 @@ QUEUES = Dashboard(
         panel("Wait of the oldest job", "s", largest("shardline_oldest_queued_seconds", "model")),
         panel("Messages to heads", "reqps", total("shardline_relay_sent_total", "model")),
         panel("Messages sent again", "reqps", total("shardline_relay_resent_total")),
-        panel("Intake of Celery and Redis", "reqps", total("shardline_intake_entries_total", "outcome")),
+        panel(
+            "Intake of Celery and Redis",
+            "reqps",
+            total("shardline_intake_entries_total", "outcome"),
+        ),
         panel("Rows tokenized by relays", "reqps", total("shardline_relay_prepared_total")),
         panel("Rows refused by relays", "reqps", total("shardline_relay_refused_total")),
         panel("Rows swept", "reqps", total("shardline_relay_swept_total", "outcome")),
-        panel("Jobs that broke a pipeline", "reqps", total("shardline_jobs_blamed_total", "outcome")),
+        panel(
+            "Jobs that broke a pipeline", "reqps", total("shardline_jobs_blamed_total", "outcome")
+        ),
         panel("Jobs of one insert", "short", *quantiles("shardline_insert_batch_jobs")),
         panel("Dead letters", "short", ("kept", "max (shardline_dead_letters)")),
         panel("Tables", "bytes", largest("shardline_table_bytes", "table")),
@@ -143,7 +160,11 @@ FLEET = Dashboard(
     has_model=True,
     panels=(
         panel("Workers of a fleet", "short", largest("shardline_fleet_workers", "model")),
-        panel("Tokens/s predicted of its plan", "cps", largest("shardline_fleet_tokens_per_s", "model")),
+        panel(
+            "Tokens/s predicted of its plan",
+            "cps",
+            largest("shardline_fleet_tokens_per_s", "model"),
+        ),
         panel("Stages", "short", ("{{model}}", f"count by (model) ({INFO})")),
         panel("Device utilization", "percentunit", stage(COMPUTE, "device")),
         panel("Power", "watt", stage(WATTS, "doing")),

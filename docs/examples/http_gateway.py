@@ -24,7 +24,11 @@ with httpx.Client(base_url=sys.argv[1], headers=key, timeout=60) as gateway:
     with gateway.stream("POST", "/v1/chat/completions", json=chat) as events:
         for line in events.iter_lines():
             if line.startswith("data: {"):
-                print(json.loads(line[6:])["choices"][0]["delta"].get("content", ""), end="", flush=True)
+                print(
+                    json.loads(line[6:])["choices"][0]["delta"].get("content", ""),
+                    end="",
+                    flush=True,
+                )
     print()
 
     job = gateway.post("/v1/jobs", json=body).raise_for_status().json()

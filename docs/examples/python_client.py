@@ -11,6 +11,8 @@ with Client() as client:
         print(delta.text, end="", flush=True)
     print()
 
-    ids = client.submit_many({"model": "clerk", "prompt": f"words: {n} =", "temperature": 0} for n in range(10))
+    ids = client.submit_many(
+        {"model": "clerk", "prompt": f"words: {n} =", "temperature": 0} for n in range(10)
+    )
     for job in client.wait(ids, timeout_s=60):
         print(job.id, job.result.text)

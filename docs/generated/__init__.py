@@ -1,1 +1,2 @@
-"""Pages that are written from the code: `make documents`. A test fails when a page is not what its module writes."""
+"""Pages that are written from the code: `make documents`. A test fails when a page is not what its
+module writes."""

@@ -1,4 +1,5 @@
-"""docs/reference/commands.md: the `shardline` command, the services' entry points, and the targets of `make`."""
+"""docs/reference/commands.md: the `shardline` command, the services' entry points, and the targets
+of `make`."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def _commands(group: object, *before: str) -> Iterator[tuple[str, str]]:
 
 
 def _entry_point(module: str) -> tuple[str, str]:
-    docstring = ast.get_docstring(ast.parse((REPOSITORY / module).read_text(encoding="utf-8"))) or ""
+    docstring = (
+        ast.get_docstring(ast.parse((REPOSITORY / module).read_text(encoding="utf-8"))) or ""
+    )
     match = ENTRY_POINT.match(docstring)
     assert match is not None, f"the docstring of {module} does not begin with its command"
     return match[1], sentence(match[2])

@@ -1,4 +1,5 @@
-"""docs/reference/failpoints.md: every failpoint, from the members of `Point` and the text below each."""
+"""docs/reference/failpoints.md: every failpoint, from the members of `Point` and the text below
+each."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ SECTIONS: dict[str, tuple[type[BaseSettings], ...]] = {
     "`make up`": (StandaloneSettings,),
     "Tests only": (FailpointSettings,),
 }
-"""Each heading with the classes of its table. A field with the description of an earlier row has no second row."""
+"""Each heading with the classes of its table. A field with the description of an earlier row has no
+second row."""
 
 INTRODUCTION = """# Settings
 
@@ -52,7 +53,9 @@ def _sections() -> Iterator[str]:
         new = [(name, field) for name, field in fields if (name, field.description) not in shown]
         shown |= {(name, field.description) for name, field in new}
         yield from (f"## {heading}", "")
-        yield from table("variable", "default", "meaning", rows=(_cells(name, field) for name, field in new))
+        yield from table(
+            "variable", "default", "meaning", rows=(_cells(name, field) for name, field in new)
+        )
 
 
 def _cells(name: str, field: FieldInfo) -> tuple[str, str, str]:
@@ -80,13 +83,20 @@ def _shown(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, float):
         return f"{value:g}"
-    return str(value) if isinstance(value, int) else f"`{value.value if isinstance(value, Enum) else value}`"
+    return (
+        str(value)
+        if isinstance(value, int)
+        else f"`{value.value if isinstance(value, Enum) else value}`"
+    )
 
 
 def _limits(field: FieldInfo) -> str:
     """The range of a number, such as 1..64, >=1 or >0."""
     bounds = {
-        kind: getattr(rule, kind) for rule in field.metadata for kind in ("ge", "gt", "le", "lt") if hasattr(rule, kind)
+        kind: getattr(rule, kind)
+        for rule in field.metadata
+        for kind in ("ge", "gt", "le", "lt")
+        if hasattr(rule, kind)
     }
     if "ge" in bounds and "le" in bounds:
         return f"{bounds['ge']}..{bounds['le']}"

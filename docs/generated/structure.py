@@ -1,4 +1,5 @@
-"""docs/structure.md: one line for each package folder, from its docstring, and the order of imports."""
+"""docs/structure.md: one line for each package folder, from its docstring, and the order of
+imports."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def page() -> str:
 def _packages() -> Iterator[str]:
     for root in ROOTS:
         yield from (f"## `{root}/`", "", "| folder | what it is for |", "|---|---|")
-        for path in sorted((REPOSITORY / root).rglob("__init__.py"), key=lambda path: path.parent.parts):
+        for path in sorted(
+            (REPOSITORY / root).rglob("__init__.py"), key=lambda path: path.parent.parts
+        ):
             folder = path.parent.relative_to(REPOSITORY / root)
             if folder != Path():
                 yield f"| `{folder}` | {_summary(path)} |"

@@ -20,4 +20,6 @@ def sentence(text: str) -> str:
 
 
 def _row(cells: Iterable[str]) -> str:
-    return "".join(f"| {cell.replace('|', chr(92) + '|')} " if cell else "| " for cell in cells) + "|"
+    return (
+        "".join(f"| {cell.replace('|', chr(92) + '|')} " if cell else "| " for cell in cells) + "|"
+    )

@@ -52,7 +52,8 @@ ALTER TABLE jobs SET (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, au
 ALTER TABLE attempts SET (fillfactor = 60, autovacuum_vacuum_scale_factor = 0.02);
 ALTER TABLE pipelines SET (fillfactor = 50);
 """
-"""Rows that are written each second find room in their own page (HOT updates) and are cleaned soon."""
+"""Rows that are written each second find room in their own page (HOT updates) and are cleaned
+soon."""
 
 
 def upgrade() -> None:
@@ -81,16 +82,33 @@ def _create_small_tables() -> None:
         sa.Column("revision", sa.Text(), nullable=True),
         sa.Column("context_length", sa.Integer(), nullable=False),
         sa.Column("vocab_size", sa.Integer(), nullable=False),
-        sa.Column("eos_token_ids", postgresql.ARRAY(sa.Integer()), server_default=sa.text("'{}'"), nullable=False),
+        sa.Column(
+            "eos_token_ids",
+            postgresql.ARRAY(sa.Integer()),
+            server_default=sa.text("'{}'"),
+            nullable=False,
+        ),
         sa.Column("tokenizer", sa.Text(), nullable=False),
         sa.Column("chat_template", sa.Text(), nullable=True),
         sa.Column(
-            "special_tokens", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'{}'"), nullable=False
+            "special_tokens",
+            postgresql.JSONB(astext_type=sa.Text()),
+            server_default=sa.text("'{}'"),
+            nullable=False,
         ),
         sa.Column("fingerprint", sa.Text(), nullable=False),
-        sa.Column("updated_at", sa.TIMESTAMP(timezone=True), server_default=sa.text("now()"), nullable=False),
-        sa.CheckConstraint("context_length > 0 AND vocab_size > 0", name=op.f("models_sizes_are_positive")),
-        sa.CheckConstraint("length(name) BETWEEN 1 AND 256", name=op.f("models_name_is_1_to_256_characters")),
+        sa.Column(
+            "updated_at",
+            sa.TIMESTAMP(timezone=True),
+            server_default=sa.text("now()"),
+            nullable=False,
+        ),
+        sa.CheckConstraint(
+            "context_length > 0 AND vocab_size > 0", name=op.f("models_sizes_are_positive")
+        ),
+        sa.CheckConstraint(
+            "length(name) BETWEEN 1 AND 256", name=op.f("models_name_is_1_to_256_characters")
+        ),
         sa.PrimaryKeyConstraint("name", name=op.f("models_pkey")),
     )
     op.create_table(
@@ -103,14 +121,24 @@ def _create_small_tables() -> None:
         sa.Column("lease_until", sa.TIMESTAMP(timezone=True), nullable=False),
         sa.Column("ready_at", sa.TIMESTAMP(timezone=True), nullable=True),
         sa.Column("seats", sa.Integer(), server_default=sa.text("0"), nullable=False),
-        sa.Column("stages", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'[]'"), nullable=False),
+        sa.Column(
+            "stages",
+            postgresql.JSONB(astext_type=sa.Text()),
+            server_default=sa.text("'[]'"),
+            nullable=False,
+        ),
         sa.Column("exact", sa.Boolean(), server_default=sa.text("false"), nullable=False),
         sa.PrimaryKeyConstraint("id", name=op.f("pipelines_pkey")),
     )
     op.create_table(
         "tenants",
         sa.Column("id", sa.Text(), nullable=False),
-        sa.Column("created_at", sa.TIMESTAMP(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.Column(
+            "created_at",
+            sa.TIMESTAMP(timezone=True),
+            server_default=sa.text("now()"),
+            nullable=False,
+        ),
         sa.PrimaryKeyConstraint("id", name=op.f("tenants_pkey")),
     )
 
@@ -122,22 +150,46 @@ def _create_jobs() -> None:
         sa.Column("tenant_id", sa.Text(), server_default=sa.text("'default'"), nullable=False),
         sa.Column("model", sa.Text(), nullable=False),
         sa.Column("prompt", sa.Text(), nullable=True),
-        sa.Column("messages", postgresql.JSONB(none_as_null=True, astext_type=sa.Text()), nullable=True),
+        sa.Column(
+            "messages", postgresql.JSONB(none_as_null=True, astext_type=sa.Text()), nullable=True
+        ),
         sa.Column("prompt_ids", postgresql.ARRAY(sa.Integer()), nullable=True),
-        sa.Column("params", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'{}'"), nullable=False),
+        sa.Column(
+            "params",
+            postgresql.JSONB(astext_type=sa.Text()),
+            server_default=sa.text("'{}'"),
+            nullable=False,
+        ),
         sa.Column(
             "seed",
             sa.BigInteger(),
-            server_default=sa.text("(floor((random() * ('9007199254740992'::bigint)::double precision)))::bigint"),
+            server_default=sa.text(
+                "(floor((random() * ('9007199254740992'::bigint)::double precision)))::bigint"
+            ),
             nullable=False,
         ),
         sa.Column("priority", sa.SmallInteger(), server_default=sa.text("5"), nullable=False),
         sa.Column("idempotency_key", sa.Text(), nullable=True),
-        sa.Column("metadata", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'{}'"), nullable=False),
+        sa.Column(
+            "metadata",
+            postgresql.JSONB(astext_type=sa.Text()),
+            server_default=sa.text("'{}'"),
+            nullable=False,
+        ),
         sa.Column("traceparent", sa.Text(), nullable=True),
         sa.Column("replay_of", sa.UUID(), nullable=True),
-        sa.Column("created_at", sa.TIMESTAMP(timezone=True), server_default=sa.text("now()"), nullable=False),
-        sa.Column("not_before", sa.TIMESTAMP(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.Column(
+            "created_at",
+            sa.TIMESTAMP(timezone=True),
+            server_default=sa.text("now()"),
+            nullable=False,
+        ),
+        sa.Column(
+            "not_before",
+            sa.TIMESTAMP(timezone=True),
+            server_default=sa.text("now()"),
+            nullable=False,
+        ),
         sa.Column("deadline_at", sa.TIMESTAMP(timezone=True), nullable=True),
         sa.Column("cancel_requested_at", sa.TIMESTAMP(timezone=True), nullable=True),
         sa.Column("prepared_at", sa.TIMESTAMP(timezone=True), nullable=True),
@@ -154,12 +206,18 @@ def _create_jobs() -> None:
         sa.Column("max_crashes", sa.Integer(), server_default=sa.text("3"), nullable=False),
         sa.Column("exactness", sa.Text(), nullable=True),
         sa.Column("exact", sa.Boolean(), server_default=sa.text("true"), nullable=False),
-        sa.Column("error", postgresql.JSONB(none_as_null=True, astext_type=sa.Text()), nullable=True),
+        sa.Column(
+            "error", postgresql.JSONB(none_as_null=True, astext_type=sa.Text()), nullable=True
+        ),
         sa.Column("finished_at", sa.TIMESTAMP(timezone=True), nullable=True),
-        sa.ForeignKeyConstraint(["replay_of"], ["jobs.id"], name=op.f("jobs_replay_of_fkey"), ondelete="SET NULL"),
+        sa.ForeignKeyConstraint(
+            ["replay_of"], ["jobs.id"], name=op.f("jobs_replay_of_fkey"), ondelete="SET NULL"
+        ),
         sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name=op.f("jobs_tenant_id_fkey")),
         sa.PrimaryKeyConstraint("id", name=op.f("jobs_pkey")),
-        sa.UniqueConstraint("tenant_id", "idempotency_key", name=op.f("jobs_tenant_id_idempotency_key_key")),
+        sa.UniqueConstraint(
+            "tenant_id", "idempotency_key", name=op.f("jobs_tenant_id_idempotency_key_key")
+        ),
         *(sa.CheckConstraint(rule, name=op.f(f"jobs_{name}")) for name, rule in JOB_CHECKS.items()),
     )
 
@@ -206,7 +264,9 @@ def _create_job_indexes() -> None:
         "jobs",
         ["model", "priority", "created_at", "id", "not_before"],
         unique=False,
-        postgresql_where=sa.text("state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL"),
+        postgresql_where=sa.text(
+            "state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL"
+        ),
     )
 
 
@@ -220,18 +280,34 @@ def _create_attempts() -> None:
         sa.Column("worker", sa.Text(), nullable=False),
         sa.Column("fingerprint", sa.Text(), nullable=False),
         sa.Column("exactness", sa.Text(), nullable=False),
-        sa.Column("started_at", sa.TIMESTAMP(timezone=True), server_default=sa.text("now()"), nullable=False),
-        sa.Column("heartbeat_at", sa.TIMESTAMP(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.Column(
+            "started_at",
+            sa.TIMESTAMP(timezone=True),
+            server_default=sa.text("now()"),
+            nullable=False,
+        ),
+        sa.Column(
+            "heartbeat_at",
+            sa.TIMESTAMP(timezone=True),
+            server_default=sa.text("now()"),
+            nullable=False,
+        ),
         sa.Column("ended_at", sa.TIMESTAMP(timezone=True), nullable=True),
         sa.Column("outcome", sa.Text(), nullable=True),
         sa.Column("num_resumed", sa.Integer(), server_default=sa.text("0"), nullable=False),
-        sa.Column("tokens", postgresql.ARRAY(sa.Integer()), server_default=sa.text("'{}'"), nullable=False),
-        sa.Column("logprobs", postgresql.JSONB(none_as_null=True, astext_type=sa.Text()), nullable=True),
+        sa.Column(
+            "tokens", postgresql.ARRAY(sa.Integer()), server_default=sa.text("'{}'"), nullable=False
+        ),
+        sa.Column(
+            "logprobs", postgresql.JSONB(none_as_null=True, astext_type=sa.Text()), nullable=True
+        ),
         sa.CheckConstraint(
             "outcome IN ('succeeded', 'failed', 'cancelled', 'expired', 'released', 'lost', 'crashed')",
             name=op.f("attempts_outcome_is_known"),
         ),
-        sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name=op.f("attempts_job_id_fkey"), ondelete="CASCADE"),
+        sa.ForeignKeyConstraint(
+            ["job_id"], ["jobs.id"], name=op.f("attempts_job_id_fkey"), ondelete="CASCADE"
+        ),
         sa.PrimaryKeyConstraint("job_id", "fence", name=op.f("attempts_pkey")),
     )
 
@@ -246,16 +322,34 @@ def _create_results() -> None:
         sa.Column("prompt_tokens", sa.Integer(), nullable=False),
         sa.Column("completion_tokens", sa.Integer(), nullable=False),
         sa.Column("finish_reason", sa.Text(), nullable=False),
-        sa.Column("logprobs", postgresql.JSONB(none_as_null=True, astext_type=sa.Text()), nullable=True),
-        sa.Column("exact", sa.Boolean(), nullable=False),
-        sa.Column("timings", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'{}'"), nullable=False),
         sa.Column(
-            "provenance", postgresql.JSONB(astext_type=sa.Text()), server_default=sa.text("'{}'"), nullable=False
+            "logprobs", postgresql.JSONB(none_as_null=True, astext_type=sa.Text()), nullable=True
         ),
-        sa.Column("created_at", sa.TIMESTAMP(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.Column("exact", sa.Boolean(), nullable=False),
+        sa.Column(
+            "timings",
+            postgresql.JSONB(astext_type=sa.Text()),
+            server_default=sa.text("'{}'"),
+            nullable=False,
+        ),
+        sa.Column(
+            "provenance",
+            postgresql.JSONB(astext_type=sa.Text()),
+            server_default=sa.text("'{}'"),
+            nullable=False,
+        ),
+        sa.Column(
+            "created_at",
+            sa.TIMESTAMP(timezone=True),
+            server_default=sa.text("now()"),
+            nullable=False,
+        ),
         sa.CheckConstraint(
-            "finish_reason IN ('stop', 'length', 'cancelled', 'expired')", name=op.f("results_finish_reason_is_known")
+            "finish_reason IN ('stop', 'length', 'cancelled', 'expired')",
+            name=op.f("results_finish_reason_is_known"),
         ),
-        sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name=op.f("results_job_id_fkey"), ondelete="CASCADE"),
+        sa.ForeignKeyConstraint(
+            ["job_id"], ["jobs.id"], name=op.f("results_job_id_fkey"), ondelete="CASCADE"
+        ),
         sa.PrimaryKeyConstraint("job_id", name=op.f("results_pkey")),
     )

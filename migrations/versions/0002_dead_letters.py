@@ -21,7 +21,9 @@ def upgrade() -> None:
     with op.get_context().autocommit_block():
         _drop_indexes()
         for name, (columns, where) in INDEXES.items():
-            op.create_index(name, "jobs", columns, postgresql_where=sa.text(where), postgresql_concurrently=True)
+            op.create_index(
+                name, "jobs", columns, postgresql_where=sa.text(where), postgresql_concurrently=True
+            )
         op.execute("RESET lock_timeout")
 
 
@@ -33,8 +35,8 @@ def downgrade() -> None:
 
 
 def _drop_indexes() -> None:
-    """Also what a try that was cut short left behind. Nobody waits for one who makes an index concurrently: so it may
-    wait as long as it takes."""
+    """Also what a try that was cut short left behind. Nobody waits for one who makes an index
+    concurrently: so it may wait as long as it takes."""
     op.execute("SET lock_timeout = 0")
     for name in INDEXES:
         op.drop_index(name, table_name="jobs", if_exists=True, postgresql_concurrently=True)

@@ -21,17 +21,27 @@ def upgrade() -> None:
         sa.Column("tenant_id", sa.Text(), nullable=False),
         sa.Column("digest", sa.LargeBinary(), nullable=False),
         sa.Column("scopes", postgresql.ARRAY(sa.Text()), nullable=False),
-        sa.Column("created_at", sa.TIMESTAMP(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.Column(
+            "created_at",
+            sa.TIMESTAMP(timezone=True),
+            server_default=sa.text("now()"),
+            nullable=False,
+        ),
         sa.Column("expires_at", sa.TIMESTAMP(timezone=True), nullable=True),
         sa.Column("replaced_at", sa.TIMESTAMP(timezone=True), nullable=True),
         sa.Column("revoked_at", sa.TIMESTAMP(timezone=True), nullable=True),
         sa.Column("last_used_at", sa.TIMESTAMP(timezone=True), nullable=True),
-        sa.CheckConstraint("length(name) BETWEEN 1 AND 64", name=op.f("api_keys_name_is_1_to_64_characters")),
+        sa.CheckConstraint(
+            "length(name) BETWEEN 1 AND 64", name=op.f("api_keys_name_is_1_to_64_characters")
+        ),
         sa.CheckConstraint("octet_length(digest) = 32", name=op.f("api_keys_digest_is_a_sha256")),
         sa.CheckConstraint(
-            "scopes <@ ARRAY['submit', 'read', 'cancel', 'admin']", name=op.f("api_keys_scopes_are_known")
+            "scopes <@ ARRAY['submit', 'read', 'cancel', 'admin']",
+            name=op.f("api_keys_scopes_are_known"),
         ),
-        sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name=op.f("api_keys_tenant_id_fkey")),
+        sa.ForeignKeyConstraint(
+            ["tenant_id"], ["tenants.id"], name=op.f("api_keys_tenant_id_fkey")
+        ),
         sa.PrimaryKeyConstraint("id", name=op.f("api_keys_pkey")),
     )
     op.create_index(

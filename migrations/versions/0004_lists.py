@@ -13,7 +13,10 @@ depends_on = None
 INDEXES = {
     "jobs_by_state": (["tenant_id", "state", "created_at", "id"], None),
     "jobs_by_model": (["tenant_id", "model", "state", "created_at", "id"], None),
-    "jobs_dead_by_model": (["model", "finished_at", "id"], "state = 'failed' AND (error ->> 'code') = 'crashed'"),
+    "jobs_dead_by_model": (
+        ["model", "finished_at", "id"],
+        "state = 'failed' AND (error ->> 'code') = 'crashed'",
+    ),
 }
 
 
@@ -23,7 +26,9 @@ def upgrade() -> None:
         _drop_indexes()
         for name, (columns, where) in INDEXES.items():
             rule = None if where is None else sa.text(where)
-            op.create_index(name, "jobs", columns, postgresql_where=rule, postgresql_concurrently=True)
+            op.create_index(
+                name, "jobs", columns, postgresql_where=rule, postgresql_concurrently=True
+            )
         op.execute("RESET lock_timeout")
 
 
@@ -35,8 +40,8 @@ def downgrade() -> None:
 
 
 def _drop_indexes() -> None:
-    """Also what a try that was cut short left behind. Nobody waits for one who makes an index concurrently: so it may
-    wait as long as it takes."""
+    """Also what a try that was cut short left behind. Nobody waits for one who makes an index
+    concurrently: so it may wait as long as it takes."""
     op.execute("SET lock_timeout = 0")
     for name in INDEXES:
         op.drop_index(name, table_name="jobs", if_exists=True, postgresql_concurrently=True)

@@ -12,7 +12,8 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Bring the schema to this revision. Relays of the last release know nothing of it, and harm nothing."""
+    """Bring the schema to this revision. Relays of the last release know nothing of it, and harm
+    nothing."""
     op.add_column("jobs", sa.Column("preparing_until", sa.DateTime(timezone=True)))
 
 

@@ -13,7 +13,9 @@ depends_on = None
 
 def upgrade() -> None:
     """Bring the schema to this revision."""
-    op.add_column("attempts", sa.Column("parked", sa.Boolean, nullable=False, server_default=sa.false()))
+    op.add_column(
+        "attempts", sa.Column("parked", sa.Boolean, nullable=False, server_default=sa.false())
+    )
 
 
 def downgrade() -> None:

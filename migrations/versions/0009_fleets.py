@@ -20,7 +20,9 @@ def upgrade() -> None:
         sa.Column("model", sa.Text, nullable=False),
         sa.Column("shapes", JSONB, nullable=False),
         sa.Column("profile", JSONB, nullable=False),
-        sa.Column("joined_at", sa.TIMESTAMP(timezone=True), nullable=False, server_default=sa.func.now()),
+        sa.Column(
+            "joined_at", sa.TIMESTAMP(timezone=True), nullable=False, server_default=sa.func.now()
+        ),
         sa.Column("lease_until", sa.TIMESTAMP(timezone=True), nullable=False),
     )
     op.create_table(
@@ -30,7 +32,9 @@ def upgrade() -> None:
         sa.Column("split", JSONB, nullable=False),
         sa.Column("stages", JSONB, nullable=False),
         sa.Column("tokens_per_s", sa.Double),
-        sa.Column("made_at", sa.TIMESTAMP(timezone=True), nullable=False, server_default=sa.func.now()),
+        sa.Column(
+            "made_at", sa.TIMESTAMP(timezone=True), nullable=False, server_default=sa.func.now()
+        ),
     )
 
 

@@ -14,7 +14,9 @@ depends_on = None
 
 def upgrade() -> None:
     """Bring the schema to this revision."""
-    op.add_column("workers", sa.Column("further", JSONB, nullable=False, server_default=sa.text("'{}'")))
+    op.add_column(
+        "workers", sa.Column("further", JSONB, nullable=False, server_default=sa.text("'{}'"))
+    )
 
 
 def downgrade() -> None:

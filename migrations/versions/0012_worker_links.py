@@ -1,4 +1,5 @@
-"""Workers of a fleet answer each other at an address, to measure the links between their machines."""
+"""Workers of a fleet answer each other at an address, to measure the links between their
+machines."""
 
 from __future__ import annotations
 

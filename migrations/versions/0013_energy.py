@@ -1,4 +1,5 @@
-"""Attempts say what energy they took; rates and a view make money and carbon of it; jobs may wait for a low rate."""
+"""Attempts say what energy they took; rates and a view make money and carbon of it; jobs may wait
+for a low rate."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ down_revision = "0012"
 branch_labels = None
 depends_on = None
 
-# Reads rates at the end of each attempt, so that rates which come late, or are mended, count for what is past.
+# Reads rates at the end of each attempt, so that rates which come late, or are mended, count for
+# what is past.
 JOB_COSTS = """
 CREATE VIEW job_costs AS
 SELECT jobs.id AS job_id, jobs.tenant_id, jobs.model, jobs.state, jobs.created_at,
@@ -31,7 +33,8 @@ CROSS JOIN LATERAL (
 LEFT JOIN results ON results.job_id = jobs.id
 """
 
-# The beginning of the lowest known rate, the earliest of equal ones; within the rate that holds at `earliest`, that.
+# The beginning of the lowest known rate, the earliest of equal ones; within the rate that holds at
+# `earliest`, that.
 CHEAPEST_MOMENT = """
 CREATE FUNCTION shardline_cheapest_moment(of_kind text, earliest timestamptz, latest timestamptz)
 RETURNS timestamptz LANGUAGE sql STABLE AS $$

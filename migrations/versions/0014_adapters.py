@@ -1,4 +1,5 @@
-"""Models have adapters: heads say which, so that doors take jobs for them and refuse others by name."""
+"""Models have adapters: heads say which, so that doors take jobs for them and refuse others by
+name."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ depends_on = None
 
 def upgrade() -> None:
     """Bring the schema to this revision."""
-    op.add_column("models", sa.Column("adapters", postgresql.JSONB, nullable=False, server_default=sa.text("'{}'")))
+    op.add_column(
+        "models",
+        sa.Column("adapters", postgresql.JSONB, nullable=False, server_default=sa.text("'{}'")),
+    )
 
 
 def downgrade() -> None:

@@ -40,13 +40,17 @@ def upgrade() -> None:
         sa.Column("job_id", UUID(as_uuid=True), sa.ForeignKey("jobs.id", ondelete="CASCADE")),
         sa.Column("request", sa.Text),
         sa.Column("error", JSONB),
-        sa.Column("created_at", sa.TIMESTAMP(timezone=True), nullable=False, server_default=sa.func.now()),
+        sa.Column(
+            "created_at", sa.TIMESTAMP(timezone=True), nullable=False, server_default=sa.func.now()
+        ),
         sa.Column("expires_at", sa.TIMESTAMP(timezone=True)),
         sa.Column("revoked_at", sa.TIMESTAMP(timezone=True)),
         sa.Column("due_at", sa.TIMESTAMP(timezone=True)),
         sa.Column("num_failures", sa.Integer, nullable=False, server_default=sa.text("0")),
         sa.Column("settled_at", sa.TIMESTAMP(timezone=True)),
-        sa.CheckConstraint("length(task_id) BETWEEN 1 AND 256", name="task_id_is_1_to_256_characters"),
+        sa.CheckConstraint(
+            "length(task_id) BETWEEN 1 AND 256", name="task_id_is_1_to_256_characters"
+        ),
     )
     for name, column, where in (
         ("celery_tasks_jobs", "job_id", None),

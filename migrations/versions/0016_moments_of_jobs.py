@@ -1,4 +1,5 @@
-"""A job's `created_at` is a moment that every reader has: rows of SQL could say infinity, and no list was read then."""
+"""A job's `created_at` is a moment that every reader has: rows of SQL could say infinity, and no
+list was read then."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ NAME = "jobs_created_at_is_between_1970_and_9999"
 
 def upgrade() -> None:
     """Bring the schema to this revision."""
-    # Found by the index of lists. A later change of such a row would break the rule, and its statement with it.
+    # Found by the index of lists. A later change of such a row would break the rule, and its
+    # statement with it.
     op.execute(EARLY)
     op.execute(LATE)
     op.execute(f"ALTER TABLE jobs ADD CONSTRAINT {NAME} CHECK ({RULE}) NOT VALID")

@@ -16,7 +16,9 @@ def upgrade() -> None:
     op.create_table(
         "notices",
         sa.Column("name", sa.Text, primary_key=True),
-        sa.Column("made_at", sa.TIMESTAMP(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column(
+            "made_at", sa.TIMESTAMP(timezone=True), nullable=False, server_default=sa.text("now()")
+        ),
     )
 
 

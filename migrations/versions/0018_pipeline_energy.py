@@ -66,7 +66,9 @@ def upgrade() -> None:
         sa.Column("source", sa.Text, nullable=False),
         sa.Column("energy_j", sa.Double, nullable=False),
         sa.Column("num_rows", sa.BigInteger, nullable=False),
-        sa.Column("updated_at", sa.TIMESTAMP(timezone=True), nullable=False, server_default=sa.func.now()),
+        sa.Column(
+            "updated_at", sa.TIMESTAMP(timezone=True), nullable=False, server_default=sa.func.now()
+        ),
         sa.CheckConstraint("num_rows > 0", name=op.f("pipeline_energy_rows_were_computed")),
     )
     op.execute(JOB_COSTS.format(attempts=NOW))

@@ -1,4 +1,5 @@
-"""`python -m services.gateway`: one gateway process until SIGTERM, after which answers in progress finish."""
+"""`python -m services.gateway`: one gateway process until SIGTERM, after which answers in progress
+finish."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def main() -> None:
         settings = GatewaySettings()
         normalize(settings.database_url.get_secret_value())
     log.configure(service="gateway", level=settings.log_level, form=settings.log_format)
-    structlog.get_logger(__name__).info("gateway starting", host=settings.http_host, port=settings.http_port)
+    structlog.get_logger(__name__).info(
+        "gateway starting", host=settings.http_host, port=settings.http_port
+    )
     raise_file_limit(settings)
     GatewayServer(settings).run()
 

@@ -1,4 +1,5 @@
-"""Limits what this process handles at a time: requests in flight and bytes of bodies. Knows no job."""
+"""Limits what this process handles at a time: requests in flight and bytes of bodies. Knows no
+job."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ RETRY_AFTER_S = 1.0
 RESERVED_SHARE = 8
 """An eighth of the places is for other tenants than the one that has most."""
 
-PACE_PER_S, PACE_FREE_S, PACE_MAX_S = 200.0, 0.1, 0.4
-"""Answers without a key, how far ahead of that rate none waits (20 answers at once), and the longest wait: a health
-check must not take it for a failure."""
+PACE_PER_S = 200.0
+PACE_FREE_S = 0.1
+PACE_MAX_S = 0.4
+"""Answers without a key, how far ahead of that rate none waits (20 answers at once), and the
+longest wait: a health check must not take it for a failure."""
 
 DECODED_SHARE = 4
 """One body may take a fourth of what all may."""
@@ -43,7 +46,10 @@ class Gate:
         if self._num_inside >= self._limit:
             raise Overloaded(f"{self._limit} {self._what}, which is the limit", RETRY_AFTER_S)
         if self._by_tenant[tenant] >= self._max_of_tenant:
-            raise Overloaded(f"{self._max_of_tenant} {self._what} of this tenant, which is its limit", RETRY_AFTER_S)
+            raise Overloaded(
+                f"{self._max_of_tenant} {self._what} of this tenant, which is its limit",
+                RETRY_AFTER_S,
+            )
         self._count(tenant, 1)
         try:
             yield
@@ -106,14 +112,15 @@ class Admission:
             self._num_buffered_bytes -= room.num_bytes
 
     def take(self, num_bytes: int) -> None:
-        """Count bytes that have arrived: announced ones that never arrive block no request. Raises Overloaded."""
+        """Count bytes that have arrived: announced ones that never arrive block no request. Raises
+        Overloaded."""
         if self._num_buffered_bytes + num_bytes > self._max_buffered_bytes:
             raise Overloaded("too many large requests are being read", RETRY_AFTER_S)
         self._num_buffered_bytes += num_bytes
 
     async def read(self, request: Request, room: Room) -> bytes:
-        """Read the whole body. Raises TooLarge as soon as it is known to be over the limit, TooSlow when it does not
-        arrive in time, and Overloaded when all buffers are full."""
+        """Read the whole body. Raises TooLarge as soon as it is known to be over the limit, TooSlow
+        when it does not arrive in time, and Overloaded when all buffers are full."""
         self._check(_announced_bytes(request))
         chunks: list[bytes] = []
         try:
@@ -123,20 +130,26 @@ class Admission:
                     room.add(len(chunk))
                     chunks.append(chunk)
         except TimeoutError as error:
-            raise TooSlow("body", f"it did not arrive within {self._body_timeout_s:g} s", "Send it again") from error
+            raise TooSlow(
+                "body", f"it did not arrive within {self._body_timeout_s:g} s", "Send it again"
+            ) from error
         return b"".join(chunks)
 
     def check_decoded(self, num_bytes: int) -> None:
         """Raises TooLarge."""
         most_bytes = self._max_buffered_bytes // DECODED_SHARE
         if num_bytes > most_bytes:
-            problem = f"decoded it takes about {num_bytes >> 20} MiB; {most_bytes >> 20} MiB is the limit"
+            problem = (
+                f"decoded it takes about {num_bytes >> 20} MiB; {most_bytes >> 20} MiB is the limit"
+            )
             raise TooLarge("body", problem, "Send fewer values in a request")
 
     def _check(self, num_bytes: int) -> None:
         if num_bytes > self._max_body_bytes:
             raise TooLarge(
-                "body", f"it is over {self._max_body_bytes} bytes", "Send shorter prompts or several requests"
+                "body",
+                f"it is over {self._max_body_bytes} bytes",
+                "Send shorter prompts or several requests",
             )
 
 
@@ -153,8 +166,8 @@ class Room:
         self.num_bytes += num_bytes
 
     def add_decoded(self, num_bytes: int) -> None:
-        """Count what the body becomes once it is decoded. Raises TooLarge for one that takes more than its share of
-        all buffers, whenever it comes, and Overloaded."""
+        """Count what the body becomes once it is decoded. Raises TooLarge for one that takes more
+        than its share of all buffers, whenever it comes, and Overloaded."""
         self._admission.check_decoded(num_bytes)
         self.add(num_bytes)
 
@@ -163,5 +176,7 @@ def _announced_bytes(request: Request) -> int:
     """The body's Content-Length; 0 when it is sent in chunks."""
     length = request.headers.get("content-length", "0")
     if not (length.isascii() and length.isdecimal()):
-        raise Invalid("content-length", f"{length[:32]!r} is not a number", "Send the body's size in bytes")
+        raise Invalid(
+            "content-length", f"{length[:32]!r} is not a number", "Send the body's size in bytes"
+        )
     return int(length.lstrip("0")[:20] or "0")

@@ -51,12 +51,14 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         finally:
             await gateway.close()
 
-    # The API description is our own route, which requires a key: FastAPI's page for browsers could not send one.
+    # The API description is our own route, which requires a key: FastAPI's page for browsers could
+    # not send one.
     app = DocumentedApp(title="Shardline", version=__version__, lifespan=lifespan, openapi_url=None)
     errors.install(app)
     for router in (completions.router, jobs.router, costs.router, health.router):
         app.include_router(router)
-    # The last one is the outermost: a page's question is answered without a key, and every answer has an id.
+    # The last one is the outermost: a page's question is answered without a key, and every answer
+    # has an id.
     app.add_middleware(AdmissionMiddleware)
     if origins := settings.allowed_origins():
         app.add_middleware(CORSMiddleware, allow_origins=origins, **CROSS_ORIGIN)
@@ -65,7 +67,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
 
 def _gate(gateway: Gateway, path: str) -> Gate | None:
-    """The limit for a path. Followers stay long and cost little, so neither kind may exhaust the other's limit."""
+    """The limit for a path. Followers stay long and cost little, so neither kind may exhaust the
+    other's limit."""
     if not path.startswith(ADMITTED):
         return None
     return gateway.admission.followers if path.endswith(FOLLOWED) else gateway.admission.requests
@@ -99,7 +102,8 @@ class AdmissionMiddleware:
         try:
             await self._guarded(gateway, scope, receive, noting)
         except asyncio.CancelledError:
-            # The drain time is over. A caller without an answer must be able to tell that from a failure.
+            # The drain time is over. A caller without an answer must be able to tell that from a
+            # failure.
             if status == "none":
                 await errors.respond(errors.Stopping())(scope, receive, noting)
             raise
@@ -111,8 +115,8 @@ class AdmissionMiddleware:
             gateway.metrics.seconds.labels(route).observe(time.monotonic() - began_s)
 
     async def _guarded(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
-        """Authenticate before routing: a route without a rule, and a path without a route, still require a key. Only
-        who has one takes a place."""
+        """Authenticate before routing: a route without a rule, and a path without a route, still
+        require a key. Only who has one takes a place."""
         gate = _gate(gateway, scope["path"])
         with ExitStack() as held:
             try:

@@ -1,6 +1,8 @@
-"""The bodies of answers and events: the API's description is made from them, and mypy holds their makers to them.
+"""The bodies of answers and events: the API's description is made from them, and mypy holds their
+makers to them.
 
-TypedDicts: an answer is a dict that is encoded at once. A field that is NotRequired is sent only when it was asked for.
+TypedDicts: an answer is a dict that is encoded at once. A field that is NotRequired is sent only
+when it was asked for.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from shardline.store.statistics.costs import Cost
 
 
 class ErrorFields(TypedDict):
-    """`param` names the field of the request, `code` is for programs, `job_id` names a job that continues."""
+    """`param` names the field of the request, `code` is for programs, `job_id` names a job that
+    continues."""
 
     message: str
     type: str
@@ -61,7 +64,8 @@ class TokenFields(TypedDict, total=False):
 
 
 class PromptFields(TypedDict, total=False):
-    """The same, where vLLM's clients look for it: in a completion's choice, at the top of a chat's answer."""
+    """The same, where vLLM's clients look for it: in a completion's choice, at the top of a chat's
+    answer."""
 
     prompt_token_ids: tuple[int, ...]
 
@@ -76,7 +80,8 @@ class TextLogprobs(TypedDict):
 
 
 class NamedLogprob(TypedDict):
-    """One token. Its bytes may be no whole character; a token that is no part of the text has none."""
+    """One token. Its bytes may be no whole character; a token that is no part of the text has
+    none."""
 
     token: str
     logprob: float
@@ -148,7 +153,8 @@ class CompletionChunkChoice(TokenFields, PromptFields):
 
 
 class CompletionChunk(AnswerHead):
-    """One event of a streamed completion. The last one has no choices if the usage was asked for."""
+    """One event of a streamed completion. The last one has no choices if the usage was asked
+    for."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChunkChoice]
@@ -204,7 +210,8 @@ class JobAccepted(TypedDict):
 
 
 class JobCancelling(TypedDict):
-    """The answer to a cancel; `cancel_requested` is false when the job had already ended otherwise."""
+    """The answer to a cancel; `cancel_requested` is false when the job had already ended
+    otherwise."""
 
     id: UUID
     object: Literal["job"]

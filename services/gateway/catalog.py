@@ -1,4 +1,5 @@
-"""The models that can be asked for, with their tokenizers. Asks Postgres again when what it knows is not fresh."""
+"""The models that can be asked for, with their tokenizers. Asks Postgres again when what it knows
+is not fresh."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from shardline.store import models, pipelines
 from shardline.tokenize import RegisteredModel, TokenizerCache, addresses
 
 FRESH_S = 3.0
-"""A model that is registered again with other weights, tokens or chat template is seen at the latest after this: so
-long two gateways may differ."""
+"""A model that is registered again with other weights, tokens or chat template is seen at the
+latest after this: so long two gateways may differ."""
 
 
 class ModelCatalog:
@@ -28,8 +29,8 @@ class ModelCatalog:
         self._lock = asyncio.Lock()
 
     async def get(self, address: str) -> RegisteredModel:
-        """A model, or one of its adapters. Raises UnknownModel, naming those that exist, Invalid when its tokenizer
-        cannot be read, and Unavailable."""
+        """A model, or one of its adapters. Raises UnknownModel, naming those that exist, Invalid
+        when its tokenizer cannot be read, and Unavailable."""
         if "\0" in address:
             # Postgres holds no such name, and cannot be asked for one.
             raise UnknownModel(address, await self.names())
@@ -55,15 +56,22 @@ class ModelCatalog:
             async with self._database.connect() as connection:
                 fingerprints = await connection.run_sync(models.versions)
                 max_tokens = await connection.run_sync(pipelines.longest)
-                self._cache.refresh(fingerprints, max_tokens, await connection.run_sync(models.adapters))
+                self._cache.refresh(
+                    fingerprints, max_tokens, await connection.run_sync(models.adapters)
+                )
                 name = self._cache.split(address)[0]
-                row = await connection.run_sync(models.get_model, name) if self._cache.lacks(name) else None
+                row = (
+                    await connection.run_sync(models.get_model, name)
+                    if self._cache.lacks(name)
+                    else None
+                )
         self._read_s = time.monotonic()
         if row is not None:
             self._cache.add(await asyncio.to_thread(RegisteredModel.from_row, dict(row)))
 
 
 def system_fingerprint(model: RegisteredModel) -> str:
-    """OpenAI's field, which changes with the backend: ours changes with the weights, those of an adapter included."""
+    """OpenAI's field, which changes with the backend: ours changes with the weights, those of an
+    adapter included."""
     found = (model.fingerprint, model.adapter_fingerprint)
     return "_".join(["fp", *(each[:16] for each in found if each is not None)])

@@ -1,4 +1,5 @@
-"""What all routes of one gateway process share. Owns its construction and its shutdown; knows no route."""
+"""What all routes of one gateway process share. Owns its construction and its shutdown; knows no
+route."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ class Gateway:
         registry = CollectorRegistry()
         metrics = GatewayMetrics(registry)
         hosts = allowed_hosts(settings.http_allowed_hosts, settings.http_host)
-        client = GatewayClient(database_url=settings.database_url.get_secret_value(), redis_url=settings.redis_url)
+        client = GatewayClient(
+            database_url=settings.database_url.get_secret_value(), redis_url=settings.redis_url
+        )
         keyring = Keyring(client.database, fresh_s=settings.http_key_fresh_s)
         return cls(
             settings=settings,
@@ -86,7 +89,8 @@ class Gateway:
 
 
 async def gateway_of(request: Request) -> Gateway:
-    """The gateway that answers this request. A coroutine, because FastAPI calls a plain function on a thread."""
+    """The gateway that answers this request. A coroutine, because FastAPI calls a plain function on
+    a thread."""
     gateway = request.app.state.gateway
     assert isinstance(gateway, Gateway)
     return gateway

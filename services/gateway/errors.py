@@ -34,7 +34,8 @@ from shardline.contract.job import Job, JobState
 
 log = structlog.get_logger(__name__)
 
-MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 2_000, 128
+MAX_MESSAGE_CHARS = 2_000
+MAX_PARAM_CHARS = 128
 """Of an error, which may quote what was sent."""
 
 TELL_AGAIN_S = 10.0
@@ -90,7 +91,9 @@ class Stopping(Unavailable):
     """The gateway stops before it has an answer. An accepted job continues."""
 
     def __init__(self, job_id: UUID | None = None) -> None:
-        continues = f"; the job continues: GET /v1/jobs/{job_id}" if job_id else ": send the request again"
+        continues = (
+            f"; the job continues: GET /v1/jobs/{job_id}" if job_id else ": send the request again"
+        )
         super().__init__(f"this gateway is stopping{continues}")
         self.job_id = job_id
 
@@ -116,7 +119,8 @@ class OutageLog:
         self._num_untold += 1
         if now_s >= self._told_s + TELL_AGAIN_S:
             log.warning("requests fail", problem=str(error), num_requests=self._num_untold)
-            self._told_s, self._num_untold = now_s, 0
+            self._told_s = now_s
+            self._num_untold = 0
 
 
 KINDS: tuple[tuple[type[ShardlineError], int, str, str], ...] = (
@@ -155,15 +159,22 @@ def body_of(error: ShardlineError) -> Error:
     for kind, _, name, code in KINDS:
         if isinstance(error, kind):
             job_id = getattr(error, "job_id", None)
-            # What details name (hosts, users, statements) is for the log: a caller may be a stranger.
+            # What details name (hosts, users, statements) is for the log: a caller may be a
+            # stranger.
             message = error.problem if isinstance(error, Unavailable) else str(error)
-            return openai_error(message, name, code, param=getattr(error, "field", None), job_id=job_id)
+            return openai_error(
+                message, name, code, param=getattr(error, "field", None), job_id=job_id
+            )
     return openai_error(str(error), "server_error", "internal_error")
 
 
 def error_of_job(job: Job, ended: JobEnded) -> JobEnded:
     """A request that only a relay could refuse is the caller's mistake, not the server's."""
-    if job.state is JobState.FAILED and job.error is not None and job.error.get("code") == "invalid_request":
+    if (
+        job.state is JobState.FAILED
+        and job.error is not None
+        and job.error.get("code") == "invalid_request"
+    ):
         return InvalidJob(job.error)
     return ended
 
@@ -182,10 +193,14 @@ def respond(error: ShardlineError) -> Response:
     return json_response(body_of(error), status=status_of(error), headers=headers)
 
 
-def json_response(document: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(
+    document: Any, *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
     """Encode a document of builtins and msgspec structs."""
     content = msgspec.json.encode(document)
-    return Response(content, status_code=status, headers=dict(headers or {}), media_type="application/json")
+    return Response(
+        content, status_code=status, headers=dict(headers or {}), media_type="application/json"
+    )
 
 
 def install(app: FastAPI) -> None:
@@ -202,7 +217,9 @@ def install(app: FastAPI) -> None:
     async def http(_request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         body = openai_error(
-            str(error.detail), "invalid_request_error", "not_found" if error.status_code == 404 else "http"
+            str(error.detail),
+            "invalid_request_error",
+            "not_found" if error.status_code == 404 else "http",
         )
         return json_response(body, status=error.status_code, headers=error.headers)
 
@@ -222,7 +239,9 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, unexpected)
 
 
-def openai_error(message: str, kind: str, code: str, *, param: str | None = None, job_id: UUID | None = None) -> Error:
+def openai_error(
+    message: str, kind: str, code: str, *, param: str | None = None, job_id: UUID | None = None
+) -> Error:
     """The body of an error."""
     error: ErrorFields = {
         "message": message[:MAX_MESSAGE_CHARS],

@@ -24,7 +24,9 @@ OPEN = frozenset({"/health", "/ready"})
 
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY_HOST = "*"
-SCHEME = HTTPBearer(scheme_name="API key", description="`Authorization: Bearer sk-shardline-…`", auto_error=False)
+SCHEME = HTTPBearer(
+    scheme_name="API key", description="`Authorization: Bearer sk-shardline-…`", auto_error=False
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +46,16 @@ class Guard:
         self._hosts = hosts
 
     async def admit(self, path: str, headers: Headers) -> Caller | None:
-        """The caller, or None on an open path. Raises Unauthorized, Misdirected, Unavailable, Overloaded."""
+        """The caller, or None on an open path. Raises Unauthorized, Misdirected, Unavailable,
+        Overloaded."""
         if path in OPEN:
             return None
         self._check_host(headers.get("host", ""))
         return await self._caller(headers.get("authorization"))
 
     async def visitor(self, headers: Headers) -> Caller | None:
-        """The caller on an open path, or None without a key. Raises as `admit` does for an invalid key."""
+        """The caller on an open path, or None without a key. Raises as `admit` does for an invalid
+        key."""
         authorization = headers.get("authorization")
         if authorization is None:
             return None
@@ -64,11 +68,15 @@ class Guard:
         name = host_name(host)
         if ANY_HOST not in self._hosts and name not in self._hosts:
             remedy = f"Use one of: {', '.join(sorted(self._hosts))}; or name it in SHARDLINE_HTTP_ALLOWED_HOSTS"
-            raise MisdirectedRequest("host", f"this gateway does not answer to {name[:64]!r}", remedy)
+            raise MisdirectedRequest(
+                "host", f"this gateway does not answer to {name[:64]!r}", remedy
+            )
 
     async def _caller(self, authorization: str | None) -> Caller:
         if authorization is None:
-            raise Unauthorized("There is no API key. Send Authorization: Bearer sk-shardline-…", had_key=False)
+            raise Unauthorized(
+                "There is no API key. Send Authorization: Bearer sk-shardline-…", had_key=False
+            )
         scheme, _, text = authorization.partition(" ")
         try:
             presented = parse_key(text.strip() if scheme.lower() == "bearer" else "")
@@ -79,18 +87,24 @@ class Guard:
         entry = await self._keyring.get(presented.key_id)
         known = entry.known
         if known is None or not presented.matches(known.digest):
-            raise Unauthorized("There is no such API key. Check it, or ask its operator for another one")
+            raise Unauthorized(
+                "There is no such API key. Check it, or ask its operator for another one"
+            )
         if known.is_revoked:
-            raise Unauthorized(f"The API key {presented.key_id} was revoked. Ask its operator for another one")
+            raise Unauthorized(
+                f"The API key {presented.key_id} was revoked. Ask its operator for another one"
+            )
         if entry.is_over():
-            raise Unauthorized(f"The API key {presented.key_id} has expired. Ask its operator for another one")
+            raise Unauthorized(
+                f"The API key {presented.key_id} has expired. Ask its operator for another one"
+            )
         self._keyring.note(presented.key_id)
         return Caller(key_id=presented.key_id, tenant=known.tenant, scopes=known.scopes)
 
 
 def allowed_hosts(configured: str, bound_to: str) -> frozenset[str]:
-    """The hosts that requests may name: the configured ones and this machine's own names. Without configuration any
-    host, unless the gateway listens on a loopback address."""
+    """The hosts that requests may name: the configured ones and this machine's own names. Without
+    configuration any host, unless the gateway listens on a loopback address."""
     names = frozenset(name.strip().lower() for name in configured.split(",") if name.strip())
     if names:
         return names | LOCAL_NAMES
@@ -111,9 +125,11 @@ def _is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-async def permitted(request: Request, needed: SecurityScopes, _scheme: Annotated[object, Depends(SCHEME)]) -> Caller:
-    """The caller, if its key has the scopes of the route. Raises Forbidden. A coroutine, because FastAPI calls a plain
-    function on a thread."""
+async def permitted(
+    request: Request, needed: SecurityScopes, _scheme: Annotated[object, Depends(SCHEME)]
+) -> Caller:
+    """The caller, if its key has the scopes of the route. Raises Forbidden. A coroutine, because
+    FastAPI calls a plain function on a thread."""
     caller = request.state.caller
     assert isinstance(caller, Caller)
     for scope in needed.scopes:

@@ -1,4 +1,5 @@
-"""Groups the jobs of concurrent requests into one transaction each. A slow COMMIT makes larger groups, not a queue."""
+"""Groups the jobs of concurrent requests into one transaction each. A slow COMMIT makes larger
+groups, not a queue."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ class PendingInsert:
 
     model: str
     request: EncodedRequest
-    stored: asyncio.Future[StoredRequest] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    stored: asyncio.Future[StoredRequest] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
 
 class InsertBatcher:
@@ -61,7 +64,8 @@ class InsertBatcher:
                 await self._store(self._next_batch())
 
     def _next_batch(self) -> list[PendingInsert]:
-        batch, num_bytes = [self._waiting.popleft()], 0
+        batch = [self._waiting.popleft()]
+        num_bytes = 0
         while self._waiting and len(batch) < MAX_BATCH:
             num_bytes += len(batch[-1].request.fields)
             if num_bytes + len(self._waiting[0].request.fields) > MAX_BATCH_BYTES:
@@ -81,7 +85,8 @@ class InsertBatcher:
             if len(batch) == 1:
                 _fail(batch, error)
                 return
-            # One request in the batch breaks a rule of the table: halve it, so that the others are stored.
+            # One request in the batch breaks a rule of the table: halve it, so that the others are
+            # stored.
             half = len(batch) // 2
             await self._store(batch[:half])
             await self._store(batch[half:])

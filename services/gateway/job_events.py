@@ -1,4 +1,5 @@
-"""The events of a job, for a reader who may leave and join again. Knows no route and checks no permission."""
+"""The events of a job, for a reader who may leave and join again. Knows no route and checks no
+permission."""
 
 from __future__ import annotations
 
@@ -26,10 +27,12 @@ RETRY_S = 0.5
 
 
 async def job_events(gateway: Gateway, job: Job, after: Place) -> AsyncGenerator[bytes, None]:
-    """Events `delta` for tokens, then one event: `end` with the whole job, or `interrupted` with the reason.
+    """Events `delta` for tokens, then one event: `end` with the whole job, or `interrupted` with
+    the reason.
 
-    After `interrupted` a reader joins again, as EventSource does by itself: every event's id is the position so far.
-    After Diverged it is the beginning, because the tokens that were sent are no longer part of the job.
+    After `interrupted` a reader joins again, as EventSource does by itself: every event's id is the
+    position so far. After Diverged it is the beginning, because the tokens that were sent are no
+    longer part of the job.
     """
     keep_alive_s = gateway.settings.http_keep_alive_s
     sent_s = time.monotonic()
@@ -37,12 +40,15 @@ async def job_events(gateway: Gateway, job: Job, after: Place) -> AsyncGenerator
     yield RETRY
     try:
         text_rule = await _text_rule(gateway, job)
-        async for deltas in gateway.client.follow(job.id, after=after, text_rule=text_rule, tick_s=keep_alive_s):
+        async for deltas in gateway.client.follow(
+            job.id, after=after, text_rule=text_rule, tick_s=keep_alive_s
+        ):
             now_s = time.monotonic()
             if gateway.stopping.is_set() and not any(delta.state for delta in deltas):
                 raise Stopping(job.id)
             if deltas:
-                sent_s, delta = now_s, merged(deltas)
+                sent_s = now_s
+                delta = merged(deltas)
                 then = place.then(delta.ids)
                 if delta.ids or delta.text:
                     document = {"start": delta.start, "token_ids": delta.ids, "text": delta.text}
@@ -60,13 +66,16 @@ async def job_events(gateway: Gateway, job: Job, after: Place) -> AsyncGenerator
     except ShardlineError as error:
         log.warning("event stream interrupted", job_id=str(job.id), error=str(error))
         place = Place() if isinstance(error, Diverged) else place
-        yield event({**body_of(error), "after": str(place)}, name="interrupted", event_id=str(place))
+        yield event(
+            {**body_of(error), "after": str(place)}, name="interrupted", event_id=str(place)
+        )
 
 
 async def _end(gateway: Gateway, job_id: UUID, place: Place) -> AsyncIterator[bytes]:
-    """The event `end` with the whole job. While Postgres is unreachable or silent it retries for `http_end_wait_s`; a
-    query that waits for its turn keeps it."""
-    wait_s, keep_alive_s = gateway.settings.http_end_wait_s, gateway.settings.http_keep_alive_s
+    """The event `end` with the whole job. While Postgres is unreachable or silent it retries for
+    `http_end_wait_s`; a query that waits for its turn keeps it."""
+    wait_s = gateway.settings.http_end_wait_s
+    keep_alive_s = gateway.settings.http_keep_alive_s
     deadline_s = time.monotonic() + wait_s
     reading = asyncio.create_task(gateway.client.get(job_id))
     try:

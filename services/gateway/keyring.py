@@ -1,7 +1,7 @@
 """A cache of API keys: read from Postgres in batches, kept for seconds. Knows no request.
 
-A revoked key is refused once its entry is older than `fresh_s`. While Postgres is unreachable, a key that was read
-within TRUSTED_S is still accepted; any other one gets Unavailable.
+A revoked key is refused once its entry is older than `fresh_s`. While Postgres is unreachable, a
+key that was read within TRUSTED_S is still accepted; any other one gets Unavailable.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Entry:
 
 
 class Keyring:
-    """One query at a time reads all ids requested meanwhile, so that guessing keys takes one connection."""
+    """One query at a time reads all ids requested meanwhile, so that guessing keys takes one
+    connection."""
 
     def __init__(self, database: AsyncEngine, *, fresh_s: float) -> None:
         self._database = database
@@ -81,13 +82,16 @@ class Keyring:
         await self._write_uses()
 
     async def get(self, key_id: str) -> Entry:
-        """The entry of a key id. Raises Unavailable, and Overloaded when too many ids wait for a look-up."""
+        """The entry of a key id. Raises Unavailable, and Overloaded when too many ids wait for a
+        look-up."""
         asked_s = time.monotonic()
         entry = self._remembered(key_id)
         if entry is not None and self._is_fresh(entry, asked_s):
             return entry
         if len(self._wanted) >= MAX_WAITING and key_id not in self._wanted:
-            raise Overloaded(f"{MAX_WAITING} API keys are being looked up, which is the limit", AGAIN_S)
+            raise Overloaded(
+                f"{MAX_WAITING} API keys are being looked up, which is the limit", AGAIN_S
+            )
         self._wanted.add(key_id)
         try:
             return await self._read(key_id, asked_s)
@@ -119,9 +123,13 @@ class Keyring:
         return entry
 
     async def _look_up(self) -> None:
-        """Read all wanted ids. A query without an answer is not cancelled: that would wait for Postgres too."""
-        ids, self._wanted = self._wanted, set()
-        if time.monotonic() - self._failed_s < AGAIN_S or (self._query is not None and not self._query.done()):
+        """Read all wanted ids. A query without an answer is not cancelled: that would wait for
+        Postgres too."""
+        ids = self._wanted
+        self._wanted = set()
+        if time.monotonic() - self._failed_s < AGAIN_S or (
+            self._query is not None and not self._query.done()
+        ):
             raise Unavailable("API keys cannot be checked: Postgres was unreachable a moment ago")
         self._query = asyncio.create_task(self._ask(ids), name="key look-up")
         done, _ = await asyncio.wait({self._query}, timeout=LOOKUP_S)
@@ -140,7 +148,9 @@ class Keyring:
             self._remember(key_id, Entry(known=found.get(key_id), read_s=began_s))
 
     def _remember(self, key_id: str, entry: Entry) -> None:
-        mine, other = (self._unknown, self._keys) if entry.known is None else (self._keys, self._unknown)
+        mine, other = (
+            (self._unknown, self._keys) if entry.known is None else (self._keys, self._unknown)
+        )
         other.pop(key_id, None)
         mine[key_id] = entry
         mine.move_to_end(key_id)
@@ -156,7 +166,8 @@ class Keyring:
         """Uses that cannot be written are written with the next ones."""
         if not self._used:
             return
-        ids, self._used = self._used, set()
+        ids = self._used
+        self._used = set()
         try:
             with reachable():
                 async with self._database.begin() as connection:

@@ -1,5 +1,5 @@
-"""The OpenAPI description of bodies and answers, made from the contracts themselves. Checks nothing: `parse_request`
-does, and mypy holds the routes to the types in `bodies`."""
+"""The OpenAPI description of bodies and answers, made from the contracts themselves. Checks
+nothing: `parse_request` does, and mypy holds the routes to the types in `bodies`."""
 
 from __future__ import annotations
 
@@ -40,9 +40,17 @@ ANSWERS: tuple[Any, ...] = (
 )
 
 ANSWER_FIELDS: dict[str, Any] = {
-    "stream": {"type": "boolean", "default": False, "description": "server-sent events instead of one answer"},
+    "stream": {
+        "type": "boolean",
+        "default": False,
+        "description": "server-sent events instead of one answer",
+    },
     "stream_options": {"type": "object", "properties": {"include_usage": {"type": "boolean"}}},
-    "return_token_ids": {"type": "boolean", "default": False, "description": "adds prompt_token_ids and token_ids"},
+    "return_token_ids": {
+        "type": "boolean",
+        "default": False,
+        "description": "adds prompt_token_ids and token_ids",
+    },
     "max_completion_tokens": {"type": "integer", "description": "another name of max_tokens"},
 }
 CHAT_FIELDS: dict[str, Any] = {
@@ -61,7 +69,8 @@ ERROR_HEADERS: Mapping[int, tuple[str, ...]] = {
     503: (RETRY_AFTER,),
 }
 GUARDED = (401, 403, 421, 429, 500, 503)
-"""Statuses of every route that needs a key: its key, its host and the look-up of the key come first."""
+"""Statuses of every route that needs a key: its key, its host and the look-up of the key come
+first."""
 
 ANY = (400, 408, 431)
 """Statuses of any route: its request never came whole, or was none."""
@@ -74,12 +83,15 @@ def body(name: str) -> dict[str, Any]:
     """The `openapi_extra` of a route that takes a job."""
     return {
         "requestBody": {"required": True, "content": {JSON: {"schema": _ref(name)}}},
-        **parameters(header={"Idempotency-Key": {"type": "string", "minLength": 1, "maxLength": 256}}),
+        **parameters(
+            header={"Idempotency-Key": {"type": "string", "minLength": 1, "maxLength": 256}}
+        ),
     }
 
 
 def parameters(**places: Mapping[str, Any]) -> dict[str, Any]:
-    """The `openapi_extra` of a route that reads its query and headers itself: `query={name: schema}`."""
+    """The `openapi_extra` of a route that reads its query and headers itself: `query={name:
+    schema}`."""
     found = [
         {"name": name, "in": place, "required": False, "schema": schema}
         for place, schemas in places.items()
@@ -96,20 +108,34 @@ def chunks(name: str) -> dict[str, Any]:
 
 def events(names: Mapping[str, str], event_id: Mapping[str, Any]) -> dict[str, Any]:
     """Each event of a stream of ours: its name → the schema of its data."""
-    kinds = [_event(_ref(schema), event={"const": name}, id=event_id) for name, schema in names.items()]
+    kinds = [
+        _event(_ref(schema), event={"const": name}, id=event_id) for name, schema in names.items()
+    ]
     return {"anyOf": kinds}
 
 
 def _event(data: Mapping[str, Any], **fields: Mapping[str, Any]) -> dict[str, Any]:
-    properties = {"data": {"type": "string", "contentMediaType": JSON, "contentSchema": data}, **fields}
+    properties = {
+        "data": {"type": "string", "contentMediaType": JSON, "contentSchema": data},
+        **fields,
+    }
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
-def answer(what: str, contents: Mapping[str, str | dict[str, Any]], *, headers: tuple[str, ...] = ()) -> dict[str, Any]:
+def answer(
+    what: str, contents: Mapping[str, str | dict[str, Any]], *, headers: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """One of a route's `responses`: media type → schema, or the name of one."""
-    content = {media: {"schema": _ref(one) if isinstance(one, str) else one} for media, one in contents.items()}
+    content = {
+        media: {"schema": _ref(one) if isinstance(one, str) else one}
+        for media, one in contents.items()
+    }
     described = {name: {"required": True, "schema": {"type": "string"}} for name in headers}
-    return {"description": what, "content": content, **({"headers": described} if described else {})}
+    return {
+        "description": what,
+        "content": content,
+        **({"headers": described} if described else {}),
+    }
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -117,7 +143,11 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     codes = {status: [code for _, each, _, code in KINDS if each == status] for status in statuses}
     codes[500] = [*codes.get(500, ()), "internal_error"]
     return {
-        status: answer(f"`code`: {', '.join(codes[status])}", {JSON: "Error"}, headers=ERROR_HEADERS.get(status, ()))
+        status: answer(
+            f"`code`: {', '.join(codes[status])}",
+            {JSON: "Error"},
+            headers=ERROR_HEADERS.get(status, ()),
+        )
         for status in statuses
     }
 
@@ -126,7 +156,8 @@ class DocumentedApp(FastAPI):
     """An app with routes that read their requests themselves and still are described."""
 
     def openapi(self) -> dict[str, Any]:
-        """FastAPI's description, with the bodies' schemas; without its own errors, which no route gives."""
+        """FastAPI's description, with the bodies' schemas; without its own errors, which no route
+        gives."""
         if self.openapi_schema is None:
             document = super().openapi()
             for operations in document["paths"].values():
@@ -145,13 +176,25 @@ def _ref(name: str) -> dict[str, str]:
 def _components() -> dict[str, Any]:
     _, components = msgspec.json.schema_components((JobRequest, *ANSWERS), ref_template=REF)
     job = components["JobRequest"]
-    shared = {name: schema for name, schema in job["properties"].items() if name not in ("prompt", "messages")}
+    shared = {
+        name: schema
+        for name, schema in job["properties"].items()
+        if name not in ("prompt", "messages")
+    }
     shared["priority"] = {**shared["priority"], "default": INTERACTIVE_PRIORITY}
     length = {**job["properties"]["max_tokens"], "default": DEFAULT_COMPLETION_TOKENS}
     text = {**shared, "prompt": job["properties"]["prompt"], "max_tokens": length, **ANSWER_FIELDS}
     chat = {**shared, "messages": job["properties"]["messages"], **ANSWER_FIELDS, **CHAT_FIELDS}
     return {
         **components,
-        "CompletionRequest": {"type": "object", "properties": text, "required": ["model", "prompt"]},
-        "ChatCompletionRequest": {"type": "object", "properties": chat, "required": ["model", "messages"]},
+        "CompletionRequest": {
+            "type": "object",
+            "properties": text,
+            "required": ["model", "prompt"],
+        },
+        "ChatCompletionRequest": {
+            "type": "object",
+            "properties": chat,
+            "required": ["model", "messages"],
+        },
     }

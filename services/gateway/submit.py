@@ -33,13 +33,15 @@ Parse = Callable[[Document], tuple[JobRequest, AnswerOptions]]
 
 JSON = "application/json"
 LARGE_BYTES = 8 << 10
-"""Bodies of at least this size are parsed and tokenized on a thread, off the event loop: at 0.35 s for each MB smaller
-ones hold others up for 3 ms at most, about what a turn of the loop costs with many streams."""
+"""Bodies of at least this size are parsed and tokenized on a thread, off the event loop: at 0.35 s
+for each MB smaller ones hold others up for 3 ms at most, about what a turn of the loop costs with
+many streams."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptedJob:
-    """A job that is committed. `is_new` is True only for the request that inserted it, False for its repeats."""
+    """A job that is committed. `is_new` is True only for the request that inserted it, False for
+    its repeats."""
 
     job_id: UUID
     is_new: bool
@@ -52,8 +54,8 @@ class AcceptedJob:
 
 
 async def submit(gateway: Gateway, request: Request, caller: Caller, parse: Parse) -> AcceptedJob:
-    """Store a job of the caller's tenant. Raises Invalid, Forbidden, Conflict, Overloaded, Unavailable; then either
-    nothing was stored or a repeat with the same id is safe."""
+    """Store a job of the caller's tenant. Raises Invalid, Forbidden, Conflict, Overloaded,
+    Unavailable; then either nothing was stored or a repeat with the same id is safe."""
     began_s = monotonic_s()
     _check_is_json(request)
     with gateway.admission.reading() as room:
@@ -65,7 +67,9 @@ async def submit(gateway: Gateway, request: Request, caller: Caller, parse: Pars
         job = msgspec.structs.replace(job, id=job.id or new_id())
         model = await gateway.catalog.get(job.address)
         job = msgspec.structs.replace(job, model=model.name, adapter=model.adapter)
-        prepared = await _run_off_loop_if_large(len(body), _prepare, model, job, options.default_max_tokens)
+        prepared = await _run_off_loop_if_large(
+            len(body), _prepare, model, job, options.default_max_tokens
+        )
         tokenized = prepared.prompt_ids, prepared.max_tokens
         encoded = await _run_off_loop_if_large(len(body), encode_request, job, tokenized)
         stored = await gateway.insert_batcher.insert(job.model, encoded)
@@ -84,11 +88,16 @@ async def submit(gateway: Gateway, request: Request, caller: Caller, parse: Pars
 
 
 def _trace(tracer: Tracer, job: JobRequest, began_s: float) -> None:
-    """The door's span in the job's trace. A repeat of a request has none: the job's row knows its first caller only."""
+    """The door's span in the job's trace. A repeat of a request has none: the job's row knows its
+    first caller only."""
     if tracer.is_on and job.id is not None:
         about = {genai.JOB_ID: str(job.id), genai.REQUEST_MODEL: job.model}
         phase = TracedPhase(
-            name="accept", began_s=began_s, ended_s=monotonic_s(), attributes=about, kind=SpanKind.SERVER
+            name="accept",
+            began_s=began_s,
+            ended_s=monotonic_s(),
+            attributes=about,
+            kind=SpanKind.SERVER,
         )
         tracer.phase(JobTrace.of(job.id, job.traceparent), phase)
 
@@ -105,10 +114,14 @@ def _check_is_json(request: Request) -> None:
         raise NotJson("content-type", f"{kind[:64]!r} is not {JSON}", f"Send Content-Type: {JSON}")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
-        raise NotJson("content-encoding", f"{encoding[:64]!r} is not supported", "Send the body unpacked")
+        raise NotJson(
+            "content-encoding", f"{encoding[:64]!r} is not supported", "Send the body unpacked"
+        )
 
 
-def _parse(body: bytes, request: Request, caller: Caller, parse: Parse) -> tuple[JobRequest, AnswerOptions]:
+def _parse(
+    body: bytes, request: Request, caller: Caller, parse: Parse
+) -> tuple[JobRequest, AnswerOptions]:
     document = read_object(body)
     _take_tenant(document, caller)
     _take_header(document, "idempotency_key", request.headers.get("idempotency-key"))
@@ -122,7 +135,9 @@ def _parse(body: bytes, request: Request, caller: Caller, parse: Parse) -> tuple
     return job, options
 
 
-def _prepare(model: RegisteredModel, job: JobRequest, default_max_tokens: int | None) -> PreparedPrompt:
+def _prepare(
+    model: RegisteredModel, job: JobRequest, default_max_tokens: int | None
+) -> PreparedPrompt:
     prepared = model.tokens.prepare(prompt=job.prompt, messages=job.messages, params=job.params())
     if default_max_tokens is None:
         return prepared
@@ -131,7 +146,8 @@ def _prepare(model: RegisteredModel, job: JobRequest, default_max_tokens: int | 
 
 
 def _take_tenant(document: Document, caller: Caller) -> None:
-    """Set the key's tenant, and refuse any other. A tenant that is not text is refused with the other fields."""
+    """Set the key's tenant, and refuse any other. A tenant that is not text is refused with the
+    other fields."""
     named = document.get("tenant")
     if isinstance(named, str) and named != caller.tenant:
         raise Forbidden("tenant: it is not the one of your API key. Leave it out", field="tenant")
@@ -146,4 +162,6 @@ def _take_header(document: Document, name: str, value: str | None) -> None:
 
 async def _run_off_loop_if_large(num_bytes: int, work: Callable[..., Any], *arguments: Any) -> Any:
     """Run short work at once, and long work on a thread, so that other requests proceed."""
-    return await asyncio.to_thread(work, *arguments) if num_bytes >= LARGE_BYTES else work(*arguments)
+    return (
+        await asyncio.to_thread(work, *arguments) if num_bytes >= LARGE_BYTES else work(*arguments)
+    )

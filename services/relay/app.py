@@ -1,4 +1,5 @@
-"""The relay's Celery app: the `shardline.submit` task, the bootstep that runs the loops, and the revoke override."""
+"""The relay's Celery app: the `shardline.submit` task, the bootstep that runs the loops, and the
+revoke override."""
 
 from __future__ import annotations
 
@@ -52,13 +53,17 @@ class IntakeConsumer(Reconnecting):
 
 @control_command(name="revoke", variadic="task_id", signature="[id1 [id2 [... [idN]]]]")
 def revoke(state: Any, task_id: Any, terminate: bool = False, **_: Any) -> dict[str, Any]:
-    """Cancel rows, instead of Celery's own revoke. A running job is cancelled only with `terminate`."""
+    """Cancel rows, instead of Celery's own revoke. A running job is cancelled only with
+    `terminate`."""
     num_jobs = state.app.relay.cancel(map(str, maybe_list(task_id) or []), running=terminate)
     return ok(f"{num_jobs} jobs asked to end")
 
 
 @control_command(
-    name="terminate", variadic="task_id", args=[("signal", str)], signature="<signal> [id1 [id2 [... [idN]]]]"
+    name="terminate",
+    variadic="task_id",
+    args=[("signal", str)],
+    signature="<signal> [id1 [id2 [... [idN]]]]",
 )
 def terminate(state: Any, signal: str, task_id: Any, **_: Any) -> dict[str, Any]:  # noqa: ARG001 (Celery's signature)
     """Cancel rows, those of running jobs too."""

@@ -1,7 +1,7 @@
 """Turns Celery's revoke and terminate into cancels of rows. Knows no head.
 
-A revoke that overtakes its task is kept in Postgres, and takes effect when that comes. Requests of other doors have no
-such place: their ids are remembered here for a while.
+A revoke that overtakes its task is kept in Postgres, and takes effect when that comes. Requests of
+other doors have no such place: their ids are remembered here for a while.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Canceller(Loop):
         self._pending: dict[str, PendingCancel] = {}
 
     def cancel(self, task_ids: Iterable[str], *, running: bool) -> int:
-        """Cancel the jobs of tasks soon, and retry until their rows exist: a revoke may overtake the request that it is
-        for. Returns how many ids were taken; the others found no room."""
+        """Cancel the jobs of tasks soon, and retry until their rows exist: a revoke may overtake
+        the request that it is for. Returns how many ids were taken; the others found no room."""
         until_s = monotonic_s() + REMEMBER_TURNS * self._times.poll_s
         num_taken = 0
         with self._lock:
@@ -87,7 +87,14 @@ class Canceller(Loop):
         now_s = monotonic_s()
         with self._lock:
             is_full = len(self._pending) > MAX_RETRIED
-            done = {*found, *(task_id for task_id, cancel in pending.items() if is_full or cancel.until_s < now_s)}
+            done = {
+                *found,
+                *(
+                    task_id
+                    for task_id, cancel in pending.items()
+                    if is_full or cancel.until_s < now_s
+                ),
+            }
             for task_id in done:
                 if self._pending.get(task_id) is pending[task_id]:
                     del self._pending[task_id]

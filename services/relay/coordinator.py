@@ -1,6 +1,7 @@
-"""The coordinator: gives the workers of each fleet their model and their stages, and others when workers come and go or
-jobs ask for another model. Every relay has one; of several that plan at once one succeeds. The rules are in
-shardline_fleet.planner.fleet_planner and shardline_fleet.planner.turns."""
+"""The coordinator: gives the workers of each fleet their model and their stages, and others when
+workers come and go or jobs ask for another model. Every relay has one; of several that plan at once
+one succeeds. The rules are in shardline_fleet.planner.fleet_planner and
+shardline_fleet.planner.turns."""
 
 from __future__ import annotations
 
@@ -105,8 +106,8 @@ class Coordinator(Loop):
         self._trusts_after_s = math.inf
         """Until then a worker that seems to be gone may only have been unable to beat."""
         self._seen: dict[str, object] = {}
-        """By model: what a look saw that changed nothing. The same need not be planned again, which takes up to a
-        second."""
+        """By model: what a look saw that changed nothing. The same need not be planned again, which
+        takes up to a second."""
         self._told: Mapping[str, str] = {}
         """The workers that the log knows to be in no plan."""
 
@@ -136,7 +137,8 @@ class Coordinator(Loop):
         self._told = unusable
 
     def _assignment(self, snapshot: FleetSnapshot) -> dict[str, str]:
-        """The model of each worker that is here. While absences are not trusted, those that have one keep it."""
+        """The model of each worker that is here. While absences are not trusted, those that have
+        one keep it."""
         turns = Turns(
             models={
                 model: Turn(
@@ -153,26 +155,44 @@ class Coordinator(Loop):
         held = {worker: model for model, plan in snapshot.plans.items() for worker in plan.stages}
         assignment = turns.assign(held)
         if self._answered_s < self._trusts_after_s:
-            assignment |= {worker: held[worker] for worker in assignment if held.get(worker) in turns.offers[worker]}
+            assignment |= {
+                worker: held[worker]
+                for worker in assignment
+                if held.get(worker) in turns.offers[worker]
+            }
         return assignment
 
-    def _deployment(self, model: str, snapshot: FleetSnapshot, assignment: Mapping[str, str]) -> Deployment | None:
+    def _deployment(
+        self, model: str, snapshot: FleetSnapshot, assignment: Mapping[str, str]
+    ) -> Deployment | None:
         """What should run of a model from now on, or None if nothing changes."""
         plan = snapshot.plan(model)
         members = {
-            worker: each for worker, each in snapshot.workers.get(model, {}).items() if assignment[worker] == model
+            worker: each
+            for worker, each in snapshot.workers.get(model, {}).items()
+            if assignment[worker] == model
         }
-        remaining = {worker: place for worker, place in plan.stages.items() if assignment.get(worker, model) == model}
+        remaining = {
+            worker: place
+            for worker, place in plan.stages.items()
+            if assignment.get(worker, model) == model
+        }
         if plan.version and self._answered_s < self._trusts_after_s:
             return None
         may_improve = plan.age_s > COOL_DOWN_POLLS * self._times.poll_s
-        state = plan.version, may_improve, frozenset((worker, dump(each.profile)) for worker, each in members.items())
+        state = (
+            plan.version,
+            may_improve,
+            frozenset((worker, dump(each.profile)) for worker, each in members.items()),
+        )
         if not plan.version and self._is_unsettled(members, snapshot.joining.get(model, math.inf)):
             return None
         if self._seen.get(model) == state and len(remaining) == len(plan.stages):
             return None
         current = Deployment(split=plan.split, stages=remaining, tokens_per_s=plan.tokens_per_s)
-        replanned = self._replanned(model, snapshot, members, current, may_improve) if members else None
+        replanned = (
+            self._replanned(model, snapshot, members, current, may_improve) if members else None
+        )
         if replanned is not None:
             return replanned
         self._seen[model] = state
@@ -180,10 +200,16 @@ class Coordinator(Loop):
 
     @staticmethod
     def _replanned(
-        model: str, snapshot: FleetSnapshot, members: Collection[str], current: Deployment, may_improve: bool
+        model: str,
+        snapshot: FleetSnapshot,
+        members: Collection[str],
+        current: Deployment,
+        may_improve: bool,
     ) -> Deployment | None:
         try:
-            return snapshot.planner(model, members).replan(current if current.stages else None, may_improve=may_improve)
+            return snapshot.planner(model, members).replan(
+                current if current.stages else None, may_improve=may_improve
+            )
         except Invalid as error:
             log.warning("fleet cannot be planned", model=model, problem=error.problem)
         except Exception:
@@ -193,7 +219,10 @@ class Coordinator(Loop):
     def _is_unsettled(self, members: Mapping[str, FleetWorker], joining_s: float) -> bool:
         """Whether more workers may come that the first plan should count."""
         newest_s = min((member.here_s for member in members.values()), default=math.inf)
-        return newest_s < SETTLE_POLLS * self._times.poll_s or joining_s < PATIENCE_POLLS * self._times.poll_s
+        return (
+            newest_s < SETTLE_POLLS * self._times.poll_s
+            or joining_s < PATIENCE_POLLS * self._times.poll_s
+        )
 
     def _store(self, snapshot: FleetSnapshot, changes: Mapping[str, Deployment]) -> None:
         """All of them, unless another coordinator has changed a plan since."""
@@ -211,12 +240,16 @@ class Coordinator(Loop):
                     tokens_per_s=deployment.tokens_per_s,
                 )
         for model, deployment in changes.items():
-            version, num = snapshot.plan(model).version + 1, len(deployment.stages)
-            log.info("fleet planned", model=model, version=version, split=str(deployment), workers=num)
+            version = snapshot.plan(model).version + 1
+            num = len(deployment.stages)
+            log.info(
+                "fleet planned", model=model, version=version, split=str(deployment), workers=num
+            )
 
 
 def _problem(worker: FleetWorker) -> str | None:
-    """Why no plan can count this worker, or None. Its release or its measuring may be at fault: the others go on."""
+    """Why no plan can count this worker, or None. Its release or its measuring may be at fault: the
+    others go on."""
     try:
         profile_of(worker.profile, "profile")
         msgspec.convert(worker.shapes, ModelCosts)

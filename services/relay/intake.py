@@ -1,6 +1,7 @@
 """The Redis door: stores entries of the intake stream as rows, and acknowledges them after COMMIT.
 
-Delivery is at least once; an entry's job id is made from the entry, so that a second delivery inserts nothing.
+Delivery is at least once; an entry's job id is made from the entry, so that a second delivery
+inserts nothing.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class Intake(Loop):
         """Ids of entries taken over from dead relays and not read yet."""
 
     def turn(self) -> float:
-        """Store one batch, bounded in entries and bytes: those of dead relays first, then new ones, for which it
-        waits up to `poll_s`."""
+        """Store one batch, bounded in entries and bytes: those of dead relays first, then new ones,
+        for which it waits up to `poll_s`."""
         try:
             entries = self._abandoned() or self._new()
         except ResponseError as error:
@@ -86,7 +87,8 @@ class Intake(Loop):
         return 0.0
 
     def _create_group(self) -> None:
-        """Create the group at the stream's beginning, so that entries from before its loss are read."""
+        """Create the group at the stream's beginning, so that entries from before its loss are
+        read."""
         try:
             self._redis.xgroup_create(INTAKE, INTAKE_GROUP, id="0", mkstream=True)
         except ResponseError as error:
@@ -95,12 +97,16 @@ class Intake(Loop):
 
     def _new(self) -> list[Entry]:
         block_ms = max(1, int(self._times.poll_s * 1000))
-        reply = self._redis.xreadgroup(INTAKE_GROUP, self._consumer, {INTAKE: ">"}, count=1, block=block_ms)
+        reply = self._redis.xreadgroup(
+            INTAKE_GROUP, self._consumer, {INTAKE: ">"}, count=1, block=block_ms
+        )
         entries = [entry for _, entries in _streams(reply) for entry in entries]
         if entries:
             left = self._batch - len(entries), MAX_BYTES - sum(map(_num_bytes, entries))
             more: Any = self._read_new(keys=[INTAKE], args=[INTAKE_GROUP, self._consumer, *left])
-            entries += [(entry_id, dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in more]
+            entries += [
+                (entry_id, dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in more
+            ]
         return _decoded(entries)
 
     def _abandoned(self) -> list[Entry]:
@@ -125,7 +131,12 @@ class Intake(Loop):
             return
         idle_ms = int(self._times.lease_s * 1000)
         claimed: Any = self._redis.xautoclaim(
-            INTAKE, INTAKE_GROUP, self._consumer, min_idle_time=idle_ms, count=self._batch, justid=True
+            INTAKE,
+            INTAKE_GROUP,
+            self._consumer,
+            min_idle_time=idle_ms,
+            count=self._batch,
+            justid=True,
         )
         self._rescued.extend(claimed)
         if len(claimed) < self._batch:
@@ -144,9 +155,13 @@ class Intake(Loop):
         failpoint(Point.INTAKE_INSERTED, door="stream")
         for (entry_id, document), result in zip(entries, results, strict=True):
             if result.status == "rejected":
-                record_reject(self._redis, entry=entry_id, request=document or "", reason=result.reason)
+                record_reject(
+                    self._redis, entry=entry_id, request=document or "", reason=result.reason
+                )
             self._metrics.intake.labels(outcome=result.metric_label).inc()
-        self._spans.accepted([result.request for result in results if result.request is not None], began_s)
+        self._spans.accepted(
+            [result.request for result in results if result.request is not None], began_s
+        )
         ids = [entry_id for entry_id, _ in entries]
         with self._redis.pipeline(transaction=False) as pipeline:
             pipeline.xack(INTAKE, INTAKE_GROUP, *ids)
@@ -171,7 +186,9 @@ def _decoded(entries: Iterable[Any]) -> list[Entry]:
     decoded = []
     for entry_id, fields in entries:
         document = dict(fields or {}).get(FIELD)
-        decoded.append((entry_id.decode(), None if document is None else document.decode("utf-8", "replace")))
+        decoded.append(
+            (entry_id.decode(), None if document is None else document.decode("utf-8", "replace"))
+        )
     return decoded
 
 

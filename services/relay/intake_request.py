@@ -1,5 +1,5 @@
-"""How a relay's Celery worker takes a request: at once, whatever time it is for and its arguments are
-named. Knows no row."""
+"""How a relay's Celery worker takes a request: at once, whatever time it is for and its arguments
+are named. Knows no row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A thread that repeats its turn, whatever fails. Owns waiting, waking, backing off and stopping; knows no duty."""
+"""A thread that repeats its turn, whatever fails. Owns waiting, waking, backing off and stopping;
+knows no duty."""
 
 from __future__ import annotations
 
@@ -34,11 +35,13 @@ from shardline.store.connection.database import failure_of
 log = structlog.get_logger(__name__)
 
 MIN_PAUSE_S = 0.01
-"""Between turns, however often the loop is woken: what arrives meanwhile is handled as one batch."""
+"""Between turns, however often the loop is woken: what arrives meanwhile is handled as one
+batch."""
 
 MAX_BACKOFF_S = 2.0
 STALL = 1 / 3
-"""Part of a lease: after a longer silence of Postgres, or of this relay, holders get time to renew their leases."""
+"""Part of a lease: after a longer silence of Postgres, or of this relay, holders get time to renew
+their leases."""
 
 POSTGRES_ERRORS = (DBAPIError, PoolTimeout, PsycopgError)
 REDIS_ERRORS = (RedisError, BrokerError)
@@ -78,7 +81,8 @@ class Loop(threading.Thread, ABC):
 
     @abstractmethod
     def turn(self) -> float:
-        """Do what is due; returns the seconds until the next turn, unless woken. May raise anything."""
+        """Do what is due; returns the seconds until the next turn, unless woken. May raise
+        anything."""
 
     def wake(self) -> None:
         """Start the next turn now; callable from any thread."""
@@ -103,16 +107,30 @@ class Loop(threading.Thread, ABC):
     def _note(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         server = (
-            "postgres" if isinstance(error, POSTGRES_ERRORS) else "redis" if isinstance(error, REDIS_ERRORS) else None
+            "postgres"
+            if isinstance(error, POSTGRES_ERRORS)
+            else "redis"
+            if isinstance(error, REDIS_ERRORS)
+            else None
         )
         self._errors.labels(server=server or "none").inc()
         failure = failure_of(error) if isinstance(error, DBAPIError) else None
         if failure and not failure.is_lost:
-            said = {"sqlstate": failure.sqlstate, "error": failure.problem, "tries": state.attempt_number}
+            said = {
+                "sqlstate": failure.sqlstate,
+                "error": failure.problem,
+                "tries": state.attempt_number,
+            }
             log.warning("Postgres refuses a statement", loop=self.name, **said)
         elif server:
             cause = getattr(error, "orig", None) or error
             event = f"{server} unreachable"
-            log.warning(event, loop=self.name, server=server, error=str(cause)[:200], tries=state.attempt_number)
+            log.warning(
+                event,
+                loop=self.name,
+                server=server,
+                error=str(cause)[:200],
+                tries=state.attempt_number,
+            )
         else:
             log.error("turn failed", loop=self.name, exc_info=error)

@@ -1,4 +1,5 @@
-"""Listens for NOTIFY of changed jobs or leases, and wakes the loops that read them. A missed one costs one poll."""
+"""Listens for NOTIFY of changed jobs or leases, and wakes the loops that read them. A missed one
+costs one poll."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from shardline.store.connection.notify import listening
 class NotifyListener(Loop):
     """Keeps one separate connection."""
 
-    def __init__(self, context: LoopContext, *, database_url: str, channel: str, wakes: tuple[Loop, ...]) -> None:
+    def __init__(
+        self, context: LoopContext, *, database_url: str, channel: str, wakes: tuple[Loop, ...]
+    ) -> None:
         super().__init__(f"{channel}-listener", context.metrics.errors)
         self._channel = channel
         self._database_url = database_url

@@ -1,4 +1,5 @@
-"""The outbox: sends a Celery message for each row that is due, after COMMIT. No transaction spans a Redis call."""
+"""The outbox: sends a Celery message for each row that is due, after COMMIT. No transaction spans a
+Redis call."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from shardline.store.outbox import Send
 log = structlog.get_logger(__name__)
 
 BUSY_TURNS = 50
-"""Turns after a send that come ten times as often, because heads free places in the window as they claim."""
+"""Turns after a send that come ten times as often, because heads free places in the window as they
+claim."""
 
 
 class Outbox(Loop):
@@ -69,13 +71,16 @@ class Outbox(Loop):
         num_sent = 0
         try:
             if sends:
-                with self._publisher.producer_pool.acquire(block=True, timeout=self._times.poll_s) as producer:
+                with self._publisher.producer_pool.acquire(
+                    block=True, timeout=self._times.poll_s
+                ) as producer:
                     for send in sends:
                         try:
                             self._send(send, producer)
                         except REDIS_ERRORS:
                             raise
-                        except Exception:  # those behind it are sent; it is tried again as a lost message is
+                        # those behind it are sent; it is tried again as a lost message is
+                        except Exception:
                             log.exception("a job's message cannot be made", job_id=str(send.job_id))
                         num_sent += 1
         except REDIS_ERRORS:

@@ -1,4 +1,5 @@
-"""Texts of partial results: what a head would have given out for token ids that no head holds. Moves no job."""
+"""Texts of partial results: what a head would have given out for token ids that no head holds.
+Moves no job."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ Key = tuple[UUID, int, int]
 
 
 class PartialTexts:
-    """Texts of token ids of jobs that no head holds. A call, inside a transaction, only looks up; `catch_up`, between
-    transactions, makes the texts that were missing."""
+    """Texts of token ids of jobs that no head holds. A call, inside a transaction, only looks up;
+    `catch_up`, between transactions, makes the texts that were missing."""
 
     def __init__(self, database: Engine, *, budget_s: float) -> None:
         self._tokenizers = RegisteredTokenizers(database)
@@ -41,7 +42,10 @@ class PartialTexts:
     def catch_up(self) -> None:
         """Make the missing texts that fit into the budget, at least one; drop the previous ones. No
         transaction may be open, because a tokenizer may take seconds to load."""
-        unknown, self._unknown, self._texts, self.was_asked = self._unknown, {}, {}, False
+        unknown = self._unknown
+        self._unknown = {}
+        self._texts = {}
+        self.was_asked = False
         if unknown:
             self._tokenizers.refresh()
         until_s = monotonic_s() + self._budget_s

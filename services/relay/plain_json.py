@@ -1,7 +1,7 @@
 """JSON of Celery's messages, read without trust in what it holds. Knows no message.
 
-kombu (5.7) writes times, UUIDs and the like as `{"__type__": …, "__value__": …}`, and refuses the whole message over a
-value of that form which it did not write: a caller's own data may look so.
+kombu (5.7) writes times, UUIDs and the like as `{"__type__": …, "__value__": …}`, and refuses the
+whole message over a value of that form which it did not write: a caller's own data may look so.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ def loads(document: Any) -> Any:
 
 def read_plainly() -> None:
     """Makes this process read all of Celery's JSON so from now on."""
-    register("json", kombu_json.dumps, loads, content_type="application/json", content_encoding="utf-8")
+    register(
+        "json", kombu_json.dumps, loads, content_type="application/json", content_encoding="utf-8"
+    )
 
 
 def _object(found: dict[str, Any]) -> Any:

@@ -1,4 +1,5 @@
-"""Validates and tokenizes rows that arrived without it: by Celery, Redis or plain SQL. One bad row delays no other."""
+"""Validates and tokenizes rows that arrived without it: by Celery, Redis or plain SQL. One bad row
+delays no other."""
 
 from __future__ import annotations
 
@@ -54,13 +55,17 @@ class Preparer(Loop):
         self._tokenizers = RegisteredTokenizers(context.database)
         self.mark_every_s = context.times.poll_s
         self._lent: deque[UnpreparedJob] = deque()
-        """Rows leased by this relay and not yet marked; those of a failed turn are retried first."""
+        """Rows leased by this relay and not yet marked; those of a failed turn are retried
+        first."""
 
     def turn(self) -> float:
-        """Prepare one batch, with no transaction open meanwhile; finished rows are marked every `mark_every_s`."""
+        """Prepare one batch, with no transaction open meanwhile; finished rows are marked every
+        `mark_every_s`."""
         if not self._lent:
             with self._database.begin() as connection:
-                self._lent.extend(preparation.take_unprepared(connection, lease_s=self._times.lease_s))
+                self._lent.extend(
+                    preparation.take_unprepared(connection, lease_s=self._times.lease_s)
+                )
         if not self._lent:
             return self._times.poll_s
         self._tokenizers.refresh()
@@ -84,7 +89,8 @@ class Preparer(Loop):
         return answers
 
     def _mark(self, answers: Mapping[UUID, PreparedJob | dict[str, str]]) -> None:
-        """All in one transaction; or one by one, when Postgres cannot hold what one of them became."""
+        """All in one transaction; or one by one, when Postgres cannot hold what one of them
+        became."""
         try:
             self._mark_together(answers)
         except (DataError, IntegrityError) as error:
@@ -95,12 +101,20 @@ class Preparer(Loop):
             ((job_id, answer),) = answers.items()
             if not isinstance(answer, PreparedJob):
                 raise
-            log.warning("a job cannot be stored as prepared", job_id=str(job_id), error=str(failure_of(error)))
+            log.warning(
+                "a job cannot be stored as prepared",
+                job_id=str(job_id),
+                error=str(failure_of(error)),
+            )
             self._mark_together({job_id: UNPREPARABLE.as_dict()})
 
     def _mark_together(self, answers: Mapping[UUID, PreparedJob | dict[str, str]]) -> None:
         ready = [answer for answer in answers.values() if isinstance(answer, PreparedJob)]
-        errors = {job_id: answer for job_id, answer in answers.items() if not isinstance(answer, PreparedJob)}
+        errors = {
+            job_id: answer
+            for job_id, answer in answers.items()
+            if not isinstance(answer, PreparedJob)
+        }
         with self._database.begin() as connection:
             num_prepared = preparation.mark_if_unprepared(connection, ready)
             refused = preparation.fail_if_unprepared(connection, errors)
@@ -110,8 +124,13 @@ class Preparer(Loop):
             self._outbox.wake()
         for job_id in refused:
             error = errors[job_id]
-            log.info("job refused", job_id=str(job_id), field=error["field"], problem=error["problem"])
-            self._results.note({job_id: JobState.FAILED}, f"{error['field']}: {error['problem']}. {error['remedy']}")
+            log.info(
+                "job refused", job_id=str(job_id), field=error["field"], problem=error["problem"]
+            )
+            self._results.note(
+                {job_id: JobState.FAILED},
+                f"{error['field']}: {error['problem']}. {error['remedy']}",
+            )
 
     def _prepare(self, row: UnpreparedJob) -> PreparedJob | dict[str, str]:
         try:
@@ -136,7 +155,8 @@ class Preparer(Loop):
 
 
 def _tokenize(tokens: Tokens, row: UnpreparedJob, params: SamplingParams) -> PreparedPrompt:
-    prompt, messages = _prompt(row), _messages(row)
+    prompt = _prompt(row)
+    messages = _messages(row)
     try:
         return tokens.prepare(prompt=prompt, messages=messages, params=params)
     except Invalid:
@@ -144,7 +164,9 @@ def _tokenize(tokens: Tokens, row: UnpreparedJob, params: SamplingParams) -> Pre
     # tokenizers panics raise PanicException, which is not an Exception.
     except BaseException as error:
         log.exception("tokenizer failed", job_id=str(row.id), model=row.model)
-        raise Invalid("prompt", "the model's tokenizer failed on it", "Look at the relay's log of this job") from error
+        raise Invalid(
+            "prompt", "the model's tokenizer failed on it", "Look at the relay's log of this job"
+        ) from error
 
 
 def _params(row: UnpreparedJob) -> SamplingParams:

@@ -9,7 +9,8 @@ from shardline.tokenize import RegisteredModel, TokenizerCache
 
 
 class RegisteredTokenizers:
-    """Use it from one thread. A model that is registered again is loaded again, while no transaction is open."""
+    """Use it from one thread. A model that is registered again is loaded again, while no
+    transaction is open."""
 
     def __init__(self, database: Engine) -> None:
         self._database = database
@@ -18,12 +19,14 @@ class RegisteredTokenizers:
     def refresh(self) -> None:
         """Read which models are registered. Call it once per batch."""
         with self._database.begin() as connection:
-            fingerprints, max_tokens = models.versions(connection), pipelines.longest(connection)
+            fingerprints = models.versions(connection)
+            max_tokens = pipelines.longest(connection)
             adapters = models.adapters(connection)
         self._cache.refresh(fingerprints, max_tokens, adapters)
 
     def get(self, address: str) -> RegisteredModel:
-        """A model or one of its adapters. Raises UnknownModel, and Invalid when its tokenizer cannot be read."""
+        """A model or one of its adapters. Raises UnknownModel, and Invalid when its tokenizer
+        cannot be read."""
         if self._cache.lacks(address):
             row = self._row(self._cache.split(address)[0])
             if row is not None:

@@ -1,4 +1,5 @@
-"""The stream of requests that no row can hold: bounded in bytes, for people to read. Knows no job."""
+"""The stream of requests that no row can hold: bounded in bytes, for people to read. Knows no
+job."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ MAX_REQUEST_CHARS = 65_536
 
 
 def record_reject(redis: Redis, *, entry: str, request: str, reason: dict[str, str] | None) -> None:
-    """Keep a request with its reason, if Redis has room: a full Redis must not block later requests. Raises other
-    RedisErrors."""
+    """Keep a request with its reason, if Redis has room: a full Redis must not block later
+    requests. Raises other RedisErrors."""
     log.warning("request rejected", entry=entry, reason=reason)
     fields: dict[FieldT, EncodableT] = {
         "entry": entry,

@@ -10,7 +10,13 @@ import structlog
 from celery import Celery
 from celery.app.task import Context
 from prometheus_client import CollectorRegistry
-from tenacity import Retrying, retry_if_exception_type, sleep_using_event, stop_when_event_set, wait_random_exponential
+from tenacity import (
+    Retrying,
+    retry_if_exception_type,
+    sleep_using_event,
+    stop_when_event_set,
+    wait_random_exponential,
+)
 
 from services.relay.canceller import Canceller
 from services.relay.celery.celery_request import (
@@ -65,7 +71,8 @@ REMEDY = f"Send the task {SUBMIT_TASK} with a request as its keyword arguments, 
 """For a message of the Celery door that is no request."""
 
 JOIN_S = 10.0
-"""For all loops together; one that hangs on a frozen server is left behind, and its transaction rolled back."""
+"""For all loops together; one that hangs on a frozen server is left behind, and its transaction
+rolled back."""
 
 
 class Relay:
@@ -76,7 +83,9 @@ class Relay:
         self._registry = CollectorRegistry()
         self._metrics = RelayMetrics(self._registry)
         url = settings.database_url.get_secret_value()
-        self._database = connect(url, application_name="shardline-relay", pool_size=settings.concurrency + len(LOOPS))
+        self._database = connect(
+            url, application_name="shardline-relay", pool_size=settings.concurrency + len(LOOPS)
+        )
         self._redis = redis_client(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
         self._closing = threading.Event()
         self._tracer = Tracer.from_environment("relay")
@@ -91,11 +100,15 @@ class Relay:
         publisher = _publisher(settings)
         self._has_backend = settings.result_backend is not None
         self._ends_app = make_ends_app(settings)
-        self._results = CeleryResults(context, backend_app=self._ends_app if keeps_results(settings) else None)
+        self._results = CeleryResults(
+            context, backend_app=self._ends_app if keeps_results(settings) else None
+        )
         outbox = Outbox(context, publisher=publisher, redis=self._redis)
         preparer = Preparer(context, outbox=outbox, results=self._results)
         sweeper = Sweeper(context, results=self._results)
-        blocking = redis_client(settings.redis_url, timeout_s=settings.times.poll_s + REDIS_TIMEOUT_S)
+        blocking = redis_client(
+            settings.redis_url, timeout_s=settings.times.poll_s + REDIS_TIMEOUT_S
+        )
         self._canceller = Canceller(context, results=self._results)
         ends = TaskEnds(self._ends_app, has_backend=self._has_backend)
         task_results = TaskResults(context, ends)
@@ -111,14 +124,18 @@ class Relay:
             task_results,
             finisher,
             Intake(context, redis=blocking, batch=settings.intake_batch),
-            EnergyRates(context, {"price": settings.energy_price, "carbon": settings.energy_carbon}),
+            EnergyRates(
+                context, {"price": settings.energy_price, "carbon": settings.energy_carbon}
+            ),
             Growth(context, keeps_all=settings.retention_days == 0),
             Retention(
                 context,
                 days=settings.retention_days,
                 is_default="retention_days" not in settings.model_fields_set,
             ),
-            NotifyListener(context, database_url=url, channel=JOBS_CHANNEL, wakes=(outbox, preparer)),
+            NotifyListener(
+                context, database_url=url, channel=JOBS_CHANNEL, wakes=(outbox, preparer)
+            ),
             NotifyListener(context, database_url=url, channel=LEASES_CHANNEL, wakes=(sweeper,)),
             NotifyListener(context, database_url=url, channel=TASKS_CHANNEL, wakes=(finisher,)),
         )
@@ -147,8 +164,8 @@ class Relay:
         self._database.dispose()
 
     def submit(self, request: Context) -> SubmissionResult:
-        """Store a request from the Celery door; it is committed when this returns. Raises RetryError when the relay
-        closes while a server is unreachable."""
+        """Store a request from the Celery door; it is committed when this returns. Raises
+        RetryError when the relay closes while a server is unreachable."""
         patient = Retrying(
             retry=retry_if_exception_type((*POSTGRES_ERRORS, *REDIS_ERRORS)),
             wait=wait_random_exponential(multiplier=0.1, max=MAX_BACKOFF_S),
@@ -158,10 +175,13 @@ class Relay:
         return patient(self._submit, request)
 
     def refuse(self, message: RefusedMessage) -> None:
-        """Keep a message of the Celery door that is no request, with its reason. Raises redis.RedisError."""
+        """Keep a message of the Celery door that is no request, with its reason. Raises
+        redis.RedisError."""
         reason = Invalid("message", message.problem, REMEDY).as_dict()
         record_reject(self._redis, entry=message.task_id, request=message.body, reason=reason)
-        self._results.note_refused(CeleryTask(task_id=task_key(message.task_id), request="{}"), reason)
+        self._results.note_refused(
+            CeleryTask(task_id=task_key(message.task_id), request="{}"), reason
+        )
         self._metrics.intake.labels(outcome="dead").inc()
 
     def cancel(self, task_ids: Iterable[str], *, running: bool) -> int:
@@ -175,7 +195,9 @@ class Relay:
         failpoint(Point.INTAKE_INSERTED, door="celery")
         if result.status == "rejected":
             document = json.dumps(submission.document, default=str)
-            record_reject(self._redis, entry=str(request.id), request=document, reason=result.reason)
+            record_reject(
+                self._redis, entry=str(request.id), request=document, reason=result.reason
+            )
         self._metrics.intake.labels(outcome=result.metric_label).inc()
         if result.request is not None:
             self._spans.accepted([result.request], began_s)
@@ -183,7 +205,8 @@ class Relay:
 
     def _submission(self, request: Context) -> Submission:
         """What cannot be read is refused, with its reason, as a request that is invalid."""
-        job_id, given = job_id_of(str(request.id)), dict(request.kwargs or {})
+        job_id = job_id_of(str(request.id))
+        given = dict(request.kwargs or {})
         try:
             task = task_of(self._ends_app, request)
         except Invalid as error:

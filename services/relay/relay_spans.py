@@ -1,6 +1,8 @@
-"""A relay's spans in the traces of jobs: intake, preparation, messages, sweeps, and the ends that relays give.
+"""A relay's spans in the traces of jobs: intake, preparation, messages, sweeps, and the ends that
+relays give.
 
-Rows are asked for what a trace needs only where one is wanted: without an OTLP endpoint nothing here costs anything.
+Rows are asked for what a trace needs only where one is wanted: without an OTLP endpoint nothing
+here costs anything.
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ class RelaySpans:
             if request.id is not None:
                 about = {genai.JOB_ID: str(request.id), genai.REQUEST_MODEL: request.model}
                 phase = TracedPhase(
-                    name="accept", began_s=began_s, ended_s=monotonic_s(), attributes=about, kind=SpanKind.SERVER
+                    name="accept",
+                    began_s=began_s,
+                    ended_s=monotonic_s(),
+                    attributes=about,
+                    kind=SpanKind.SERVER,
                 )
                 self._tracer.phase(JobTrace.of(request.id, request.traceparent), phase)
 
@@ -71,13 +77,16 @@ class RelaySpans:
         """Heads are gone that held these jobs: only the relay can report the attempts."""
         for job, trace in self._traced(moved):
             if job.fence is not None and job.attempt_s is not None:
-                now_s, outcome = monotonic_s(), str(moved[job.job_id])
+                now_s = monotonic_s()
+                outcome = str(moved[job.job_id])
                 about: dict[str, Value] = {
                     genai.OUTCOME: outcome,
                     genai.FENCE: job.fence,
                     genai.WORKER: job.worker or "",
                 }
-                attempt = _phase("attempt", job, now_s - job.attempt_s, now_s, about=about, error=outcome)
+                attempt = _phase(
+                    "attempt", job, now_s - job.attempt_s, now_s, about=about, error=outcome
+                )
                 self._tracer.phase(trace, attempt, span_id=attempt_span_id(job.job_id, job.fence))
             self._end(job, trace)
 
@@ -102,7 +111,9 @@ class RelaySpans:
         }
         error = job.problem or str(job.state) if job.state is JobState.FAILED else None
         name = f"{genai.TEXT_COMPLETION} {job.model}"
-        self._tracer.job(trace, _phase(name, job, now_s - job.age_s, now_s, about=about, error=error))
+        self._tracer.job(
+            trace, _phase(name, job, now_s - job.age_s, now_s, about=about, error=error)
+        )
 
 
 def _phase(
@@ -115,4 +126,6 @@ def _phase(
     error: str | None = None,
 ) -> TracedPhase:
     attributes = {genai.JOB_ID: str(job.job_id), genai.REQUEST_MODEL: job.model, **(about or {})}
-    return TracedPhase(name=name, began_s=began_s, ended_s=ended_s, attributes=attributes, error=error)
+    return TracedPhase(
+        name=name, began_s=began_s, ended_s=ended_s, attributes=attributes, error=error
+    )

@@ -1,4 +1,5 @@
-"""Deletes ended jobs after the retention period. What may be deleted is decided in shardline.store.retention."""
+"""Deletes ended jobs after the retention period. What may be deleted is decided in
+shardline.store.retention."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ TURNS_APART = 60
 
 
 class Retention(Loop):
-    """Deletes in small transactions, so that running jobs are not delayed. `days` 0 keeps all jobs. Where `days` is the
-    default, it warns for a week before it deletes for the first time."""
+    """Deletes in small transactions, so that running jobs are not delayed. `days` 0 keeps all jobs.
+    Where `days` is the default, it warns for a week before it deletes for the first time."""
 
     def __init__(self, context: LoopContext, *, days: float, is_default: bool) -> None:
         super().__init__("retention", context.metrics.errors)

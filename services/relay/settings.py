@@ -14,15 +14,21 @@ from shardline.contract.queues import celery_settings
 class RelaySettings(Settings):
     """Run as many relays as you like; they share the work."""
 
-    concurrency: int = Field(4, ge=1, le=64, description="requests of the Celery door that this relay stores at a time")
-    intake_batch: int = Field(256, ge=1, le=2000, description="entries of the intake stream in one transaction")
+    concurrency: int = Field(
+        4, ge=1, le=64, description="requests of the Celery door that this relay stores at a time"
+    )
+    intake_batch: int = Field(
+        256, ge=1, le=2000, description="entries of the intake stream in one transaction"
+    )
 
     retention_days: float = Field(
         90.0, ge=0, le=36_500, description="days after which ended jobs are deleted; 0 keeps them"
     )
 
     energy_price: str | None = Field(
-        None, repr=False, description="money for a kWh: a number, or a file or URL of a series (CSV time,value or JSON)"
+        None,
+        repr=False,
+        description="money for a kWh: a number, or a file or URL of a series (CSV time,value or JSON)",
     )
     energy_carbon: str | None = Field(
         None, repr=False, description="grams of CO2 equivalent for a kWh, given in the same way"
@@ -31,8 +37,8 @@ class RelaySettings(Settings):
     def celery(self) -> dict[str, Any]:
         """Celery's configuration of a relay's worker.
 
-        Its unacknowledged messages are kept apart from those of heads and come back soon: a request that a dead relay
-        had taken but not committed exists nowhere else.
+        Its unacknowledged messages are kept apart from those of heads and come back soon: a request
+        that a dead relay had taken but not committed exists nowhere else.
         """
         shared = celery_settings(self)
         apart = {

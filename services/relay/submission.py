@@ -1,4 +1,5 @@
-"""Stores requests from Celery and Redis as rows: valid ones queued, invalid ones `failed` with the reason.
+"""Stores requests from Celery and Redis as rows: valid ones queued, invalid ones `failed` with the
+reason.
 
 Owns what happens to a request that no row can hold; knows no transport.
 """
@@ -21,7 +22,14 @@ from shardline.contract.job import JobRequest, JobState, parse_request
 from shardline.store import celery_tasks
 from shardline.store.celery_tasks import CeleryTask
 from shardline.store.connection.encoding import storable
-from shardline.store.jobs import FailedRequest, StoredRequest, get_job, insert_failed, insert_jobs, request_cancel
+from shardline.store.jobs import (
+    FailedRequest,
+    StoredRequest,
+    get_job,
+    insert_failed,
+    insert_jobs,
+    request_cancel,
+)
 from shardline.store.statistics.reports import states
 
 log = structlog.get_logger(__name__)
@@ -36,7 +44,8 @@ DOCUMENT_ERRORS = (DataError, IntegrityError, TypeError, ValueError, RecursionEr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A request as it arrived. `id` is its job's unless it names one; the same submission always has the same."""
+    """A request as it arrived. `id` is its job's unless it names one; the same submission always
+    has the same."""
 
     id: UUID
     document: object
@@ -62,15 +71,19 @@ class SubmissionResult:
         return "dead" if self.status == "rejected" else self.status
 
 
-def store_submissions(database: Engine, submissions: Sequence[Submission]) -> list[SubmissionResult]:
-    """Store requests; one result each, in order, already committed. Raises only when Postgres is unreachable."""
+def store_submissions(
+    database: Engine, submissions: Sequence[Submission]
+) -> list[SubmissionResult]:
+    """Store requests; one result each, in order, already committed. Raises only when Postgres is
+    unreachable."""
     parsed = [_parse(submission) for submission in submissions]
     pairs = list(zip(submissions, parsed, strict=True))
     try:
         with database.begin() as connection:
             _insert(connection, [pair for pair in pairs if isinstance(pair[1], JobRequest)])
     except (Invalid, Conflict, *DOCUMENT_ERRORS):
-        # One request in the batch is invalid: store them one by one, so that the others are accepted.
+        # One request in the batch is invalid: store them one by one, so that the others are
+        # accepted.
         return [_store_alone(database, *pair) for pair in pairs]
     return [
         SubmissionResult(status="accepted", request=one)
@@ -104,11 +117,15 @@ def _parse(submission: Submission) -> JobRequest | Invalid:
     except Invalid as error:
         return error
     except DOCUMENT_ERRORS as error:
-        return Invalid("request", f"it cannot be read: {error}", "See docs/jobs.md for fields and limits")
+        return Invalid(
+            "request", f"it cannot be read: {error}", "See docs/jobs.md for fields and limits"
+        )
     return request if request.id is not None else msgspec.structs.replace(request, id=submission.id)
 
 
-def _store_alone(database: Engine, submission: Submission, parsed: JobRequest | Invalid) -> SubmissionResult:
+def _store_alone(
+    database: Engine, submission: Submission, parsed: JobRequest | Invalid
+) -> SubmissionResult:
     if isinstance(parsed, Invalid):
         return _refuse(database, submission, parsed)
     try:
@@ -120,7 +137,11 @@ def _store_alone(database: Engine, submission: Submission, parsed: JobRequest | 
         return _refuse(database, submission, error)
     except DOCUMENT_ERRORS as error:
         problem = str(getattr(error, "orig", error)).partition("\n")[0]
-        return _refuse(database, submission, Invalid("request", problem, "See docs/jobs.md for fields and limits"))
+        return _refuse(
+            database,
+            submission,
+            Invalid("request", problem, "See docs/jobs.md for fields and limits"),
+        )
     return SubmissionResult(status="accepted", request=parsed)
 
 
@@ -162,9 +183,14 @@ def _reject(database: Engine, submission: Submission, reason: dict[str, str]) ->
 
 
 def _is_told_by_its_job(connection: Connection, job_id: UUID) -> bool:
-    """Whether a result will come under this id: the job's that has it, lives, and came by another door."""
+    """Whether a result will come under this id: the job's that has it, lives, and came by another
+    door."""
     state = states(connection, [job_id]).get(job_id)
-    return state is not None and not JobState(state).terminal and not celery_tasks.with_tasks(connection, [job_id])
+    return (
+        state is not None
+        and not JobState(state).terminal
+        and not celery_tasks.with_tasks(connection, [job_id])
+    )
 
 
 def _failed_row(submission: Submission, reason: dict[str, str]) -> FailedRequest | None:

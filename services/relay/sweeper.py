@@ -1,4 +1,5 @@
-"""The sweeper: expired leases, passed deadlines, cancels of waiting jobs. The rules are in shardline.store.sweeps."""
+"""The sweeper: expired leases, passed deadlines, cancels of waiting jobs. The rules are in
+shardline.store.sweeps."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ log = structlog.get_logger(__name__)
 
 
 class Sweeper(Loop):
-    """Runs both sweeps. After an outage or stall of Postgres it lets heads renew for one lease first."""
+    """Runs both sweeps. After an outage or stall of Postgres it lets heads renew for one lease
+    first."""
 
     def __init__(self, context: LoopContext, *, results: CeleryResults) -> None:
         super().__init__("sweeper", context.metrics.errors)
@@ -43,7 +45,11 @@ class Sweeper(Loop):
         except POSTGRES_ERRORS:
             self._rescue_after_s = math.inf
             raise
-        return 0.0 if self._partial_texts.was_asked or num_moved >= sweeps.MAX_BATCH else self._times.poll_s
+        return (
+            0.0
+            if self._partial_texts.was_asked or num_moved >= sweeps.MAX_BATCH
+            else self._times.poll_s
+        )
 
     def _end_waiting(self) -> int:
         with self._database.begin() as connection:
@@ -61,7 +67,10 @@ class Sweeper(Loop):
             now_s = self._note_answer()
             if now_s >= self._rescue_after_s:
                 moved = sweeps.sweep_expired_leases(
-                    connection, self._partial_texts, lease_s=self._times.lease_s, max_crashes=self._max_crashes
+                    connection,
+                    self._partial_texts,
+                    lease_s=self._times.lease_s,
+                    max_crashes=self._max_crashes,
                 )
         self._record(moved)
         self._spans.rescued(moved)
@@ -71,7 +80,9 @@ class Sweeper(Loop):
         now_s = lease_clock_s()
         silent_s = now_s - self._answered_s
         if silent_s > STALL * self._times.lease_s:
-            log.warning("postgres stalled: no lease expires for one lease", silent_s=round(silent_s, 1))
+            log.warning(
+                "postgres stalled: no lease expires for one lease", silent_s=round(silent_s, 1)
+            )
             self._rescue_after_s = math.inf
         if self._rescue_after_s == math.inf:
             self._rescue_after_s = now_s + self._times.lease_s

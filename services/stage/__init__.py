@@ -2,5 +2,6 @@
 
 import os
 
-# Weights and KV in pages of 2 MiB, where Linux gives them, are read in a tenth less time. torch looks once.
+# Weights and KV in pages of 2 MiB, where Linux gives them, are read in a tenth less time. torch
+# looks once.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -1,4 +1,5 @@
-"""`python -m services.stage`: one stage in this process, configured by SHARDLINE_* (docs/reference/settings.md)."""
+"""`python -m services.stage`: one stage in this process, configured by SHARDLINE_*
+(docs/reference/settings.md)."""
 
 # ruff: noqa: E402 (the collector must be off before the imports)
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
-# torch and transformers make objects that all stay: to look at them again and again takes an eighth of the time.
+# torch and transformers make objects that all stay: to look at them again and again takes an eighth
+# of the time.
 gc.disable()
 # numpy computes nothing in a stage, and its threads would keep ranks from being forks.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -71,7 +73,9 @@ def main() -> int:
         if settings.is_planned:
             membership, placed = join_fleet(placed, backends)
         else:
-            placed = replace(placed, profile=profiling.recalled(settings, placed.device, placed.info.path))
+            placed = replace(
+                placed, profile=profiling.recalled(settings, placed.device, placed.info.path)
+            )
         is_head = placed.layers.start == 0
         if is_head:
             database = backends.open_database(application_name=f"shardline {placed.worker}")
@@ -94,7 +98,8 @@ def main() -> int:
         return 1
     if settings.metrics_port is not None:
         metrics.serve(settings.metrics_port, stage.meter.registry)
-    # What is loaded lives as long as the process: the collector need not look at it again in the hot loop.
+    # What is loaded lives as long as the process: the collector need not look at it again in the
+    # hot loop.
     gc.collect()
     gc.freeze()
     serve(app, stage, settings)
@@ -105,18 +110,28 @@ def main() -> int:
 
 
 def join_fleet(placed: PlacedStage, backends: Backends) -> tuple[Membership, PlacedStage]:
-    """Measures the device with each model, offers it, and waits for layers of one. Raises Invalid, Unavailable."""
-    models = {each.name: replace(placed, settings=each, info=info_of(each)) for each in placed.settings.every_model}
+    """Measures the device with each model, offers it, and waits for layers of one. Raises Invalid,
+    Unavailable."""
+    models = {
+        each.name: replace(placed, settings=each, info=info_of(each))
+        for each in placed.settings.every_model
+    }
     database = backends.open_database(application_name=f"shardline {placed.worker} membership")
     links = Links(placed.settings, {name: each.info.path for name, each in models.items()})
-    membership = Membership(database, placed.worker, placed.settings.times, tuple(models), links.own)
+    membership = Membership(
+        database, placed.worker, placed.settings.times, tuple(models), links.own
+    )
     membership.announce()
     profiles = {
-        name: run_in_fresh_thread(partial(profiling.profile, each.settings, each.device, fresh=False, together=False))
+        name: run_in_fresh_thread(
+            partial(profiling.profile, each.settings, each.device, fresh=False, together=False)
+        )
         for name, each in models.items()
     }
     measured = links.measure(membership.others())
-    profiles = {name: msgspec.structs.replace(each, links=measured) for name, each in profiles.items()}
+    profiles = {
+        name: msgspec.structs.replace(each, links=measured) for name, each in profiles.items()
+    }
     if len(models) > 1:  # models that are served later take jobs as well
         register_models(database, models.values())
     membership.join_fleet(
@@ -126,11 +141,14 @@ def join_fleet(placed: PlacedStage, backends: Backends) -> tuple[Membership, Pla
         }
     )
     given = membership.wait_for_layers()
-    return membership, replace(models[given.model], layers=range(*given.layers), profile=profiles[given.model])
+    return membership, replace(
+        models[given.model], layers=range(*given.layers), profile=profiles[given.model]
+    )
 
 
 def copy_models(settings: StageSettings, backends: Backends) -> StageSettings:
-    """Copies what this host lacks from other workers; returns settings with folders. Raises Invalid, Unavailable."""
+    """Copies what this host lacks from other workers; returns settings with folders. Raises
+    Invalid, Unavailable."""
     database = backends.open_database(application_name=f"shardline {settings.name} copy")
     sockets = hop_sockets(settings)
     try:
@@ -143,7 +161,10 @@ def copy_models(settings: StageSettings, backends: Backends) -> StageSettings:
 def register_models(database: Database, models: Iterable[PlacedStage]) -> None:
     """Registers models as their heads will. Raises Unavailable."""
     rows = [
-        each.info.row(name=each.settings.name, fingerprint=fingerprint(each.info.path, each.settings.cache_dir))
+        each.info.row(
+            name=each.settings.name,
+            fingerprint=fingerprint(each.info.path, each.settings.cache_dir),
+        )
         for each in models
     ]
     try:
@@ -155,7 +176,8 @@ def register_models(database: Database, models: Iterable[PlacedStage]) -> None:
 
 
 def make_room(stage: Stage) -> None:
-    """Ends this process in good order, but soon: its supervisor starts it again, and it gets other layers."""
+    """Ends this process in good order, but soon: its supervisor starts it again, and it gets other
+    layers."""
     stage.hurries = True
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,4 +1,5 @@
-"""The stage's Celery app and its worker. The only file that starts Celery; the pool finds its stage on the app."""
+"""The stage's Celery app and its worker. The only file that starts Celery; the pool finds its stage
+on the app."""
 
 from __future__ import annotations
 

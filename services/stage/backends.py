@@ -1,4 +1,5 @@
-"""What a stage uses outside its own process: Postgres, Redis, Celery's result backend, its supervisor.
+"""What a stage uses outside its own process: Postgres, Redis, Celery's result backend, its
+supervisor.
 
 Owns the Protocol and the servers behind it; knows no part of a stage.
 """
@@ -47,7 +48,9 @@ class ServerBackends:
 
     def open_database(self, application_name: str) -> Database:
         """A pool of connections to Postgres."""
-        return connect(self._settings.database_url.get_secret_value(), application_name=application_name)
+        return connect(
+            self._settings.database_url.get_secret_value(), application_name=application_name
+        )
 
     def open_registry(self) -> Registry:
         """Cards in Redis."""

@@ -1,4 +1,5 @@
-"""A follower is a middle or tail stage: engine, control link, card. It never talks to Postgres and takes no job."""
+"""A follower is a middle or tail stage: engine, control link, card. It never talks to Postgres and
+takes no job."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class NoDeliveries:
 
 
 class Follower:
-    """The parts of a follower, and the order in which they start and stop. A control link's StageHost."""
+    """The parts of a follower, and the order in which they start and stop. A control link's
+    StageHost."""
 
     def __init__(self, loaded: LoadedStage, backends: Backends) -> None:
         times = loaded.settings.times
@@ -100,10 +102,13 @@ class Follower:
 
     def trace(self) -> Mapping[str, Any]:
         """Returns what `shardline trace` shows."""
-        return self._loaded.trace(self._control.card().bound_to or "", self._engine.step_times.last())
+        return self._loaded.trace(
+            self._control.card().bound_to or "", self._engine.step_times.last()
+        )
 
     def stop(self) -> None:
-        """The card goes first, then the link: the head sees it close and forms its pipeline without this stage."""
+        """The card goes first, then the link: the head sees it close and forms its pipeline without
+        this stage."""
         if self._adapter_watch is not None:
             self._adapter_watch.stop()
         self._announcer.stop()
@@ -128,7 +133,8 @@ class Follower:
 
     def status(self) -> StageStatus:
         """Returns the status for the head that holds the stage."""
-        progress, executor = self._engine.progress, self._loaded.executor
+        progress = self._engine.progress
+        executor = self._loaded.executor
         return StageStatus(
             epoch=progress.epoch,
             num_steps=progress.num_steps,

@@ -1,4 +1,5 @@
-"""A head stage: scheduler and engine, its pipeline, the leases of its jobs. The only stage that takes jobs."""
+"""A head stage: scheduler and engine, its pipeline, the leases of its jobs. The only stage that
+takes jobs."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def end_leases_of_predecessor(database: Database, *, worker: str, pipeline: str)
 
 
 class Head:
-    """The parts of a head, and the order in which they start and stop. The host of its pipeline and of its leases."""
+    """The parts of a head, and the order in which they start and stop. The host of its pipeline and
+    of its leases."""
 
     def __init__(self, loaded: LoadedStage, backends: Backends) -> None:
         settings = loaded.settings
@@ -143,12 +145,15 @@ class Head:
             ),
             publisher=self._publisher,
             host=self,
-            seats=Seats(num_any=self._settings.seats, num_interactive=self._settings.interactive_seats),
+            seats=Seats(
+                num_any=self._settings.seats, num_interactive=self._settings.interactive_seats
+            ),
             times=self._settings.times,
         )
 
     def _make_pipeline(self) -> Pipeline:
-        loaded, settings = self._loaded, self._settings
+        loaded = self._loaded
+        settings = self._settings
         assembly = PipelineAssembly(
             pipeline=uuid5(NAMESPACE_URL, f"pipeline {self._name}"),
             card=loaded.card,
@@ -163,7 +168,8 @@ class Head:
         return Pipeline(assembly, self, settings.times)
 
     def start(self) -> None:
-        """Registers the model, then forms the pipeline. Raises Unavailable when Postgres cannot be reached."""
+        """Registers the model, then forms the pipeline. Raises Unavailable when Postgres cannot be
+        reached."""
         try:
             with self._database.begin() as connection:
                 register_model(connection, self._model_row)
@@ -237,7 +243,8 @@ class Head:
         except DBAPIError as error:
             raise Unavailable(failure_of(error)) from error
 
-    # The pipeline's thread ----------------------------------------------------------------------------------------
+    # The pipeline's thread
+    # ----------------------------------------------------------------------------------------
 
     def list_cards(self) -> list[StageCard]:
         """The stages of this model. Raises Unavailable."""
@@ -285,10 +292,12 @@ class Head:
 
     def _measure_energy(self) -> EpochEnergy | None:
         """Any thread."""
-        status, progress = self._pipeline.status(), self._engine.progress
+        status = self._pipeline.status()
+        progress = self._engine.progress
         return epoch_energy(self._name, status, progress, self._loaded.watts)
 
-    # The lease manager's thread -----------------------------------------------------------------------------------
+    # The lease manager's thread
+    # -----------------------------------------------------------------------------------
 
     def readiness_announced(self) -> None:
         """Jobs may come."""
@@ -297,7 +306,8 @@ class Head:
     def epoch_superseded(self, epoch: int) -> None:
         """The pipeline is another head's now."""
         self._pipeline.lost(
-            epoch, "another head took this pipeline: its lease had run out, or a process of the same name started"
+            epoch,
+            "another head took this pipeline: its lease had run out, or a process of the same name started",
         )
 
     @property

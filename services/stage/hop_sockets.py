@@ -18,7 +18,9 @@ def hop_sockets(settings: StageSettings) -> Sockets:
         return Sockets(bind=f"ipc://{settings.run_dir.absolute()}")
     ports = parse_ports(settings.hop_ports)
     curve = _curve(settings)
-    return Sockets(bind=f"tcp://{settings.hop_bind}", advertise=settings.hop_host, ports=ports, curve=curve)
+    return Sockets(
+        bind=f"tcp://{settings.hop_bind}", advertise=settings.hop_host, ports=ports, curve=curve
+    )
 
 
 def _curve(settings: StageSettings) -> CurveKeys | None:

@@ -16,10 +16,16 @@ def layers_of(settings: StageSettings, num_layers: int) -> range:
         layers = parse_range(settings.layers, "SHARDLINE_LAYERS")
         if layers.stop > num_layers:
             raise Invalid(
-                "SHARDLINE_LAYERS", f"it ends at layer {layers.stop - 1}, the model has 0-{num_layers - 1}", "Lower it"
+                "SHARDLINE_LAYERS",
+                f"it ends at layer {layers.stop - 1}, the model has 0-{num_layers - 1}",
+                "Lower it",
             )
         return layers
     stages = split_of(settings.split, num_layers, settings.num_stages)
     if settings.place >= len(stages):
-        raise Invalid("SHARDLINE_PLACE", f"{settings.place}, but there are {len(stages)} stages", "Count places from 0")
+        raise Invalid(
+            "SHARDLINE_PLACE",
+            f"{settings.place}, but there are {len(stages)} stages",
+            "Count places from 0",
+        )
     return stages[settings.place]

@@ -53,7 +53,9 @@ class StageMeter:
             self._head.first_token_s.labels(self._model)
             self._head.token_s.labels(self._model)
         layers = f"{loaded.layers.start}-{loaded.layers.stop - 1}"
-        self._metrics.stage_info.labels(self._model, loaded.worker, loaded.device.name, layers).set(1)
+        self._metrics.stage_info.labels(self._model, loaded.worker, loaded.device.name, layers).set(
+            1
+        )
         self._tenants: set[str] = set()
         self._power = loaded.power
         if loaded.power is not None:
@@ -65,8 +67,12 @@ class StageMeter:
         """What was measured of the device and of its links; the device's rates follow its drift."""
         metrics = self._metrics
 
-        metrics.device_bytes_per_s.labels("weights").set_function(lambda: _rates(drift).weight_bytes_per_s)
-        metrics.device_bytes_per_s.labels("kv").set_function(lambda: _rates(drift).kv_bytes_per_s or math.nan)
+        metrics.device_bytes_per_s.labels("weights").set_function(
+            lambda: _rates(drift).weight_bytes_per_s
+        )
+        metrics.device_bytes_per_s.labels("kv").set_function(
+            lambda: _rates(drift).kv_bytes_per_s or math.nan
+        )
         for rows, _ in _rates(drift).flops:
             metrics.device_flops.labels(f"{rows:.0f}").set_function(partial(_flops, drift, rows))
         for machine, link in drift.profile.links.items():
@@ -76,11 +82,14 @@ class StageMeter:
     def _show_energy(self, power: Power) -> None:
         joules = self._metrics.energy_j
         joules.labels("compute", power.source).set_function(lambda: power.computed_j)
-        joules.labels("rest", power.source).set_function(lambda: max(0.0, power.drawn_j() - power.computed_j))
+        joules.labels("rest", power.source).set_function(
+            lambda: max(0.0, power.drawn_j() - power.computed_j)
+        )
 
     def step(self, plan: StepPlan, time: StepTime) -> None:
         """The engine's thread, after each step."""
-        metrics, seconds = self._metrics, time.compute_s
+        metrics = self._metrics
+        seconds = time.compute_s
         metrics.steps.inc()
         if self._power is not None:
             self._power.add(seconds)
@@ -131,7 +140,10 @@ class StageMeter:
         if metrics is None:
             return
         metrics.job_s.labels(self._model, str(state)).observe(latency.whole_s)
-        for histogram, seconds in ((metrics.first_token_s, latency.first_token_s), (metrics.token_s, latency.token_s)):
+        for histogram, seconds in (
+            (metrics.first_token_s, latency.first_token_s),
+            (metrics.token_s, latency.token_s),
+        ):
             if seconds is not None:
                 histogram.labels(self._model).observe(seconds)
 

@@ -1,7 +1,9 @@
-"""`python -m services.stage.rank PARENT RANK NUM_RANKS LINK MEMORY CORES`: one more rank, started by a stage's first.
+"""`python -m services.stage.rank PARENT RANK NUM_RANKS LINK MEMORY CORES`: one more rank, started
+by a stage's first.
 
-It computes its share of the stage's layers and decides nothing: it runs what the first rank runs. LINK and MEMORY are
-descriptors of its link and of the memory of all ranks. It ends with the first rank.
+It computes its share of the stage's layers and decides nothing: it runs what the first rank runs.
+LINK and MEMORY are descriptors of its link and of the memory of all ranks. It ends with the first
+rank.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class Rank:
 
     @torch.inference_mode()
     def serve(self, link: Connection) -> None:
-        """Does what the first rank tells until it ends. Raises Invalid for what cannot be loaded."""
+        """Does what the first rank tells until it ends. Raises Invalid for what cannot be
+        loaded."""
         while True:
             try:
                 message = decode(link.recv_bytes())
@@ -99,14 +102,19 @@ class Rank:
             group=self._group,
         )
         loaded = load_forward(load)
-        return LoadedRank(self._group, loaded, ShardAdapters(loaded.forward.shard, load.adapter_packing))
+        return LoadedRank(
+            self._group, loaded, ShardAdapters(loaded.forward.shard, load.adapter_packing)
+        )
 
 
 class LoadedRank:
     """A share of a shard, with its KV and its adapters by their fingerprints."""
 
     def __init__(self, group: RankGroup, loaded: LoadedForward, adapters: ShardAdapters) -> None:
-        self._group, self._forward, self._area, self._shard_adapters = group, loaded.forward, loaded.area, adapters
+        self._group = group
+        self._forward = loaded.forward
+        self._area = loaded.area
+        self._shard_adapters = adapters
         self._adapters: dict[str, LoadedAdapter] = {}
 
     def do(self, message: RunPass | MoveBlocks | LoadAdapter | DropAdapter) -> None:
@@ -122,7 +130,10 @@ class LoadedRank:
 
     def _run(self, message: RunPass) -> None:
         forward = self._forward
-        spans = [Span(start=start, length=length, blocks=blocks) for start, length, blocks in message.spans]
+        spans = [
+            Span(start=start, length=length, blocks=blocks)
+            for start, length, blocks in message.spans
+        ]
         x = self._group.receive(message.shape, getattr(torch, message.dtype))
         with forward.without(message.left_out), self._adapted(message):
             if message.kind is PassKind.HIDDEN:
@@ -134,21 +145,33 @@ class LoadedRank:
 
     @contextmanager
     def _adapted(self, message: RunPass) -> Iterator[None]:
-        groups = [AdaptedRows(self._adapters[each], torch.tensor(rows)) for each, rows in message.adapters]
+        groups = [
+            AdaptedRows(self._adapters[each], torch.tensor(rows)) for each, rows in message.adapters
+        ]
         if not groups:
             yield
             return
-        with self._forward.adapted(self._shard_adapters.narrow), self._shard_adapters.adding(groups):
+        with (
+            self._forward.adapted(self._shard_adapters.narrow),
+            self._shard_adapters.adding(groups),
+        ):
             yield
 
     def _load(self, message: LoadAdapter) -> LoadedAdapter:
-        """Reads the file that the first rank has read. One that was replaced since ends this process, and the stage."""
+        """Reads the file that the first rank has read. One that was replaced since ends this
+        process, and the stage."""
         path = Path(message.weights)
-        layers = {name: LowRank(rank=rank, scale=scale) for name, (rank, scale) in message.layers.items()}
-        adapter = Adapter(name=path.parent.name, weights=path, fingerprint=message.fingerprint, layers=layers)
+        layers = {
+            name: LowRank(rank=rank, scale=scale) for name, (rank, scale) in message.layers.items()
+        }
+        adapter = Adapter(
+            name=path.parent.name, weights=path, fingerprint=message.fingerprint, layers=layers
+        )
         loaded = self._shard_adapters.load(adapter)
         if stamp_of(path) != message.stamp:
-            raise Unavailable(f"{path} was replaced while ranks read it: the next start reads it again")
+            raise Unavailable(
+                f"{path} was replaced while ranks read it: the next start reads it again"
+            )
         return loaded
 
 
@@ -165,7 +188,9 @@ def main() -> int:
     try:
         Rank(RankGroup(int(rank), int(num_ranks), int(memory))).serve(Connection(int(link)))
     except Invalid as error:
-        logger.critical("refused", field=error.field, problem=error.problem, remedy=error.remedy, rank=rank)
+        logger.critical(
+            "refused", field=error.field, problem=error.problem, remedy=error.remedy, rank=rank
+        )
         return REFUSED_STATUS
     return 0
 

@@ -1,4 +1,5 @@
-"""A stage at run time: what its process is made of, started and stopped in order. Knows no Celery worker.
+"""A stage at run time: what its process is made of, started and stopped in order. Knows no Celery
+worker.
 
 `Head` and `Follower` put the parts together; `Stage` is what Celery's side sees of either.
 """
@@ -98,7 +99,8 @@ class PlacedStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedStage:
-    """The parts that heads and later stages share: a loaded shard on its device, and how it is reached."""
+    """The parts that heads and later stages share: a loaded shard on its device, and how it is
+    reached."""
 
     settings: StageSettings
     info: ModelInfo
@@ -201,13 +203,19 @@ def _us(seconds: float) -> int:
 
 
 def place(settings: StageSettings) -> PlacedStage:
-    """The model's config and the device, which is locked: no other process of this name runs on it. Raises Invalid,
-    Unavailable."""
+    """The model's config and the device, which is locked: no other process of this name runs on it.
+    Raises Invalid, Unavailable."""
     if settings.kv_offload_mib and not settings.prefix_cache:
         problem = "it needs the prefix cache, which finds KV that comes back, and SHARDLINE_PREFIX_CACHE is false"
-        raise Invalid("SHARDLINE_KV_OFFLOAD_MIB", problem, "Leave the prefix cache on, or set this to 0")
+        raise Invalid(
+            "SHARDLINE_KV_OFFLOAD_MIB", problem, "Leave the prefix cache on, or set this to 0"
+        )
     if settings.further_models and not settings.is_planned:
-        raise Invalid("SHARDLINE_FURTHER_MODELS", "only a fleet changes models", "Set SHARDLINE_LAYERS=planned")
+        raise Invalid(
+            "SHARDLINE_FURTHER_MODELS",
+            "only a fleet changes models",
+            "Set SHARDLINE_LAYERS=planned",
+        )
     info = info_of(settings)
     layers = layers_of(settings, info.num_layers)
     name = settings.worker_name or f"{settings.pipeline or settings.name}.{settings.place}"
@@ -249,9 +257,13 @@ def limits_of(settings: StageSettings) -> Limits:
 
 
 def load(placed: PlacedStage) -> LoadedStage:
-    """Weights, sockets: what can be refused is refused before Celery starts. Raises Invalid, Unavailable."""
-    settings, info, layers = placed.settings, placed.info, placed.layers
-    device, worker = placed.device, placed.worker
+    """Weights, sockets: what can be refused is refused before Celery starts. Raises Invalid,
+    Unavailable."""
+    settings = placed.settings
+    info = placed.info
+    layers = placed.layers
+    device = placed.device
+    worker = placed.worker
     with unchanged(info.path):
         loading = partial(
             Executor.load,
@@ -313,11 +325,18 @@ def _drift_of(placed: PlacedStage, executor: Executor) -> Drift | None:
         return None
     window_s = WINDOW_S * placed.settings.time_scale
     streams = bool(executor.forward.shard.streamed_layers)
-    return Drift(placed.profile, ModelCosts.read(placed.info.path), placed.layers, window_s=window_s, streams=streams)
+    return Drift(
+        placed.profile,
+        ModelCosts.read(placed.info.path),
+        placed.layers,
+        window_s=window_s,
+        streams=streams,
+    )
 
 
 def pipeline_of(settings: StageSettings, worker: str, device: Device) -> str:
-    """The name of the pipeline that a head leads, the same after each start: workers of a fleet may share a device."""
+    """The name of the pipeline that a head leads, the same after each start: workers of a fleet may
+    share a device."""
     if settings.is_planned:
         return settings.pipeline or f"{settings.name}:{worker}"
     return settings.pipeline or f"{settings.name}:{worker.partition('@')[2]}:{device.name}"

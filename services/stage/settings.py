@@ -29,7 +29,9 @@ class StageSettings(ProfiledSettings):
         None,
         description="commit, tag or branch of a hub id; only a full commit is fixed; default: the hub's main branch",
     )
-    model_name: str | None = Field(None, description="name that requests use; default: last part of the folder or id")
+    model_name: str | None = Field(
+        None, description="name that requests use; default: last part of the folder or id"
+    )
     further_models: str | None = Field(
         None,
         description="other models that a worker of a fleet may serve instead, NAME=FOLDER with commas",
@@ -42,21 +44,26 @@ class StageSettings(ProfiledSettings):
     place: int = Field(0, ge=0, description="place in the chain; 0 is the head")
     num_stages: int = Field(1, ge=1, description="stages of the pipeline")
     split: str | None = Field(
-        None, description="layers of all stages, such as 0-5,6-7, or even; default: equal shares; `make up`: planned"
+        None,
+        description="layers of all stages, such as 0-5,6-7, or even; default: equal shares; `make up`: planned",
     )
     pipeline: str | None = Field(
         None,
         description="name of this head's pipeline, unique for each head; default: from model, host and device, in"
         " a fleet from model and worker",
     )
-    worker_name: str | None = Field(None, description="Celery worker name before the @; default: `pipeline.place`")
+    worker_name: str | None = Field(
+        None, description="Celery worker name before the @; default: `pipeline.place`"
+    )
     device: str = Field(
         "cpu:0",
         description="what computes: cpu:0-3, cuda:0, a GPU's UUID, xpu:0, mps; cpu or cuda: a free one; auto: the best "
         "free one",
     )
     stage_cores: int | None = Field(
-        None, ge=1, description="cores that the devices cpu and auto take; default: all that are free"
+        None,
+        ge=1,
+        description="cores that the devices cpu and auto take; default: all that are free",
     )
     tp: int = Field(
         1,
@@ -65,7 +72,8 @@ class StageSettings(ProfiledSettings):
         description="ranks of a stage on cores (tensor parallel): processes that divide its cores and layers",
     )
     device_module: str | None = Field(
-        None, description="Python module that registers a further device type with torch, such as torch_npu"
+        None,
+        description="Python module that registers a further device type with torch, such as torch_npu",
     )
     cpu_parts: str = Field(
         "",
@@ -99,7 +107,9 @@ class StageSettings(ProfiledSettings):
         le=4096,
         description="further seats, only for jobs of priority 0 to 3; default: an eighth of the seats",
     )
-    token_budget: int = Field(256, ge=16, le=65536, description="token rows of one step, prefill and decode together")
+    token_budget: int = Field(
+        256, ge=16, le=65536, description="token rows of one step, prefill and decode together"
+    )
     kv_mib: int | None = Field(
         None,
         ge=1,
@@ -130,7 +140,8 @@ class StageSettings(ProfiledSettings):
         "(accelerators); auto: as few as fit",
     )
     streamed_layers_dir: Path | None = Field(
-        None, description="folder of that file; its disk decides the speed; default: `SHARDLINE_CACHE_DIR`"
+        None,
+        description="folder of that file; its disk decides the speed; default: `SHARDLINE_CACHE_DIR`",
     )
     stall_s: float = Field(
         Times().stall_s,
@@ -139,7 +150,8 @@ class StageSettings(ProfiledSettings):
         "prefill steps; stages warn at half of it; set on the head",
     )
     prefix_cache: bool = Field(
-        True, description="jobs of a tenant share the KV of equal first tokens, 64 at a time; set on the head"
+        True,
+        description="jobs of a tenant share the KV of equal first tokens, 64 at a time; set on the head",
     )
     prompt_lookup: int = Field(
         16,
@@ -149,10 +161,14 @@ class StageSettings(ProfiledSettings):
         "the head",
     )
     adapters_dir: Path | None = Field(
-        None, description="folder of LoRA adapters in PEFT's format, one subfolder each; the same files on all stages"
+        None,
+        description="folder of LoRA adapters in PEFT's format, one subfolder each; the same files on all stages",
     )
     adapters: int = Field(
-        16, ge=1, le=4096, description="adapters in memory, and of running jobs; the same on all stages"
+        16,
+        ge=1,
+        le=4096,
+        description="adapters in memory, and of running jobs; the same on all stages",
     )
     lanes: int | None = Field(
         None,
@@ -183,7 +199,10 @@ class StageSettings(ProfiledSettings):
         default_factory=socket.gethostname,
         description="name or address under which other stages reach this one; default: the host's name",
     )
-    hop_bind: str = Field("0.0.0.0", description="address on which this stage listens for other stages")  # noqa: S104 (hosts of a stack)
+    hop_bind: str = Field(
+        "0.0.0.0",  # noqa: S104 (hosts of a stack)
+        description="address on which this stage listens for other stages",
+    )
     hop_ports: str | None = Field(
         None,
         description="ports that a firewall allows, such as 7600-7631: two for a stage, three for a fleet's "
@@ -194,7 +213,9 @@ class StageSettings(ProfiledSettings):
         description="CURVE key of hops over tcp, 64 hexadecimal digits, the same on all stages; default: required"
         " over tcp",
     )
-    hop_insecure: bool = Field(False, description="hops over tcp without key and encryption: only in a closed network")
+    hop_insecure: bool = Field(
+        False, description="hops over tcp without key and encryption: only in a closed network"
+    )
 
     @property
     def is_planned(self) -> bool:
@@ -228,14 +249,17 @@ class StageSettings(ProfiledSettings):
 
     @property
     def every_model(self) -> list[StageSettings]:
-        """These settings for each model that the worker may serve, this one first. Raises Invalid."""
+        """These settings for each model that the worker may serve, this one first. Raises
+        Invalid."""
         found = {self.name: self}
         for part in filter(None, (self.further_models or "").split(",")):
             name, _, model = part.strip().rpartition("=")
             update = {"model": model, "model_name": name or None, "model_revision": None}
             other = self.model_copy(update=update)
             if other.name in found:
-                raise Invalid("SHARDLINE_FURTHER_MODELS", f"{other.name} is named twice", "Write NAME=FOLDER")
+                raise Invalid(
+                    "SHARDLINE_FURTHER_MODELS", f"{other.name} is named twice", "Write NAME=FOLDER"
+                )
             found[other.name] = other
         return list(found.values())
 

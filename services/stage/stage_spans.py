@@ -1,6 +1,8 @@
-"""A stage's spans in the traces of jobs: from a sequence's first step in this stage to its last. Knows no row.
+"""A stage's spans in the traces of jobs: from a sequence's first step in this stage to its last.
+Knows no row.
 
-The engine's thread calls it after each step. It keeps one entry for each open sequence that is traced.
+The engine's thread calls it after each step. It keeps one entry for each open sequence that is
+traced.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ class StageSpans:
     def _begin(self, opened: Open, time: StepTime) -> None:
         trace = parse_traceparent(opened.trace) if opened.trace else None
         if trace is not None and self._tracer.is_on:
-            self._open[opened.seq] = OpenSpan(trace=trace, began_s=time.began_s, ended_s=time.ended_s)
+            self._open[opened.seq] = OpenSpan(
+                trace=trace, began_s=time.began_s, ended_s=time.ended_s
+            )
 
     def _end(self, numbers: tuple[int, ...] | list[int]) -> None:
         for number in numbers:
@@ -72,11 +76,15 @@ class StageSpans:
                     genai.COMPUTE_S: round(span.compute_s, 6),
                     genai.HOP_S: round(span.hop_s, 6),
                 }
-                phase = TracedPhase(name="stage", began_s=span.began_s, ended_s=span.ended_s, attributes=about)
+                phase = TracedPhase(
+                    name="stage", began_s=span.began_s, ended_s=span.ended_s, attributes=about
+                )
                 self._tracer.phase(span.trace, phase)
 
 
-def step_observer(loaded: LoadedStage, meter: StageMeter, tracer: Tracer) -> Callable[[StepPlan, StepTime], None]:
+def step_observer(
+    loaded: LoadedStage, meter: StageMeter, tracer: Tracer
+) -> Callable[[StepPlan, StepTime], None]:
     """What an engine calls after each step: the meter, and the spans if anybody wants them."""
     if not tracer.is_on:
         return meter.step

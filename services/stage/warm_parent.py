@@ -1,8 +1,10 @@
-"""`python -m services.stage.warm_parent FD`: has imported what a stage needs, and forks stages of itself on request.
+"""`python -m services.stage.warm_parent FD`: has imported what a stage needs, and forks stages of
+itself on request.
 
-A stage so begins with everything imported, and shares those pages with its siblings. The warm parent starts no thread,
-opens no connection, takes no lock and computes nothing, because a fork copies the memory of all threads and goes on
-with one. It knows no settings: a stage reads its own after the fork. FD is its end of the supervisor's socket pair.
+A stage so begins with everything imported, and shares those pages with its siblings. The warm
+parent starts no thread, opens no connection, takes no lock and computes nothing, because a fork
+copies the memory of all threads and goes on with one. It knows no settings: a stage reads its own
+after the fork. FD is its end of the supervisor's socket pair.
 """
 
 from __future__ import annotations
@@ -23,11 +25,19 @@ from shardline.host.fork_request import GO, READY, ForkRequest
 from shardline.host.prctl import die_with_parent, name_process
 from shardline.host.threads import num_threads
 
-LATE_IMPORTS = ("celery.backends.base", "celery.worker.components", "celery.worker.consumer", "kombu.transport.redis")
+LATE_IMPORTS = (
+    "celery.backends.base",
+    "celery.worker.components",
+    "celery.worker.consumer",
+    "kombu.transport.redis",
+)
 """What Celery finds by its name, and imports only when a worker starts."""
-STDOUT, STDERR = 1, 2
-FIRST_OF_AREA, LAST_OF_AREA = 47, 48
-"""Fields of /proc/self/stat, behind the name: where the environment that /proc shows begins and ends in memory."""
+STDOUT = 1
+STDERR = 2
+FIRST_OF_AREA = 47
+LAST_OF_AREA = 48
+"""Fields of /proc/self/stat, behind the name: where the environment that /proc shows begins and
+ends in memory."""
 
 
 def main() -> int:
@@ -37,12 +47,17 @@ def main() -> int:
     for name in LATE_IMPORTS:
         importlib.import_module(name)
     import_model()
-    # Objects of the imports live for ever. Collected or marked by a child, their pages would be its own.
+    # Objects of the imports live for ever. Collected or marked by a child, their pages would be its
+    # own.
     gc.collect()
     gc.freeze()
     num_started = num_threads() - 1
     can_fork = num_started == 0
-    link.send(READY if can_fork else f"its imports started {num_started} threads: see *_NUM_THREADS".encode())
+    link.send(
+        READY
+        if can_fork
+        else f"its imports started {num_started} threads: see *_NUM_THREADS".encode()
+    )
     while (request := ForkRequest.receive(link)) is not None:
         if can_fork and fork(request, supervisor):
             link.close()
@@ -52,7 +67,8 @@ def main() -> int:
 
 
 def import_model() -> None:
-    """Imports the modules of the model that the stages will load, if it is a folder: a hub is asked by stages only."""
+    """Imports the modules of the model that the stages will load, if it is a folder: a hub is asked
+    by stages only."""
     model = os.environ.get("SHARDLINE_MODEL", "")
     if Path(model).is_dir():
         with suppress(ShardlineError):  # A stage will report it.
@@ -62,8 +78,9 @@ def import_model() -> None:
 def fork(request: ForkRequest, supervisor: int) -> bool:
     """True in the new stage, a child of the supervisor; False here, whatever came of it.
 
-    The child that is forked first forks the stage and ends at once: Linux then gives the stage to the supervisor, which
-    adopts orphans. So the supervisor alone sees its end, and a stage outlives its warm parent.
+    The child that is forked first forks the stage and ends at once: Linux then gives the stage to
+    the supervisor, which adopts orphans. So the supervisor alone sees its end, and a stage outlives
+    its warm parent.
     """
     reader, writer = os.pipe()
     first = os.fork()
@@ -102,14 +119,17 @@ def become(request: ForkRequest, supervisor: int) -> None:
 
 
 def take_environment(environment: dict[str, str]) -> None:
-    """Replaces this process's environment, also the one that /proc shows, by which a stack's processes are found.
+    """Replaces this process's environment, also the one that /proc shows, by which a stack's
+    processes are found.
 
-    /proc shows the memory in which the environment stood at the start; what does not fit in there is not shown.
+    /proc shows the memory in which the environment stood at the start; what does not fit in there
+    is not shown.
     """
     os.environ.clear()
     os.environ.update(environment)
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    begin, end = int(fields[FIRST_OF_AREA]), int(fields[LAST_OF_AREA])
+    begin = int(fields[FIRST_OF_AREA])
+    end = int(fields[LAST_OF_AREA])
     shown = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
     if len(shown) <= end - begin:
         ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)

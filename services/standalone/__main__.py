@@ -18,7 +18,9 @@ from services.standalone.state_dir import SUPERVISOR, AlreadyUp, StateDir
 from services.standalone.supervisor import Supervisor
 from shardline.base.errors import ShardlineError
 
-cli = typer.Typer(add_completion=False, no_args_is_help=True, help="A whole Shardline stack on this machine.")
+cli = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="A whole Shardline stack on this machine."
+)
 console = Console(highlight=False)
 
 
@@ -43,7 +45,9 @@ def status() -> None:
     state_dir = StateDir(StandaloneSettings().home)
     alive = state_dir.alive()
     ready = state_dir.published() is not None and SUPERVISOR in alive
-    table = Table("process", "pid", "state", title=f"{state_dir.folder}: {'ready' if ready else 'not ready'}")
+    table = Table(
+        "process", "pid", "state", title=f"{state_dir.folder}: {'ready' if ready else 'not ready'}"
+    )
     for name, entry in state_dir.recorded().items():
         table.add_row(name, str(entry.pid), "running" if name in alive else "gone")
     console.print(table if state_dir.recorded() else f"nothing runs in {state_dir.folder}")
@@ -64,12 +68,15 @@ def _say(line: str) -> None:
 
 
 def main() -> int:
-    """Run the command line; errors that a user can correct are printed in one line each, without a traceback."""
+    """Run the command line; errors that a user can correct are printed in one line each, without a
+    traceback."""
     try:
         cli()
     except ValidationError as error:
         for each in error.errors():
-            _say(f"SHARDLINE_{'_'.join(map(str, each['loc'])).upper()}: {each['msg']}, not {each['input']!r}")
+            _say(
+                f"SHARDLINE_{'_'.join(map(str, each['loc'])).upper()}: {each['msg']}, not {each['input']!r}"
+            )
     except (ShardlineError, StartFailed, AlreadyUp, StillRunning) as error:
         _say(str(error))
     return 1

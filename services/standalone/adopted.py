@@ -1,4 +1,5 @@
-"""A child that another process forked for this one. Knows what `subprocess.Popen` would, but starts nothing."""
+"""A child that another process forked for this one. Knows what `subprocess.Popen` would, but starts
+nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import subprocess
 
 
 class AdoptedProcess:
-    """The part of Popen that a Child needs. The process must be a child of this one: see `adopt_orphans`."""
+    """The part of Popen that a Child needs. The process must be a child of this one: see
+    `adopt_orphans`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -23,7 +25,8 @@ class AdoptedProcess:
         return self._status
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit status, once it has ended. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        """Its exit status, once it has ended. Raises subprocess.TimeoutExpired after `timeout`
+        seconds."""
         if self.poll() is None:
             end = os.pidfd_open(self.pid)
             try:

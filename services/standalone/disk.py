@@ -1,4 +1,5 @@
-"""Warns before the runtime folder's disk is full: server data, logs and sockets are there. Knows no server."""
+"""Warns before the runtime folder's disk is full: server data, logs and sockets are there. Knows no
+server."""
 
 from __future__ import annotations
 
@@ -26,6 +27,8 @@ class DiskWatch:
             return
         self._is_low = not self._is_low
         if self._is_low:
-            self._say(f"only {free_bytes // MIB} MiB are free in {self._folder}: make room before Postgres has none")
+            self._say(
+                f"only {free_bytes // MIB} MiB are free in {self._folder}: make room before Postgres has none"
+            )
         else:
             self._say(f"{free_bytes // MIB} MiB are free in {self._folder} again")

@@ -1,4 +1,5 @@
-"""The Celery app that Flower watches through. It knows the broker; it runs no task and imports no service."""
+"""The Celery app that Flower watches through. It knows the broker; it runs no task and imports no
+service."""
 
 from celery import Celery
 
@@ -14,7 +15,9 @@ def make_app(settings: Settings) -> Celery:
     address = RedisAddress.parse(settings.redis_url)
     if address.path is not None and (address.db or address.username):
         problem = "Flower (2.2) looks into database 0 of a unix socket, as the default user"
-        raise Invalid("redis_url", problem, "Give Flower the server's port, or leave database and user out")
+        raise Invalid(
+            "redis_url", problem, "Give Flower the server's port, or leave database and user out"
+        )
     app = Celery("shardline")
     app.conf.update(celery_settings(settings))
     return app

@@ -17,12 +17,15 @@ ARGV = [sys.executable, "-m", "services.stage", "profile", "--together"]
 
 
 class Measuring:
-    """One `python -m services.stage profile` for each device. They begin together, once all have loaded."""
+    """One `python -m services.stage profile` for each device. They begin together, once all have
+    loaded."""
 
     def __init__(self, environments: Sequence[Mapping[str, str]], home: Path) -> None:
         """Starts them, with their logs in `home`."""
         self._logs = [home / "logs" / f"profile-{place}.log" for place in range(len(environments))]
-        self._processes = [_start(log, env) for log, env in zip(self._logs, environments, strict=True)]
+        self._processes = [
+            _start(log, env) for log, env in zip(self._logs, environments, strict=True)
+        ]
         self._answers: list[bytes] = []
         self._failed: Path | None = None
         self._thread = Thread(target=self._talk, name="measuring", daemon=True)
@@ -51,7 +54,10 @@ class Measuring:
         self._thread.join()
 
     def _talk(self) -> None:
-        pipes = [(process.stdin, process.stdout, log) for process, log in zip(self._processes, self._logs, strict=True)]
+        pipes = [
+            (process.stdin, process.stdout, log)
+            for process, log in zip(self._processes, self._logs, strict=True)
+        ]
         for _, out, log in pipes:
             if out is None or out.readline() != b"ready\n":
                 self._failed = log

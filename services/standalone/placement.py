@@ -39,11 +39,13 @@ class StagePlacement:
     device: str
     """Its SHARDLINE_DEVICE."""
     shared: bool
-    """Whether another stage, of this stack or another one, works on the device or on some of its cores too."""
+    """Whether another stage, of this stack or another one, works on the device or on some of its
+    cores too."""
 
     @property
     def name(self) -> str:
-        """`stage-0`, and in further replicas `stage-0.1`; `worker-0` if a plan gives it its stage."""
+        """`stage-0`, and in further replicas `stage-0.1`; `worker-0` if a plan gives it its
+        stage."""
         if self.layers is None:
             return f"worker-{self.place}"
         return f"stage-{self.place}" + (f".{self.replica}" if self.replica else "")
@@ -62,9 +64,13 @@ class StagePlacement:
 
 
 def places(
-    settings: StandaloneSettings, num_layers: int, cores: list[int], taken: frozenset[int] = frozenset()
+    settings: StandaloneSettings,
+    num_layers: int,
+    cores: list[int],
+    taken: frozenset[int] = frozenset(),
 ) -> list[StagePlacement]:
-    """Every stage of every replica; cores `taken` by others come last. Raises Invalid for an impossible split."""
+    """Every stage of every replica; cores `taken` by others come last. Raises Invalid for an
+    impossible split."""
     split = _split(settings, num_layers)
     if settings.devices is None:
         groups = core_groups(settings.num_processes, settings.stage_cores, cores, taken)
@@ -88,11 +94,17 @@ def places(
 def _named_devices(names: list[str], num: int) -> list[str]:
     if len(names) != num:
         problem = f"it names {len(names)} devices for {num} stages"
-        raise Invalid("SHARDLINE_DEVICES", problem, "Name one for each stage of each replica, with spaces between them")
+        raise Invalid(
+            "SHARDLINE_DEVICES",
+            problem,
+            "Name one for each stage of each replica, with spaces between them",
+        )
     return names
 
 
-def _is_shared(stage: StagePlacement, num_users: Mapping[str | int, int], taken: frozenset[int]) -> bool:
+def _is_shared(
+    stage: StagePlacement, num_users: Mapping[str | int, int], taken: frozenset[int]
+) -> bool:
     if KIND.fullmatch(stage.device):
         return False  # each takes one that is free
     return any(num_users[part] > 1 or part in taken for part in stage.cores or [stage.device])
@@ -104,11 +116,17 @@ def _split(settings: StandaloneSettings, num_layers: int) -> Sequence[range | No
         return [None] * settings.workers
     split = split_of(settings.split, num_layers, settings.stages)
     if len(split) != settings.stages:
-        raise Invalid("SHARDLINE_SPLIT", f"it has {len(split)} parts for {settings.stages} stages", "Make them agree")
+        raise Invalid(
+            "SHARDLINE_SPLIT",
+            f"it has {len(split)} parts for {settings.stages} stages",
+            "Make them agree",
+        )
     return split
 
 
-def is_planned(settings: StandaloneSettings, stages: Sequence[StagePlacement], num_layers: int) -> bool:
+def is_planned(
+    settings: StandaloneSettings, stages: Sequence[StagePlacement], num_layers: int
+) -> bool:
     """Returns whether there is something to choose, no setting has chosen, and each stage has a
     separate device."""
     devices = {place.device for place in stages if place.replica == 0}
@@ -120,14 +138,20 @@ def is_planned(settings: StandaloneSettings, stages: Sequence[StagePlacement], n
     )
 
 
-def replaced(stages: Sequence[StagePlacement], plan: Plan, measured: Sequence[str]) -> list[StagePlacement]:
-    """The stages of a plan, which was made for the `measured` devices, those of the first replica. Further replicas
-    follow it on their own devices; a device that the plan leaves out has no stage."""
-    by_device, replica = {device: place for place, device in enumerate(measured)}, count()
+def replaced(
+    stages: Sequence[StagePlacement], plan: Plan, measured: Sequence[str]
+) -> list[StagePlacement]:
+    """The stages of a plan, which was made for the `measured` devices, those of the first replica.
+    Further replicas follow it on their own devices; a device that the plan leaves out has no
+    stage."""
+    by_device = {device: place for place, device in enumerate(measured)}
+    replica = count()
     placed: list[StagePlacement] = []
     for first in range(0, len(stages), len(measured)):
         own = stages[first : first + len(measured)]
-        for pipeline, number in ((each, number) for each in plan.pipelines for number in range(each.replicas)):
+        for pipeline, number in (
+            (each, number) for each in plan.pipelines for number in range(each.replicas)
+        ):
             of_pipeline = next(replica)
             for place, stage in enumerate(pipeline.stages):
                 on = own[by_device[stage.devices[number].device]]
@@ -146,14 +170,22 @@ def is_gpu_unused(settings: StandaloneSettings, devices: Path = Path("/dev")) ->
     return settings.devices is None and any(any(devices.glob(pattern)) for pattern in GPU_FILES)
 
 
-def core_groups(num: int, size: int | None, cores: list[int], taken: frozenset[int]) -> list[tuple[int, ...]]:
-    """`num` groups of `size` cores (default: an equal share), free cores first. With too few, groups overlap."""
+def core_groups(
+    num: int, size: int | None, cores: list[int], taken: frozenset[int]
+) -> list[tuple[int, ...]]:
+    """`num` groups of `size` cores (default: an equal share), free cores first. With too few,
+    groups overlap."""
     size = size or max(1, len(cores) // num)
     if size > len(cores):
-        raise Invalid("SHARDLINE_STAGE_CORES", f"{size} is more than the {len(cores)} cores here", "Ask for fewer")
+        raise Invalid(
+            "SHARDLINE_STAGE_CORES",
+            f"{size} is more than the {len(cores)} cores here",
+            "Ask for fewer",
+        )
     ordered = sorted(cores, key=lambda core: (core in taken, core))
     return [
-        tuple(sorted(ordered[(index * size + offset) % len(ordered)] for offset in range(size))) for index in range(num)
+        tuple(sorted(ordered[(index * size + offset) % len(ordered)] for offset in range(size)))
+        for index in range(num)
     ]
 
 
@@ -165,7 +197,11 @@ def count_layers(settings: StandaloneSettings) -> int:
         for name in LAYER_COUNTS:
             if isinstance(scope.get(name), int):
                 return int(scope[name])
-    raise Invalid("SHARDLINE_MODEL", f"config.json of {settings.model} counts no layers", "Use a causal language model")
+    raise Invalid(
+        "SHARDLINE_MODEL",
+        f"config.json of {settings.model} counts no layers",
+        "Use a causal language model",
+    )
 
 
 def config_file(settings: StandaloneSettings) -> Path:
@@ -175,15 +211,25 @@ def config_file(settings: StandaloneSettings) -> Path:
         config = settings.folder / "config.json"
         if not config.is_file():
             raise Invalid(
-                "SHARDLINE_MODEL", f"{settings.folder} has no config.json", "Give a transformers model folder"
+                "SHARDLINE_MODEL",
+                f"{settings.folder} has no config.json",
+                "Give a transformers model folder",
             )
         return config
     if Path(settings.model).suffix == GGUF:
         problem = f"{settings.model} is a GGUF file, which is not read yet"
-        remedy = "Give the folder of the model's own safetensors and config.json, or its id on the hub"
+        remedy = (
+            "Give the folder of the model's own safetensors and config.json, or its id on the hub"
+        )
         raise Invalid("SHARDLINE_MODEL", problem, remedy)
     try:
-        return Path(huggingface_hub.hf_hub_download(settings.model, "config.json", revision=settings.model_revision))
+        return Path(
+            huggingface_hub.hf_hub_download(
+                settings.model, "config.json", revision=settings.model_revision
+            )
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         problem = f"{settings.model!r} is neither a folder here nor a model that the hub gives us"
-        raise Invalid("SHARDLINE_MODEL", problem, "Check the path or the id, and the network") from error
+        raise Invalid(
+            "SHARDLINE_MODEL", problem, "Check the path or the id, and the network"
+        ) from error

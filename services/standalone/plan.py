@@ -1,4 +1,5 @@
-"""Which processes a stack has, their command lines and their environment. Pure: starts nothing, reads no server."""
+"""Which processes a stack has, their command lines and their environment. Pure: starts nothing,
+reads no server."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ class Addresses:
 class ServiceProcess(Child):
     """A child that is one command line with its own environment."""
 
-    def __init__(self, name: str, home: Path, *, argv: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, home: Path, *, argv: Sequence[str], env: Mapping[str, str]
+    ) -> None:
         super().__init__(name, home)
         self.argv = tuple(argv)
         self.env = dict(env)
@@ -68,9 +71,12 @@ class ServiceProcess(Child):
 
 
 class StageProcess(ServiceProcess):
-    """A stage: forked of the warm parent, if that can, or a new program, which imports torch for seconds."""
+    """A stage: forked of the warm parent, if that can, or a new program, which imports torch for
+    seconds."""
 
-    def __init__(self, name: str, home: Path, *, env: Mapping[str, str], warm_parent: WarmParent) -> None:
+    def __init__(
+        self, name: str, home: Path, *, env: Mapping[str, str], warm_parent: WarmParent
+    ) -> None:
         super().__init__(name, home, argv=[sys.executable, "-m", "services.stage"], env=env)
         self._warm_parent = warm_parent
 
@@ -83,8 +89,8 @@ class StageProcess(ServiceProcess):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackPlan:
-    """The services of a stack, by their role. Servers are not among them: their addresses must be known first. Nor is
-    the warm parent: it starts before everything."""
+    """The services of a stack, by their role. Servers are not among them: their addresses must be
+    known first. Nor is the warm parent: it starts before everything."""
 
     gateway: ServiceProcess
     relay: ServiceProcess
@@ -101,9 +107,14 @@ class StackPlan:
     def scrape_targets(self) -> list[dict[str, Any]]:
         """Returns them as Prometheus reads them from a file: each process with the port of its
         metrics, if it has one."""
-        ports = {each.name: each.env.get(METRICS_PORT) for each in (self.gateway, self.relay, *self.stages)}
+        ports = {
+            each.name: each.env.get(METRICS_PORT)
+            for each in (self.gateway, self.relay, *self.stages)
+        }
         return [
-            {"targets": [f"{LOOPBACK}:{port}"], "labels": {"service": name}} for name, port in ports.items() if port
+            {"targets": [f"{LOOPBACK}:{port}"], "labels": {"service": name}}
+            for name, port in ports.items()
+            if port
         ]
 
     @property
@@ -113,7 +124,8 @@ class StackPlan:
 
     @property
     def stop_order(self) -> list[list[Child]]:
-        """Groups to stop in turn: the gateway; heads, which drain and need the stages behind them; all others."""
+        """Groups to stop in turn: the gateway; heads, which drain and need the stages behind them;
+        all others."""
         return [[self.gateway], [*self.heads], [*self.others, self.relay, self.flower]]
 
 
@@ -129,7 +141,8 @@ KV_SHARE_OF_HOST = 0.6
 def make_warm_parent(
     settings: StandaloneSettings, home: Path, preload: str, stages: Sequence[StagePlacement] = ()
 ) -> WarmParent:
-    """The parent of one stack's stages; they preload these libraries. If any share cores, threads of all sleep."""
+    """The parent of one stack's stages; they preload these libraries. If any share cores, threads
+    of all sleep."""
     environment = {
         **(ASLEEP if any(place.shared for place in stages) else {}),
         **_inherited(),
@@ -161,13 +174,20 @@ def make_plan(
     }
     services = {
         place.name: StageProcess(
-            place.name, home, env={**for_stages, **of_stage(settings, place, home)}, warm_parent=warm_parent
+            place.name,
+            home,
+            env={**for_stages, **of_stage(settings, place, home)},
+            warm_parent=warm_parent,
         )
         for place in stages
     }
     plan = StackPlan(
         gateway=_service(
-            "gateway", home, common, SHARDLINE_HTTP_HOST=LOOPBACK, SHARDLINE_HTTP_PORT=addresses.http_port
+            "gateway",
+            home,
+            common,
+            SHARDLINE_HTTP_HOST=LOOPBACK,
+            SHARDLINE_HTTP_PORT=addresses.http_port,
         ),
         relay=_service("relay", home, common),
         heads=tuple(services[place.name] for place in stages if _may_lead(place)),
@@ -175,7 +195,9 @@ def make_plan(
         flower=_flower(addresses, common, home),
     )
     if settings.metrics_port is not None:
-        for port, service in enumerate((plan.gateway, plan.relay, *plan.stages), settings.metrics_port):
+        for port, service in enumerate(
+            (plan.gateway, plan.relay, *plan.stages), settings.metrics_port
+        ):
             service.env[METRICS_PORT] = str(port)
     return plan
 
@@ -216,7 +238,8 @@ def of_stage(settings: StandaloneSettings, place: StagePlacement, home: Path) ->
 
 
 def _flower(addresses: Addresses, common: Mapping[str, str], home: Path) -> ServiceProcess:
-    """Flower's process. The password is in its environment: a command line is visible to every user of the machine."""
+    """Flower's process. The password is in its environment: a command line is visible to every user
+    of the machine."""
     env = {
         **common,
         "FLOWER_BASIC_AUTH": f"{FLOWER_USER}:{addresses.flower_password}",

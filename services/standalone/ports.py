@@ -8,7 +8,8 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_port() -> int:
-    """A port that no process listens on now. Another process may still take it: callers try again when it is gone."""
+    """A port that no process listens on now. Another process may still take it: callers try again
+    when it is gone."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port: int = probe.getsockname()[1]

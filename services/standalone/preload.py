@@ -8,8 +8,10 @@ from pathlib import Path
 
 from services.standalone.settings import StandaloneSettings
 
-PACKAGE, LIBRARY = "cmeel-mimalloc", "libmimalloc.so"
-"""A stage allocates the same few shapes for ever: mimalloc hands them back where glibc maps and faults pages again."""
+PACKAGE = "cmeel-mimalloc"
+LIBRARY = "libmimalloc.so"
+"""A stage allocates the same few shapes for ever: mimalloc hands them back where glibc maps and
+faults pages again."""
 
 ELSE = ("tcmalloc_minimal", "tcmalloc")
 
@@ -19,7 +21,9 @@ def preload(settings: StandaloneSettings) -> str:
     installed, else nothing."""
     if settings.stage_preload is not None:
         return settings.stage_preload
-    return mimalloc() or next((found for name in ELSE if (found := ctypes.util.find_library(name))), "")
+    return mimalloc() or next(
+        (found for name in ELSE if (found := ctypes.util.find_library(name))), ""
+    )
 
 
 def mimalloc() -> str:

@@ -1,7 +1,8 @@
-"""Keeps a group of child processes running: starts them, restarts those that die (backing off), stops them in order.
+"""Keeps a group of child processes running: starts them, restarts those that die (backing off),
+stops them in order.
 
-Knows no service: children, signals and time only. Everything happens in the main thread, because children are tied to
-the life of the thread that started them.
+Knows no service: children, signals and time only. Everything happens in the main thread, because
+children are tied to the life of the thread that started them.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ class WatchedChild:
 
 def backoff_s(num_deaths: int) -> float:
     """Delay before the next start: none, then half a second, doubling, at most half a minute."""
-    return min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(num_deaths - 2, 16)) if num_deaths > 1 else 0.0
+    return (
+        min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(num_deaths - 2, 16)) if num_deaths > 1 else 0.0
+    )
 
 
 class ProcessGroup:
-    """`changed` is called with every running child's pid whenever one was started. Delays shrink by `time_scale`."""
+    """`changed` is called with every running child's pid whenever one was started. Delays shrink by
+    `time_scale`."""
 
     def __init__(
         self,
@@ -56,7 +60,9 @@ class ProcessGroup:
     @property
     def pids(self) -> dict[str, int]:
         """Every child that was started and has not ended."""
-        return {name: each.child.pid for name, each in self._watched.items() if each.child.is_running()}
+        return {
+            name: each.child.pid for name, each in self._watched.items() if each.child.is_running()
+        }
 
     def start(self, child: Child) -> None:
         """Start a child and keep it running from now on."""
@@ -65,7 +71,8 @@ class ProcessGroup:
         self._changed(self.pids)
 
     def watch(self, *, max_deaths: int | None = None) -> None:
-        """Wait a moment or for a signal; restart what died. Raises StartFailed for a child that died too often."""
+        """Wait a moment or for a signal; restart what died. Raises StartFailed for a child that
+        died too often."""
         self._inbox.wait(POLL_S)
         for watched in self._watched.values():
             bound_log(watched.child.log)
@@ -76,7 +83,9 @@ class ProcessGroup:
         now = time.monotonic()
         if watched.restart_at is None:
             self._count_death(watched, now, watched.child.how_it_ended())
-            if max_deaths is not None and (watched.num_deaths > max_deaths or watched.child.refused()):
+            if max_deaths is not None and (
+                watched.num_deaths > max_deaths or watched.child.refused()
+            ):
                 raise StartFailed(f"{watched.child.name} cannot start:\n{watched.child.log_tail()}")
         if watched.restart_at is not None and now >= watched.restart_at:
             self._restart(watched)
@@ -87,7 +96,9 @@ class ProcessGroup:
         delay_s = backoff_s(watched.num_deaths) * self._time_scale
         watched.restart_at = now + delay_s
         when = f"in {delay_s:g} s" if delay_s else "now"
-        self._say(f"{watched.child.name} ended ({how}); restarting {when}. Its log: {watched.child.log}")
+        self._say(
+            f"{watched.child.name} ended ({how}); restarting {when}. Its log: {watched.child.log}"
+        )
 
     def _restart(self, watched: WatchedChild) -> None:
         try:

@@ -1,4 +1,5 @@
-"""Start and end child processes so that none outlives its parent. Knows no service: only command lines and signals."""
+"""Start and end child processes so that none outlives its parent. Knows no service: only command
+lines and signals."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ class Child:
         status = None if self.process is None else self.process.poll()
         if status is None:
             return "still running"
-        return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
+        return (
+            f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
+        )
 
     def refused(self) -> bool:
         """Whether it ended because a setting can never work: starting it again does not help."""
@@ -101,9 +104,11 @@ def spawn(
     unprivileged: bool = False,
     pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start a child in its own session, its output appended to `log`; it gets `death_signal` if this thread dies.
+    """Start a child in its own session, its output appended to `log`; it gets `death_signal` if
+    this thread dies.
 
-    Call it from a thread that lives as long as the child should: Linux sends the signal when that thread ends.
+    Call it from a thread that lives as long as the child should: Linux sends the signal when that
+    thread ends.
     """
     with open_log(log) as output:
         return subprocess.Popen(
@@ -132,14 +137,18 @@ def run(
 
 
 def reap_orphans(own: Collection[int]) -> None:
-    """Forget children that ended and are not among `own`: those that a process of ours left behind when it died."""
+    """Forget children that ended and are not among `own`: those that a process of ours left behind
+    when it died."""
     with suppress(ChildProcessError):
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
+        while (
+            ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ) and ended.si_pid not in own:
             os.waitpid(ended.si_pid, 0)
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it still runs: neither gone, nor replaced by another one of the same pid, nor a zombie."""
+    """Whether it still runs: neither gone, nor replaced by another one of the same pid, nor a
+    zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -158,7 +167,8 @@ def wait_until_gone(process: psutil.Process, *, timeout_s: float) -> bool:
 
 
 def child_prefix(death_signal: str = "KILL", *, unprivileged: bool = False) -> list[str]:
-    """The `setpriv` prefix (util-linux), empty where there is none: there, only the recorded pids help."""
+    """The `setpriv` prefix (util-linux), empty where there is none: there, only the recorded pids
+    help."""
     setpriv = shutil.which("setpriv")
     if setpriv is None:
         return []
@@ -172,7 +182,11 @@ def child_prefix(death_signal: str = "KILL", *, unprivileged: bool = False) -> l
 
 def tail(log: Path) -> str:
     """The last lines of a log."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:]) if log.exists() else ""
+    return (
+        "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+        if log.exists()
+        else ""
+    )
 
 
 def open_log(log: Path) -> IO[bytes]:
@@ -187,8 +201,8 @@ def open_log(log: Path) -> IO[bytes]:
 
 
 def bound_log(log: Path, *, max_bytes: int = LOG_MAX_BYTES) -> None:
-    """Keep one older copy when a log has outgrown its limit, or what of it fits on a full disk. Safe while a child
-    appends to it."""
+    """Keep one older copy when a log has outgrown its limit, or what of it fits on a full disk.
+    Safe while a child appends to it."""
     if log.exists() and log.stat().st_size > max_bytes:
         with suppress(OSError):
             shutil.copy(log, log.with_suffix(".log.1"))

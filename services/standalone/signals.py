@@ -1,4 +1,5 @@
-"""Signals as something to wait for, in the main thread: a stop that was asked for, a child that ended."""
+"""Signals as something to wait for, in the main thread: a stop that was asked for, a child that
+ended."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class SignalInbox:
-    """While entered, Ctrl-C, SIGTERM and SIGHUP are counted as requests to stop, and wake `wait`; so does SIGCHLD."""
+    """While entered, Ctrl-C, SIGTERM and SIGHUP are counted as requests to stop, and wake `wait`;
+    so does SIGCHLD."""
 
     def __init__(self) -> None:
         self.num_stops = 0
@@ -24,11 +26,16 @@ class SignalInbox:
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         # `nohup make up` means it.
         heard = [number for number in STOP if not _is_ignored_hangup(number)]
-        self._previous = {number: signal.signal(number, self._count) for number in (*heard, signal.SIGCHLD)}
+        self._previous = {
+            number: signal.signal(number, self._count) for number in (*heard, signal.SIGCHLD)
+        }
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)

@@ -1,7 +1,9 @@
-"""The runtime folder: one stack at a time in it, which processes it runs, and up.json for everyone else.
+"""The runtime folder: one stack at a time in it, which processes it runs, and up.json for everyone
+else.
 
-Every started process is recorded with its start time before anything depends on it. A pid alone proves nothing: it may
-belong to a stranger by now, so nothing is signaled unless pid and start time agree.
+Every started process is recorded with its start time before anything depends on it. A pid alone
+proves nothing: it may belong to a stranger by now, so nothing is signaled unless pid and start time
+agree.
 """
 
 from __future__ import annotations
@@ -33,14 +35,16 @@ class AlreadyUp(RuntimeError):
 
 
 class RecordedProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """One process, identified by its pid and its start (seconds since 1970, as the system reports it)."""
+    """One process, identified by its pid and its start (seconds since 1970, as the system reports
+    it)."""
 
     pid: int
     started_at: float
 
     @classmethod
     def of(cls, pid: int) -> RecordedProcess:
-        """The process that has this pid now; one that is already gone gets no time and is never signaled."""
+        """The process that has this pid now; one that is already gone gets no time and is never
+        signaled."""
         try:
             return cls(pid=pid, started_at=psutil.Process(pid).create_time())
         except psutil.NoSuchProcess:
@@ -85,10 +89,13 @@ class StateDir:
             write_private(path, secrets.token_hex(32).encode())
 
     def record(self, pids: dict[str, int]) -> None:
-        """Remember these processes, so that `down` finds them whatever happens to the supervisor."""
+        """Remember these processes, so that `down` finds them whatever happens to the
+        supervisor."""
         known = self.recorded()
         entries = {
-            name: known[name] if name in known and known[name].pid == pid else RecordedProcess.of(pid)
+            name: known[name]
+            if name in known and known[name].pid == pid
+            else RecordedProcess.of(pid)
             for name, pid in pids.items()
         }
         write_private(self._pids_file, msgspec.json.encode(entries))
@@ -115,7 +122,9 @@ class StateDir:
     def publish_targets(self, targets: list[dict[str, Any]]) -> None:
         """Write what a Prometheus of this machine scrapes; nothing if no process shows metrics."""
         if targets:
-            self._targets_file.write_bytes(msgspec.json.format(msgspec.json.encode(targets), indent=2))
+            self._targets_file.write_bytes(
+                msgspec.json.format(msgspec.json.encode(targets), indent=2)
+            )
 
     def forget(self) -> None:
         """Remove up.json and the record: nothing runs here."""
@@ -124,9 +133,14 @@ class StateDir:
         self._pids_file.unlink(missing_ok=True)
 
     def end_leftovers(self) -> list[str]:
-        """End what a killed supervisor left behind; returns the names. Only for the owner of the lock."""
+        """End what a killed supervisor left behind; returns the names. Only for the owner of the
+        lock."""
         left = {name: process for name, process in self.alive().items() if name != SUPERVISOR}
-        everyone = [each for process in left.values() for each in (process, *process.children(recursive=True))]
+        everyone = [
+            each
+            for process in left.values()
+            for each in (process, *process.children(recursive=True))
+        ]
         for process in everyone:
             if is_alive(process):
                 process.terminate()
@@ -139,8 +153,8 @@ class StateDir:
 
 
 class StackRecord:
-    """Writes the record and up.json of one stack. Once the stack is ready, a write that fails on a full disk is retried
-    later: a missing file must not end a stack."""
+    """Writes the record and up.json of one stack. Once the stack is ready, a write that fails on a
+    full disk is retried later: a missing file must not end a stack."""
 
     def __init__(self, state_dir: StateDir, say: Callable[[str], None]) -> None:
         self._state_dir = state_dir
@@ -186,18 +200,23 @@ class StateDirLock:
         self._file = self._path.open("a")
         if not try_lock(self._file.fileno()):
             self._file.close()
-            raise AlreadyUp(f"a stack already runs in {self._path.parent}. Stop it with `make down`")
+            raise AlreadyUp(
+                f"a stack already runs in {self._path.parent}. Stop it with `make down`"
+            )
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._file.close()
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replace a file at once, readable by its owner only: readers see the old one or the new one, never half.
-    Raises OSError, on a full disk too; then nothing has changed."""
+    """Replace a file at once, readable by its owner only: readers see the old one or the new one,
+    never half. Raises OSError, on a full disk too; then nothing has changed."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -1,4 +1,5 @@
-"""A whole stack on one machine, from empty folder to ready and back to nothing. Knows no job and no tensor."""
+"""A whole stack on one machine, from empty folder to ready and back to nothing. Knows no job and no
+tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +23,14 @@ from services.standalone.placement import (
     places,
     replaced,
 )
-from services.standalone.plan import Addresses, StackPlan, make_plan, make_warm_parent, new_password, of_stage
+from services.standalone.plan import (
+    Addresses,
+    StackPlan,
+    make_plan,
+    make_warm_parent,
+    new_password,
+    of_stage,
+)
 from services.standalone.ports import free_port, is_taken
 from services.standalone.preload import preload
 from services.standalone.process_group import ProcessGroup
@@ -52,7 +60,8 @@ class StopRequested(Exception):
 
 
 class Supervisor:
-    """Runs one stack in this process's main thread. `say` shows a line to the person who started it."""
+    """Runs one stack in this process's main thread. `say` shows a line to the person who started
+    it."""
 
     def __init__(self, settings: StandaloneSettings, say: Callable[[str], None]) -> None:
         self._settings = settings
@@ -70,7 +79,10 @@ class Supervisor:
             stack.enter_context(self._state_dir.lock())
             self._inbox = stack.enter_context(SignalInbox())
             self._group = ProcessGroup(
-                self._inbox, say=self._say, changed=self._record, time_scale=self._settings.time_scale
+                self._inbox,
+                say=self._say,
+                changed=self._record,
+                time_scale=self._settings.time_scale,
             )
             if left := self._state_dir.end_leftovers():
                 self._say(f"ended what an earlier supervisor left behind: {', '.join(left)}")
@@ -87,12 +99,21 @@ class Supervisor:
 
     def _reserve(self) -> Addresses:
         """Choose ports and a password; refuse a taken port before anything is started."""
-        wanted = {"SHARDLINE_HTTP_PORT": self._settings.http_port, "SHARDLINE_FLOWER_PORT": self._settings.flower_port}
+        wanted = {
+            "SHARDLINE_HTTP_PORT": self._settings.http_port,
+            "SHARDLINE_FLOWER_PORT": self._settings.flower_port,
+        }
         for variable, port in wanted.items():
             if port and is_taken(port):
-                raise Invalid(variable, f"port {port} is taken by another program", "Choose another port, or 0")
+                raise Invalid(
+                    variable,
+                    f"port {port} is taken by another program",
+                    "Choose another port, or 0",
+                )
         if self._settings.http_port and self._settings.http_port == self._settings.flower_port:
-            raise Invalid("SHARDLINE_FLOWER_PORT", "it is the gateway's port too", "Choose another port, or 0")
+            raise Invalid(
+                "SHARDLINE_FLOWER_PORT", "it is the gateway's port too", "Choose another port, or 0"
+            )
         return Addresses(
             http_port=self._settings.http_port or free_port(),
             flower_port=self._settings.flower_port or free_port(),
@@ -111,7 +132,9 @@ class Supervisor:
             if place.shared:
                 self._say(f"{place.name} shares {place.device} with another stage: they take turns")
         if is_gpu_unused(self._settings):
-            self._say("no stage uses this machine's GPU: SHARDLINE_DEVICES='cuda:0 cpu' would, see docs/devices.md")
+            self._say(
+                "no stage uses this machine's GPU: SHARDLINE_DEVICES='cuda:0 cpu' would, see docs/devices.md"
+            )
         return stages
 
     def _plan_stages(self, stages: list[StagePlacement]) -> list[StagePlacement]:
@@ -121,8 +144,12 @@ class Supervisor:
         If no setting tells how many stages there are, each device may as well hold the whole model.
         """
         first = [place for place in stages if place.replica == 0]
-        self._say(f"measuring {', '.join(place.device for place in first)}, once; SHARDLINE_SPLIT=even does without")
-        warm_parent = make_warm_parent(self._settings, self._state_dir.folder, preload(self._settings), stages)
+        self._say(
+            f"measuring {', '.join(place.device for place in first)}, once; SHARDLINE_SPLIT=even does without"
+        )
+        warm_parent = make_warm_parent(
+            self._settings, self._state_dir.folder, preload(self._settings), stages
+        )
         folder = self._state_dir.folder
         own = [of_stage(self._settings, place, folder) for place in first]
         measuring = Measuring([{**warm_parent.environment, **each} for each in own], folder)
@@ -140,7 +167,9 @@ class Supervisor:
             return stages
         finally:
             measuring.end()
-        self._say(f"planned {plan.split}: {plan.tokens_per_s:,.0f} tokens/s of many requests predicted")
+        self._say(
+            f"planned {plan.split}: {plan.tokens_per_s:,.0f} tokens/s of many requests predicted"
+        )
         if busy := [profile for profile in profiles if profile.was_busy]:
             share = max(profile.others_share for profile in busy)
             devices = ", ".join(profile.device for profile in busy)
@@ -153,14 +182,18 @@ class Supervisor:
     def _start(self, addresses: Addresses, stages: list[StagePlacement]) -> None:
         self._record({})
         # First of all: its imports take longest.
-        warm_parent = make_warm_parent(self._settings, self._state_dir.folder, preload(self._settings), stages)
+        warm_parent = make_warm_parent(
+            self._settings, self._state_dir.folder, preload(self._settings), stages
+        )
         self._stopped_last.append(warm_parent)
         self._group.start(warm_parent)
         addresses = self._start_servers(addresses)
         self._migrate(addresses)
         self._register_key(addresses)
         self._state_dir.make_hop_key()
-        self._plan = make_plan(self._settings, addresses, stages, self._state_dir.folder, warm_parent)
+        self._plan = make_plan(
+            self._settings, addresses, stages, self._state_dir.folder, warm_parent
+        )
         self._state_dir.publish_targets(self._plan.scrape_targets)
         for service in self._plan.doors:
             self._group.start(service)
@@ -187,7 +220,8 @@ class Supervisor:
     def _start_servers(self, addresses: Addresses) -> Addresses:
         """Start servers of our own, unless the environment names others."""
         given = self._settings.model_fields_set
-        database, redis = addresses.database, addresses.redis
+        database = addresses.database
+        redis = addresses.redis
         if "database_url" not in given:
             postgres = Postgres(self._state_dir.folder)
             self._stopped_last.append(postgres)
@@ -231,9 +265,13 @@ class Supervisor:
             if self._inbox.num_stops:
                 raise StopRequested
             if time.monotonic() - begun > self._settings.start_s:
-                raise StartFailed(f"the warm parent is not ready after {self._settings.start_s:g} s")
+                raise StartFailed(
+                    f"the warm parent is not ready after {self._settings.start_s:g} s"
+                )
         if warm_parent.problem:
-            self._say(f"every stage imports for itself, because the warm parent cannot fork: {warm_parent.problem}")
+            self._say(
+                f"every stage imports for itself, because the warm parent cannot fork: {warm_parent.problem}"
+            )
 
     def _wait_until_ready(self, addresses: Addresses, num: int) -> None:
         criteria = ReadinessCriteria(
@@ -251,10 +289,14 @@ class Supervisor:
                 if self._inbox.num_stops:
                     raise StopRequested
                 if now - begun > self._settings.start_s:
-                    raise StartFailed(f"not ready after {self._settings.start_s:g} s: {watcher.missing}")
+                    raise StartFailed(
+                        f"not ready after {self._settings.start_s:g} s: {watcher.missing}"
+                    )
                 if now - said > SAY_MISSING_EVERY_S:
                     said = now
-                    self._say(f"still starting: {watcher.missing}. Logs: {self._state_dir.folder / 'logs'}")
+                    self._say(
+                        f"still starting: {watcher.missing}. Logs: {self._state_dir.folder / 'logs'}"
+                    )
         finally:
             watcher.stop()
 
@@ -281,10 +323,13 @@ class Supervisor:
         order: list[list[Child]] = self._plan.stop_order if self._plan else []
         drain_s = self._settings.times.drain_s
         if self._plan is not None:
-            self._say(f"stopping: running jobs get {drain_s:g} s to finish; Ctrl-C again does not wait")
+            self._say(
+                f"stopping: running jobs get {drain_s:g} s to finish; Ctrl-C again does not wait"
+            )
         self._state_dir.up_file.unlink(missing_ok=True)
         self._group.stop(
-            [*order, *([server] for server in reversed(self._stopped_last))], grace_s=drain_s + DRAIN_MARGIN_S
+            [*order, *([server] for server in reversed(self._stopped_last))],
+            grace_s=drain_s + DRAIN_MARGIN_S,
         )
         self._state_dir.forget()
         self._say("stopped")

@@ -25,11 +25,13 @@ FORK_S = 5.0
 themselves."""
 PID_MAX_BYTES = 16
 ROOM = {"SHARDLINE_ROOM": "." * 16_384}
-"""Its stages write their own environment over that of the warm parent, for /proc to show; theirs is larger."""
+"""Its stages write their own environment over that of the warm parent, for /proc to show; theirs is
+larger."""
 
 
 class WarmParent(Child):
-    """One process for all stages of a stack. Its stages are children of this process, and live on when it dies."""
+    """One process for all stages of a stack. Its stages are children of this process, and live on
+    when it dies."""
 
     def __init__(self, home: Path, environment: Mapping[str, str]) -> None:
         super().__init__("warm-parent", home)
@@ -56,7 +58,8 @@ class WarmParent(Child):
         self._link = ours
 
     def is_settled(self) -> bool:
-        """Whether it has imported everything: stages are forked of it from now on, unless it has a `problem`."""
+        """Whether it has imported everything: stages are forked of it from now on, unless it has a
+        `problem`."""
         if self._link is not None and not self._is_ready and not self.problem:
             try:
                 said = self._link.recv(MAX_BYTES)
@@ -69,15 +72,23 @@ class WarmParent(Child):
     def fork(self, name: str, environment: Mapping[str, str], log: Path) -> AdoptedProcess | None:
         """A new stage, in a separate session, its output appended to `log`. None if this parent
         cannot fork it."""
-        if not self.is_settled() or self.problem or not self.suits(environment) or self._link is None:
+        if (
+            not self.is_settled()
+            or self.problem
+            or not self.suits(environment)
+            or self._link is None
+        ):
             return None
         ours, theirs = socket.socketpair()
         with ours, open_log(log) as output:
             try:
                 with theirs:
-                    ForkRequest(name=name, environment=environment, log=output.fileno(), answer=theirs.fileno()).send(
-                        self._link
-                    )
+                    ForkRequest(
+                        name=name,
+                        environment=environment,
+                        log=output.fileno(),
+                        answer=theirs.fileno(),
+                    ).send(self._link)
                 ours.settimeout(FORK_S)
                 pid = ours.recv(PID_MAX_BYTES)
                 ours.send(GO)
@@ -92,7 +103,9 @@ class WarmParent(Child):
     def _close(self) -> None:
         if self._link is not None:
             self._link.close()
-        self._link, self._is_ready, self.problem = None, False, ""
+        self._link = None
+        self._is_ready = False
+        self.problem = ""
 
 
 def _of_libraries(environment: Mapping[str, str]) -> dict[str, str]:

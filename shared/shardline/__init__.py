@@ -1,7 +1,8 @@
-"""Shardline: durable LLM inference over Celery, Redis and Postgres. This package is the client and the contracts.
+"""Shardline: durable LLM inference over Celery, Redis and Postgres. This package is the client and
+the contracts.
 
-Owns the public names and imports each when it is first used, so that a service which needs one module loads no other.
-Knows no service.
+Owns the public names and imports each when it is first used, so that a service which needs one
+module loads no other. Knows no service.
 """
 
 from importlib import import_module
@@ -76,8 +77,16 @@ __all__ = [
     "__version__",
 ]
 
-_HOMES = ("base.errors", "contract.job", "contract.wire", "store.listing", "store.dead_letters", "client")
-"""Modules that define the public names. The light ones come first: an error or a record loads no driver."""
+_HOMES = (
+    "base.errors",
+    "contract.job",
+    "contract.wire",
+    "store.listing",
+    "store.dead_letters",
+    "client",
+)
+"""Modules that define the public names. The light ones come first: an error or a record loads no
+driver."""
 
 
 # Hidden from type checkers: a module that has it seems to have every name.

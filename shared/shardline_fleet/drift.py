@@ -39,47 +39,60 @@ class Drift:
         streams: bool = False,
     ) -> None:
         """`streams`: some layers are streamed."""
-        self.profile, self.model = profile, model
+        self.profile = profile
+        self.model = model
         self.ratio = 1.0
         """Of the last window: seconds taken over those predicted."""
         self._kinds = Counter(model.layers[number].name for number in layers)
         self._is_tail = layers.stop == len(model.layers)
-        self._window_s, self._streams = window_s, streams
+        self._window_s = window_s
+        self._streams = streams
         self._lock = threading.Lock()
         """For the ratios: none that was taken comes back. The engine takes it once in a window."""
         self._ratios: list[float] = []
         self._begin_window()
 
     def add(self, plan: StepPlan, taken_s: float) -> None:
-        """The engine's thread: a step has been computed. One that moves KV, or waits for weights, tells nothing of what
-        the device computes."""
+        """The engine's thread: a step has been computed. One that moves KV, or waits for weights,
+        tells nothing of what the device computes."""
         if not plan.rows or plan.moves or self._streams:
             return
-        self._predicted_s += compute_s(self.profile, self._kinds, step_kind(plan), is_tail=self._is_tail)
+        self._predicted_s += compute_s(
+            self.profile, self._kinds, step_kind(plan), is_tail=self._is_tail
+        )
         self._taken_s += taken_s
         self._num_steps += 1
-        if self._taken_s >= self._window_s and self._num_steps >= WINDOW_STEPS and self._predicted_s > 0:
+        if (
+            self._taken_s >= self._window_s
+            and self._num_steps >= WINDOW_STEPS
+            and self._predicted_s > 0
+        ):
             self.ratio = self._taken_s / self._predicted_s
             with self._lock:
                 self._ratios = [*self._ratios, self.ratio][-NUM_WINDOWS:]
             self._begin_window()
 
     def take(self) -> float | None:
-        """Any thread: by which factor the device has drifted. From then on its profile counts as drifted by it."""
+        """Any thread: by which factor the device has drifted. From then on its profile counts as
+        drifted by it."""
         with self._lock:
             ratios = self._ratios
             if len(ratios) < NUM_WINDOWS or not (min(ratios) > DRIFT or max(ratios) < 1 / DRIFT):
                 return None
             factor = statistics.median(ratios)
-            self.profile, self._ratios = self.profile.scaled(factor), []
+            self.profile = self.profile.scaled(factor)
+            self._ratios = []
         return factor
 
     def _begin_window(self) -> None:
-        self._predicted_s, self._taken_s, self._num_steps = 0.0, 0.0, 0
+        self._predicted_s = 0.0
+        self._taken_s = 0.0
+        self._num_steps = 0
 
 
 def step_kind(plan: StepPlan) -> StepKind:
-    """What the planner would call this step. Drafts are among the rows that decode, and in their length."""
+    """What the planner would call this step. Drafts are among the rows that decode, and in their
+    length."""
     decodes = [(row.start, row.length) for row in plan.rows if row.decodes]
     chunks = [(row.start, row.length) for row in plan.rows if not row.decodes]
     return StepKind(

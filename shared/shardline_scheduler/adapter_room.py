@@ -1,4 +1,5 @@
-"""Which adapters the stages hold for open sequences: no more at once than each of them has places for. Pure."""
+"""Which adapters the stages hold for open sequences: no more at once than each of them has places
+for. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ class AdapterRoom:
         self._by_number: dict[int, str] = {}
 
     def has(self, adapter: str) -> bool:
-        """Whether a sequence with this adapter may open in the next step, which closes others only after it."""
+        """Whether a sequence with this adapter may open in the next step, which closes others only
+        after it."""
         if not adapter:
             return True
         held = set(self._by_number.values())

@@ -27,7 +27,9 @@ from shardline_scheduler.sequence import Sequence, State, WaitingQueue
 class Batch:
     """Sequences by the number that names them to the stages. A new epoch has a new batch."""
 
-    def __init__(self, config: SchedulerConfig, waiting: WaitingQueue, recompute_cost: RecomputeCost) -> None:
+    def __init__(
+        self, config: SchedulerConfig, waiting: WaitingQueue, recompute_cost: RecomputeCost
+    ) -> None:
         num_slots = config.offload.num_slots
         self.kv = PrefixCache(config.num_blocks, is_on=config.prefix_cache, num_slots=num_slots)
         self.running: dict[int, Sequence] = {}
@@ -36,7 +38,8 @@ class Batch:
         """Decodes with a token that has come back, longest ago first."""
         self.leaving: dict[int, Sequence] = {}
         self.in_quarantine: Sequence | None = None
-        """The one that may have killed an engine, and therefore runs without another one of its kind."""
+        """The one that may have killed an engine, and therefore runs without another one of its
+        kind."""
         self._config = config
         self._waiting = waiting
         self._recompute_cost = recompute_cost
@@ -82,9 +85,11 @@ class Batch:
             self.in_quarantine = sequence
 
     def grow(self, sequence: Sequence) -> bool:
-        """Gives a sequence one more block, if need be that of the last one in order, which is preempted.
+        """Gives a sequence one more block, if need be that of the last one in order, which is
+        preempted.
 
-        False: not in this step. Blocks come back with a step in flight, or the sequence itself was preempted.
+        False: not in this step. Blocks come back with a step in flight, or the sequence itself was
+        preempted.
         """
         while not self.kv.pool.can_allocate(1):
             if any(each.blocks for each in self.leaving.values()):
@@ -123,7 +128,9 @@ class Batch:
             self._waiting.requeue(sequence)
 
     def take_closes(self) -> list[int]:
-        """The numbers that the plan which is made now closes; their adapters' places are free for the next one."""
-        closes, self._closes = self._closes, []
+        """The numbers that the plan which is made now closes; their adapters' places are free for
+        the next one."""
+        closes = self._closes
+        self._closes = []
         self._adapters.close(closes)
         return closes

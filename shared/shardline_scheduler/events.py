@@ -54,7 +54,8 @@ class SequenceFailed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SequenceCrashed(msgspec.Struct, frozen=True, kw_only=True):
-    """The pipeline broke twice under a job that got no token, the second time while it was the only quarantined one."""
+    """The pipeline broke twice under a job that got no token, the second time while it was the only
+    quarantined one."""
 
     key: Key
 
@@ -66,7 +67,8 @@ class MayBegin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvExceeded(msgspec.Struct, frozen=True, kw_only=True):
-    """A job needs more KV than this pipeline has: it goes back, and another pipeline goes on where it stopped."""
+    """A job needs more KV than this pipeline has: it goes back, and another pipeline goes on where
+    it stopped."""
 
     key: Key
     num_tokens: int

@@ -1,6 +1,8 @@
-"""KV blocks: who holds which. The head's scheduler alone allocates; stages only index. Knows no tensor and no torch.
+"""KV blocks: who holds which. The head's scheduler alone allocates; stages only index. Knows no
+tensor and no torch.
 
-One block is `BLOCK_TOKENS` token places in every layer of every stage, so one pool counts for the whole pipeline.
+One block is `BLOCK_TOKENS` token places in every layer of every stage, so one pool counts for the
+whole pipeline.
 """
 
 from __future__ import annotations
@@ -26,9 +28,19 @@ class BlockPool:
     before it goes.
     """
 
-    __slots__ = ("_block_of", "_free", "_kept", "_name_of", "_num_holders", "_on_evict", "num_blocks")
+    __slots__ = (
+        "_block_of",
+        "_free",
+        "_kept",
+        "_name_of",
+        "_num_holders",
+        "_on_evict",
+        "num_blocks",
+    )
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int, bytes], None] = lambda _block, _name: None) -> None:
+    def __init__(
+        self, num_blocks: int, on_evict: Callable[[int, bytes], None] = lambda _block, _name: None
+    ) -> None:
         self.num_blocks = num_blocks
         self._on_evict = on_evict
         self._free = list(range(num_blocks - 1, -1, -1))

@@ -1,7 +1,9 @@
-"""Offload: full KV blocks of preempted sequences, copied to slots outside the pool when their memory is needed.
+"""Offload: full KV blocks of preempted sequences, copied to slots outside the pool when their
+memory is needed.
 
-As with blocks, the head alone decides and stages only index: a slot is a number that every stage has. A slot belongs to
-the tokens of a block and lives as long as a preempted sequence waits for them. Knows no torch and no step.
+As with blocks, the head alone decides and stages only index: a slot is a number that every stage
+has. A slot belongs to the tokens of a block and lives as long as a preempted sequence waits for
+them. Knows no torch and no step.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from shardline_scheduler.step_plan import Move
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadTerms:
-    """What the stages of a pipeline offer: `num_slots` is the minimum over them, `move_s` the maximum."""
+    """What the stages of a pipeline offer: `num_slots` is the minimum over them, `move_s` the
+    maximum."""
 
     num_slots: int = 0
     move_s: float = 0.0
@@ -50,8 +53,8 @@ class Offload:
         return len(self._slots)
 
     def keep(self, sequence: Sequence, names: Iterable[bytes]) -> None:
-        """Gives slots to the blocks of a preempted sequence, the first ones first: later ones are found behind them
-        only. A block is copied once another sequence takes its memory."""
+        """Gives slots to the blocks of a preempted sequence, the first ones first: later ones are
+        found behind them only. A block is copied once another sequence takes its memory."""
         assert sequence not in self._waiting, f"{sequence.request.key} was preempted twice"
         kept = self._waiting[sequence] = []
         for name in names:
@@ -93,6 +96,8 @@ class Offload:
                 self._slots[name].is_filled = False
 
     def take_moves(self) -> tuple[Move, ...]:
-        """What every stage does before the next step, in this order: a slot and a block may come up twice."""
-        moves, self._moves = tuple(self._moves), []
+        """What every stage does before the next step, in this order: a slot and a block may come up
+        twice."""
+        moves = tuple(self._moves)
+        self._moves = []
         return moves

@@ -1,4 +1,5 @@
-"""The sequences that are open on a stage: known ids and block tables, kept up by StepPlans. Trusts no plan.
+"""The sequences that are open on a stage: known ids and block tables, kept up by StepPlans. Trusts
+no plan.
 
 Knows no torch: a plan that does not fit what came before it is refused before anything is computed.
 """
@@ -28,17 +29,21 @@ class OpenSequence:
         """The last of the known ids, which may not come true."""
 
     def settle(self, start: int) -> None:
-        """The next row begins at `start`: of the drafts in the row before, only those up to there came true."""
+        """The next row begins at `start`: of the drafts in the row before, only those up to there
+        came true."""
         if self.num_drafts and self.num_computed - self.num_drafts <= start <= self.num_computed:
             del self.ids[start:]
-            self.num_computed, self.num_drafts = start, 0
+            self.num_computed = start
+            self.num_drafts = 0
 
 
 class OpenSequences:
     """Open sequences by number, within the stage's limits."""
 
     def __init__(self, *, num_blocks: int, max_open: int, vocab_size: int) -> None:
-        self._num_blocks, self._max_open, self._vocab_size = num_blocks, max_open, vocab_size
+        self._num_blocks = num_blocks
+        self._max_open = max_open
+        self._vocab_size = vocab_size
         self._known: dict[int, OpenSequence] = {}
         self._num_holders: Counter[int] = Counter()
 
@@ -55,9 +60,13 @@ class OpenSequences:
         if opened.seq in self._known:
             raise ProtocolError(f"sequence {opened.seq} is opened twice")
         if len(self._known) >= self._max_open:
-            raise ProtocolError(f"sequence {opened.seq} would be open beyond the limit of {self._max_open}")
+            raise ProtocolError(
+                f"sequence {opened.seq} would be open beyond the limit of {self._max_open}"
+            )
         if opened.num_cached % BLOCK_TOKENS or not 0 <= opened.num_cached < max(1, len(opened.ids)):
-            raise ProtocolError(f"sequence {opened.seq} opens with {opened.num_cached} of {len(opened.ids)} tokens")
+            raise ProtocolError(
+                f"sequence {opened.seq} opens with {opened.num_cached} of {len(opened.ids)} tokens"
+            )
         self._check_ids(opened.seq, opened.ids)
         self._known[opened.seq] = OpenSequence(opened)
 
@@ -77,7 +86,8 @@ class OpenSequences:
         self._num_holders.clear()
 
     def extend(self, plan: StepPlan) -> Iterator[tuple[Row, OpenSequence]]:
-        """Each row of the plan with its sequence, extended by the row's ids and blocks. Raises ProtocolError."""
+        """Each row of the plan with its sequence, extended by the row's ids and blocks. Raises
+        ProtocolError."""
         for row in plan.rows:
             known = self._known.get(row.seq)
             if known is None:
@@ -98,15 +108,21 @@ class OpenSequences:
     def _add_ids(self, row: Row, known: OpenSequence) -> None:
         self._check_ids(row.seq, row.ids + row.drafts)
         if row.drafts and (len(row.ids), row.length, row.wants) != (1, 1 + len(row.drafts), True):
-            raise ProtocolError(f"sequence {row.seq} has drafts in a row of {row.length} that is no decode")
+            raise ProtocolError(
+                f"sequence {row.seq} has drafts in a row of {row.length} that is no decode"
+            )
         known.ids.extend(row.ids + row.drafts)
         known.num_drafts = len(row.drafts)
 
     def _add_blocks(self, row: Row, known: OpenSequence) -> None:
         if not 0 <= min(row.blocks) <= max(row.blocks) < self._num_blocks:
-            raise ProtocolError(f"sequence {row.seq} has a KV block outside 0-{self._num_blocks - 1}")
+            raise ProtocolError(
+                f"sequence {row.seq} has a KV block outside 0-{self._num_blocks - 1}"
+            )
         if len(known.blocks) + len(row.blocks) > known.max_blocks:
-            raise ProtocolError(f"sequence {row.seq} takes more than its {known.max_blocks} KV blocks")
+            raise ProtocolError(
+                f"sequence {row.seq} takes more than its {known.max_blocks} KV blocks"
+            )
         known.blocks.extend(row.blocks)
         self._num_holders.update(row.blocks)
 
@@ -118,9 +134,13 @@ class OpenSequences:
                 f"sequence {row.seq} continues at {row.start} for {row.length}, but {known.num_computed} are computed"
             )
         if end > len(known.ids):
-            raise ProtocolError(f"sequence {row.seq} runs to {end}, but only {len(known.ids)} ids are known")
+            raise ProtocolError(
+                f"sequence {row.seq} runs to {end}, but only {len(known.ids)} ids are known"
+            )
         if row.drafts and end < len(known.ids):
-            raise ProtocolError(f"sequence {row.seq} has drafts, but runs to {end} of {len(known.ids)} ids")
+            raise ProtocolError(
+                f"sequence {row.seq} has drafts, but runs to {end} of {len(known.ids)} ids"
+            )
         if end > len(known.blocks) * BLOCK_TOKENS:
             raise ProtocolError(
                 f"sequence {row.seq} runs to {end}: {blocks_for(end)} KV blocks, not {len(known.blocks)}"

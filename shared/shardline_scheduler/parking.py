@@ -1,6 +1,8 @@
-"""Requests that found no room for their KV when they were claimed. Owns their line; knows no KV block and no row.
+"""Requests that found no room for their KV when they were claimed. Owns their line; knows no KV
+block and no row.
 
-Nothing of them is computed before Postgres knows that they begin, so a head that dies is no crash of theirs.
+Nothing of them is computed before Postgres knows that they begin, so a head that dies is no crash
+of theirs.
 """
 
 from __future__ import annotations
@@ -32,13 +34,15 @@ class Parking(WaitingQueue):
     """Keeps them in order, as all who wait."""
 
     def call(self, num_free: int, num_running: int, *, max_seats: int) -> Iterator[Sequence]:
-        """Those that there is room for, each once. Smaller ones may pass one that finds none, but not for ever."""
+        """Those that there is room for, each once. Smaller ones may pass one that finds none, but
+        not for ever."""
         passed: list[Sequence] = []
         for sequence in self.first(MAX_LOOK_AHEAD, with_quarantined=True) if self else ():
             if num_running == max_seats:
                 return
             if fits(len(sequence.ids), num_free, num_running):
-                num_free, num_running = num_free - blocks_for(len(sequence.ids)), num_running + 1
+                num_free = num_free - blocks_for(len(sequence.ids))
+                num_running = num_running + 1
                 if not sequence.called:
                     sequence.called = True
                     for overtaken in passed:

@@ -23,7 +23,8 @@ DIGEST_BYTES = 16
 
 
 class PrefixCache:
-    """Gives sequences their blocks. While `is_on`, full blocks are found again, also after their sequence has ended."""
+    """Gives sequences their blocks. While `is_on`, full blocks are found again, also after their
+    sequence has ended."""
 
     def __init__(self, num_blocks: int, *, is_on: bool, num_slots: int = 0) -> None:
         self.offload = Offload(num_slots)
@@ -31,11 +32,18 @@ class PrefixCache:
         self._is_on = is_on
 
     def has_room(self, sequence: Sequence, num_running: int) -> bool:
-        """Whether there are blocks for all that is known of a sequence. Those that another one holds cost nothing."""
-        needed, room = blocks_for(len(sequence.ids)), self.pool.num_free - spare_blocks(num_running)
-        if needed <= room or room < 1:  # The last block is its own: a full pool is seen without a look at the prompt.
+        """Whether there are blocks for all that is known of a sequence. Those that another one
+        holds cost nothing."""
+        needed = blocks_for(len(sequence.ids))
+        room = self.pool.num_free - spare_blocks(num_running)
+        # The last block is its own: a full pool is seen without a look at the prompt.
+        if needed <= room or room < 1:
             return needed <= room
-        return needed - sum(block is not None and self.pool.is_held(block) for block in self._find(sequence)) <= room
+        return (
+            needed
+            - sum(block is not None and self.pool.is_held(block) for block in self._find(sequence))
+            <= room
+        )
 
     def open(self, sequence: Sequence) -> None:
         """Blocks for all that is known of it; what is in them already counts as computed."""
@@ -43,16 +51,19 @@ class PrefixCache:
         shared = [block for block in found if block is not None]
         self.pool.share(shared)
         new = iter(self.pool.allocate(blocks_for(len(sequence.ids)) - len(shared)))
-        sequence.blocks = [self._restore(sequence, at, next(new)) if b is None else b for at, b in enumerate(found)]
+        sequence.blocks = [
+            self._restore(sequence, at, next(new)) if b is None else b for at, b in enumerate(found)
+        ]
         sequence.blocks += new
         self.offload.drop(sequence)
-        sequence.num_computed, sequence.num_named = len(found) * BLOCK_TOKENS, len(found)
+        sequence.num_computed = len(found) * BLOCK_TOKENS
+        sequence.num_named = len(found)
         if sequence.num_cached is None:
             sequence.num_cached = min(sequence.num_computed, len(sequence.request.prompt_ids))
 
     def widen(self, sequence: Sequence, num: int, num_running: int) -> int:
-        """Places for `num` drafts behind its known tokens; how many there are. They get a new block only if no
-        admission would take it."""
+        """Places for `num` drafts behind its known tokens; how many there are. They get a new block
+        only if no admission would take it."""
         room = len(sequence.blocks) * BLOCK_TOKENS - len(sequence.ids)
         if num > room and self.pool.can_allocate(1 + spare_blocks(num_running)):
             sequence.blocks.extend(self.pool.allocate(1))
@@ -60,15 +71,20 @@ class PrefixCache:
         return min(num, room)
 
     def keep(self, sequences: Iterable[Sequence]) -> None:
-        """Their full blocks can be found from the next step on: steps run in order, so they are filled by then."""
+        """Their full blocks can be found from the next step on: steps run in order, so they are
+        filled by then."""
         for sequence in sequences if self._is_on else ():
             while (sequence.num_named + 1) * BLOCK_TOKENS <= sequence.num_computed:
-                self.pool.name(sequence.blocks[sequence.num_named], _digest(sequence, sequence.num_named))
+                self.pool.name(
+                    sequence.blocks[sequence.num_named], _digest(sequence, sequence.num_named)
+                )
                 sequence.num_named += 1
 
     def preempt(self, sequence: Sequence) -> None:
         """Its full blocks will come back as they are, as far as there are slots for them."""
-        self.offload.keep(sequence, (_digest(sequence, index) for index in range(sequence.num_named)))
+        self.offload.keep(
+            sequence, (_digest(sequence, index) for index in range(sequence.num_named))
+        )
 
     def forget(self, sequence: Sequence) -> None:
         """What it holds is not to be found by others."""
@@ -76,8 +92,8 @@ class PrefixCache:
         self.offload.forget(_digest(sequence, index) for index in range(sequence.num_named))
 
     def _find(self, sequence: Sequence) -> list[int | None]:
-        """Blocks that hold the beginning of its known tokens, None for one that lies in a slot. At least one token is
-        left to compute."""
+        """Blocks that hold the beginning of its known tokens, None for one that lies in a slot. At
+        least one token is left to compute."""
         found: list[int | None] = []
         if not self._is_on:
             return found
@@ -100,12 +116,15 @@ class PrefixCache:
 def _digest(sequence: Sequence, index: int) -> bytes:
     """Returns the digest of the tokens up to the end of this block. A sequence keeps those that
     were asked for: tokens never change."""
-    digests, request = sequence.digests, sequence.request
+    digests = sequence.digests
+    request = sequence.request
     whose = (request.tenant, request.adapter, request.params.adapter or "")
     while len(digests) <= index:
         first = len(digests) * BLOCK_TOKENS
         before = digests[-1] if digests else _hash("\0".join(whose).encode())
-        digests.append(_hash(before + array("q", sequence.ids[first : first + BLOCK_TOKENS]).tobytes()))
+        digests.append(
+            _hash(before + array("q", sequence.ids[first : first + BLOCK_TOKENS]).tobytes())
+        )
     return digests[index]
 
 

@@ -12,7 +12,8 @@ from functools import partial
 from itertools import takewhile
 
 WINDOW = 16_384
-"""Tokens before the first look that are indexed: memory stays bounded, and a first look takes some 5 ms at most."""
+"""Tokens before the first look that are indexed: memory stays bounded, and a first look takes some
+5 ms at most."""
 MAX_PLACES = 8
 """Earlier places that are compared, the latest first."""
 MIN_MATCH = 2
@@ -47,12 +48,14 @@ class PromptLookup:
         if most < 1 or len(ids) <= MIN_MATCH:
             return ()
         self._index(ids)
-        place = max(self._places(ids), key=partial(_match, ids), default=0)  # The latest of those that match best.
+        # The latest of those that match best.
+        place = max(self._places(ids), key=partial(_match, ids), default=0)
         size = _match(ids, place)
         if size < MIN_MATCH + self._misses:
             if not self._distance:
                 return ()
-            place, size = len(ids) - self._distance, MIN_MATCH
+            place = len(ids) - self._distance
+            size = MIN_MATCH
         self._distance = len(ids) - place
         return _copy(ids, place, min(most, 2 * size))
 
@@ -88,7 +91,8 @@ def _match(ids: list[int], place: int) -> int:
 
 
 def _copy(ids: list[int], place: int, num: int) -> tuple[int, ...]:
-    """What followed at `place`; past the end, what is copied there: a text that goes in circles goes on in them."""
+    """What followed at `place`; past the end, what is copied there: a text that goes in circles
+    goes on in them."""
     copied: list[int] = []
     for source in range(place, place + num):
         copied.append(ids[source] if source < len(ids) else copied[source - len(ids)])

@@ -1,4 +1,5 @@
-"""Jobs that a lost epoch gave no token: one of them may have broken it. Remembered also after their attempts."""
+"""Jobs that a lost epoch gave no token: one of them may have broken it. Remembered also after their
+attempts."""
 
 from __future__ import annotations
 

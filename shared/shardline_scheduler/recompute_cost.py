@@ -1,4 +1,5 @@
-"""What it costs to compute a token again, learned from steps: tells whether KV is worth its copy. Reads no clock."""
+"""What it costs to compute a token again, learned from steps: tells whether KV is worth its copy.
+Reads no clock."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ SHARE = 1 / 64
 
 
 class RecomputeCost:
-    """The slope of a step's time over its tokens: weights stream through once for all of them, so one more costs the
-    slope, not the mean."""
+    """The slope of a step's time over its tokens: weights stream through once for all of them, so
+    one more costs the slope, not the mean."""
 
     __slots__ = ("_covariance", "_mean_s", "_mean_tokens", "_num_steps", "_variance")
 
@@ -22,7 +23,8 @@ class RecomputeCost:
         """One step: its packed rows, and the time that they took."""
         self._num_steps += 1
         share = max(SHARE, 1 / self._num_steps)
-        tokens_off, off_s = num_tokens - self._mean_tokens, compute_s - self._mean_s
+        tokens_off = num_tokens - self._mean_tokens
+        off_s = compute_s - self._mean_s
         self._mean_tokens += share * tokens_off
         self._mean_s += share * off_s
         self._variance = (1 - share) * (self._variance + share * tokens_off * tokens_off)

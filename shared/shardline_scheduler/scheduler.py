@@ -1,6 +1,8 @@
-"""The scheduler: cuts steps, owns the KV of every stage, decides who runs. Knows no torch, Redis, Celery or tokenizer.
+"""The scheduler: cuts steps, owns the KV of every stage, decides who runs. Knows no torch, Redis,
+Celery or tokenizer.
 
-Pure and single-threaded: the same calls in the same order give the same plans, so a simulation tests all of it.
+Pure and single-threaded: the same calls in the same order give the same plans, so a simulation
+tests all of it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,15 @@ from shardline_scheduler.parking import Parking
 from shardline_scheduler.quarantine import Quarantine
 from shardline_scheduler.recompute_cost import RecomputeCost
 from shardline_scheduler.scheduler_config import SchedulerConfig
-from shardline_scheduler.sequence import Key, Logprobs, Request, Sequence, State, TokenSink, WaitingQueue
+from shardline_scheduler.sequence import (
+    Key,
+    Logprobs,
+    Request,
+    Sequence,
+    State,
+    TokenSink,
+    WaitingQueue,
+)
 from shardline_scheduler.step_cutter import StepCutter
 from shardline_scheduler.step_plan import StepPlan, StepResult
 
@@ -55,9 +65,12 @@ class Scheduler:
     # What the engine asks for.
 
     def add(self, request: Request, sink: TokenSink) -> list[Event]:
-        """Takes a request in. The events follow at once: it can never run here, or its checkpoint is complete."""
+        """Takes a request in. The events follow at once: it can never run here, or its checkpoint
+        is complete."""
         assert request.key not in self._by_key, f"{request.key} was added twice"
-        sequence = Sequence(request, sink, arrival=next(self._arrivals), max_len=self.config.max_len)
+        sequence = Sequence(
+            request, sink, arrival=next(self._arrivals), max_len=self.config.max_len
+        )
         sequence.quarantined = request.quarantined or request.key[0] in self._quarantine
         self._by_key[request.key] = sequence
         self._line_of(sequence).push(sequence)
@@ -67,7 +80,9 @@ class Scheduler:
             return [self._finish(sequence, reason)]
         return [self._outgrow(sequence)] if self._is_too_long(sequence) else []
 
-    def abort(self, key: Key, reason: FinishReason = FinishReason.CANCELLED) -> SequenceFinished | None:
+    def abort(
+        self, key: Key, reason: FinishReason = FinishReason.CANCELLED
+    ) -> SequenceFinished | None:
         """Drops a job; what it has so far. None: it is not here (any more)."""
         sequence = self._by_key.get(key)
         if sequence is None:
@@ -87,12 +102,14 @@ class Scheduler:
         """The parked requests that there is room for. Who waits and has begun goes first."""
         if self._waiting:
             return []
-        num_free, num_running = self._batch.kv.pool.num_free, self.num_running
+        num_free = self._batch.kv.pool.num_free
+        num_running = self.num_running
         called = self._parked.call(num_free, num_running, max_seats=self.config.max_seats)
         return [MayBegin(key=sequence.request.key) for sequence in called]
 
     def release(self, key: Key) -> None:
-        """A quarantined job's tokens are saved: what happens now is no crash of this attempt. The next may run."""
+        """A quarantined job's tokens are saved: what happens now is no crash of this attempt. The
+        next may run."""
         sequence = self._by_key.get(key)
         if sequence is None or not sequence.quarantined:
             return
@@ -107,7 +124,8 @@ class Scheduler:
         return key in self._by_key
 
     def schedule(self) -> StepPlan | None:
-        """The next step, to be sent to every stage. None: nothing can run before a result, or nothing is left."""
+        """The next step, to be sent to every stage. None: nothing can run before a result, or
+        nothing is left."""
         if len(self._flights) >= self.config.num_lanes:
             return None
         batch = self._batch
@@ -135,7 +153,9 @@ class Scheduler:
                 if row.drafts:
                     sequence.lookup.learn(len(tokens) - 1)
                 is_bad = row.seq in result.bad
-                if sequence.state is not State.ENDED and (good := tokens[:-1] if is_bad else tokens):
+                if sequence.state is not State.ENDED and (
+                    good := tokens[:-1] if is_bad else tokens
+                ):
                     self._take(sequence, good, logprobs, events)
                 if sequence.state is not State.ENDED and is_bad:
                     events.append(self._fail(sequence, "the model's logits were not finite"))
@@ -145,9 +165,11 @@ class Scheduler:
     def rebuild(
         self, num_blocks: int, num_lanes: int | None = None, offload: OffloadTerms | None = None
     ) -> list[Event]:
-        """A new epoch: stages know nothing, steps in flight are lost, every sequence waits again with its tokens."""
+        """A new epoch: stages know nothing, steps in flight are lost, every sequence waits again
+        with its tokens."""
         config = self.config
-        num_lanes, offload = num_lanes or config.num_lanes, offload or config.offload
+        num_lanes = num_lanes or config.num_lanes
+        offload = offload or config.offload
         self.config = replace(config, num_blocks=num_blocks, num_lanes=num_lanes, offload=offload)
         old = self._batch
         self._begin_epoch()
@@ -158,11 +180,19 @@ class Scheduler:
             if sequence is old.in_quarantine and not sequence.has_progress:
                 events.append(self._crash(sequence))
                 continue
-            # One of those that the epoch gave no token may have broken it: they come back one by one.
+            # One of those that the epoch gave no token may have broken it: they come back one by
+            # one.
             if not sequence.has_progress:
                 self._put_in_quarantine(sequence)
             self._waiting.requeue(sequence)
-        return [*events, *(self._outgrow(each) for each in list(self._by_key.values()) if self._is_too_long(each))]
+        return [
+            *events,
+            *(
+                self._outgrow(each)
+                for each in list(self._by_key.values())
+                if self._is_too_long(each)
+            ),
+        ]
 
     @property
     def num_running(self) -> int:
@@ -202,19 +232,23 @@ class Scheduler:
         self._flights[0][0].check(result)
         return self._flights.popleft()
 
-    def _take(self, sequence: Sequence, tokens: tuple[int, ...], logprobs: Logprobs, events: list[Event]) -> None:
+    def _take(
+        self, sequence: Sequence, tokens: tuple[int, ...], logprobs: Logprobs, events: list[Event]
+    ) -> None:
         """Drafts that came true and the token after them, up to the one that ends it."""
         start = sequence.num_outputs
         text, reason = sequence.accept(tokens, logprobs)
         num = sequence.num_outputs - start
         known = tuple(each for each in logprobs[:num] if each is not None)
-        key, ids = sequence.request.key, tokens[:num]
+        key = sequence.request.key
+        ids = tokens[:num]
         events.append(NewTokens(key=key, start=start, ids=ids, text=text, logprobs=known))
         sequence.num_computed += num - 1
         if num > 1:
             self._batch.kv.keep((sequence,))
         if sequence.quarantined and not sequence.request.quarantined:
-            self._release(sequence)  # A broken pipeline is seen here; only a dead head needs saved tokens.
+            # A broken pipeline is seen here; only a dead head needs saved tokens.
+            self._release(sequence)
         if reason is not None:
             events.append(self._finish(sequence, reason))
         elif self._is_too_long(sequence):
@@ -223,7 +257,8 @@ class Scheduler:
             self._batch.ready[sequence.number] = sequence
 
     def _is_too_long(self, sequence: Sequence) -> bool:
-        """All KV together does not hold what is known of it. What it may need later is no reason: it may end before."""
+        """All KV together does not hold what is known of it. What it may need later is no reason:
+        it may end before."""
         return blocks_for(len(sequence.ids)) > self.config.num_blocks
 
     def _finish(self, sequence: Sequence, reason: FinishReason, tail: str = "") -> SequenceFinished:

@@ -12,7 +12,8 @@ from shardline_scheduler.step_plan import unsendable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """`num_blocks` is the minimum over stages, `max_len` the context length, `num_lanes` the steps in flight."""
+    """`num_blocks` is the minimum over stages, `max_len` the context length, `num_lanes` the steps
+    in flight."""
 
     num_blocks: int
     max_seats: int
@@ -28,7 +29,10 @@ class SchedulerConfig:
     """Adapters of open sequences."""
 
     def __post_init__(self) -> None:
-        assert min(self.max_seats, self.token_budget, self.num_lanes, self.max_len, self.max_adapters) >= 1, self
+        assert (
+            min(self.max_seats, self.token_budget, self.num_lanes, self.max_len, self.max_adapters)
+            >= 1
+        ), self
 
     def refusal(self, request: Request) -> str | None:
         """Why a request can never run here."""

@@ -1,6 +1,8 @@
-"""One job's tokens inside the engine: what was asked, what is known, what is in flight. Knows no torch, no tokenizer.
+"""One job's tokens inside the engine: what was asked, what is known, what is in flight. Knows no
+torch, no tokenizer.
 
-A sequence has no phases: `num_computed` catches up with its ids. KV is a cache: losing it costs one prefill of `ids`.
+A sequence has no phases: `num_computed` catches up with its ids. KV is a cache: losing it costs one
+prefill of `ids`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ Logprobs = tuple[TokenLogprob | None, ...]
 """One for each token, None where none was asked for; or empty."""
 
 MAX_OVERTAKEN = 32
-"""Smaller requests that one without room lets pass; what was preempted lets none, or both would take turns for ever."""
+"""Smaller requests that one without room lets pass; what was preempted lets none, or both would
+take turns for ever."""
 
 
 class TokenSink(Protocol):
@@ -31,7 +34,8 @@ class TokenSink(Protocol):
     tokens pushed so far."""
 
     def push(self, token_id: int, /) -> tuple[str, FinishReason | None]:
-        """The text that this token settles, and the reason if it is the last: then with all that was held back."""
+        """The text that this token settles, and the reason if it is the last: then with all that
+        was held back."""
 
     def flush(self) -> str:
         """The text still held back, when a completion is ended before its time."""
@@ -43,7 +47,8 @@ class TokenSink(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One attempt at a job. `output_ids` and `output_logprobs` are the checkpoint of an earlier attempt."""
+    """One attempt at a job. `output_ids` and `output_logprobs` are the checkpoint of an earlier
+    attempt."""
 
     key: Key
     prompt_ids: tuple[int, ...]
@@ -77,7 +82,8 @@ class State(Enum):
 
 
 class Sequence:
-    """Mutable, owned by the scheduler. `number` names it to the stages: a new one for each admission."""
+    """Mutable, owned by the scheduler. `number` names it to the stages: a new one for each
+    admission."""
 
     __slots__ = (
         "blocks",
@@ -162,14 +168,19 @@ class Sequence:
 
     def draft(self, most: int) -> tuple[int, ...]:
         """Returns at most `most` guesses of its next tokens. The one after them can be its last."""
-        return self.lookup.draft(self.ids, min(most, MAX_DRAFTS, self.most_tokens - len(self.ids) - 1))
+        return self.lookup.draft(
+            self.ids, min(most, MAX_DRAFTS, self.most_tokens - len(self.ids) - 1)
+        )
 
     def replay(self) -> FinishReason | None:
         """Runs the finish rules over the checkpoint; tokens past the end are dropped."""
         return self.accept(self.request.output_ids, self.request.output_logprobs)[1]
 
-    def accept(self, tokens: tuple[int, ...], logprobs: Logprobs) -> tuple[str, FinishReason | None]:
-        """Appends output tokens up to the last that there can be; the text they settle and the reason if it ends."""
+    def accept(
+        self, tokens: tuple[int, ...], logprobs: Logprobs
+    ) -> tuple[str, FinishReason | None]:
+        """Appends output tokens up to the last that there can be; the text they settle and the
+        reason if it ends."""
         parts: list[str] = []
         for token, logprob in zip(tokens, chain(logprobs, repeat(None)), strict=False):
             self.ids.append(token)
@@ -199,7 +210,8 @@ class WaitingQueue:
         heapq.heappush(self._lines[sequence.quarantined], (sequence.order, sequence))
 
     def requeue(self, sequence: Sequence) -> None:
-        """Takes back a sequence that had a seat: no stage knows it any more, and it is computed again."""
+        """Takes back a sequence that had a seat: no stage knows it any more, and it is computed
+        again."""
         sequence.forget_kv()
         sequence.state = State.WAITING
         self.push(sequence)

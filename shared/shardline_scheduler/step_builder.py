@@ -1,4 +1,5 @@
-"""A step while it is cut: its rows and what is left of its token budget. Decides nothing: that is the scheduler's."""
+"""A step while it is cut: its rows and what is left of its token budget. Decides nothing: that is
+the scheduler's."""
 
 from __future__ import annotations
 
@@ -35,15 +36,24 @@ class StepBuilder:
             )
         )
 
-    def add(self, sequence: Sequence, length: int, ids: tuple[int, ...] = (), drafts: tuple[int, ...] = ()) -> None:
-        """The next `length` tokens of a sequence and drafts, with the blocks that the stages do not know yet.
+    def add(
+        self,
+        sequence: Sequence,
+        length: int,
+        ids: tuple[int, ...] = (),
+        drafts: tuple[int, ...] = (),
+    ) -> None:
+        """The next `length` tokens of a sequence and drafts, with the blocks that the stages do not
+        know yet.
 
         Drafts do not count as computed before one has come true.
         """
-        start, blocks = sequence.num_computed, tuple(sequence.blocks[sequence.num_sent :])
+        start = sequence.num_computed
+        blocks = tuple(sequence.blocks[sequence.num_sent :])
         sequence.num_sent = len(sequence.blocks)
         end = start + length
-        wants, num_rows = end == len(sequence.ids), length + len(drafts)
+        wants = end == len(sequence.ids)
+        num_rows = length + len(drafts)
         self.rows.append(Row(sequence.number, start, num_rows, ids, blocks, wants, drafts))
         self.sequences.append(sequence)
         self.budget -= num_rows

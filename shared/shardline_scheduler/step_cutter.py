@@ -1,4 +1,5 @@
-"""Cuts a step: a share of the decodes first, then chunks of prompts, until the token budget is used.
+"""Cuts a step: a share of the decodes first, then chunks of prompts, until the token budget is
+used.
 
 Knows no result: what becomes of the tokens is the scheduler's.
 """
@@ -22,9 +23,12 @@ MIN_CHUNK = 64
 
 
 class StepCutter:
-    """Chooses the rows of the next step, and admits waiting sequences where there is room for them."""
+    """Chooses the rows of the next step, and admits waiting sequences where there is room for
+    them."""
 
-    def __init__(self, config: SchedulerConfig, waiting: WaitingQueue, batch: Batch, numbers: Iterator[int]) -> None:
+    def __init__(
+        self, config: SchedulerConfig, waiting: WaitingQueue, batch: Batch, numbers: Iterator[int]
+    ) -> None:
         self._config = config
         self._waiting = waiting
         self._batch = batch
@@ -38,7 +42,8 @@ class StepCutter:
         return builder
 
     def _add_decodes(self, builder: StepBuilder) -> None:
-        """Adds the share of one lane: with all of them in one step, the other stages would have nothing to do."""
+        """Adds the share of one lane: with all of them in one step, the other stages would have
+        nothing to do."""
         batch = self._batch
         share = ceil_div(batch.num_decoding, self._config.num_lanes)
         decodes = list(islice(batch.ready.values(), min(share, builder.budget)))
@@ -55,8 +60,8 @@ class StepCutter:
                 builder.add(sequence, 1, (sequence.ids[-1],), drafts[:num_drafts])
 
     def _add_chunks(self, builder: StepBuilder) -> None:
-        """Adds chunks in order. Each may take half of what is left, so that a long prompt holds up neither those behind
-        it nor admission; what no other needs goes to the first."""
+        """Adds chunks in order. Each may take half of what is left, so that a long prompt holds up
+        neither those behind it nor admission; what no other needs goes to the first."""
         left = builder.budget
         lengths: dict[Sequence, int] = {}
         for sequence in self._in_line(builder) if left else ():
@@ -72,7 +77,8 @@ class StepCutter:
                 del self._batch.prefilling[sequence.number]
 
     def _in_line(self, builder: StepBuilder) -> Iterator[Sequence]:
-        """Who has ids to compute, in order: those that have begun, and between them those that find a place now."""
+        """Who has ids to compute, in order: those that have begun, and between them those that find
+        a place now."""
         for sequence in sorted(self._batch.prefilling.values(), key=attrgetter("order")):
             while (newcomer := self._admissible()) is not None and newcomer.order < sequence.order:
                 yield self._start(newcomer, builder)
@@ -81,7 +87,8 @@ class StepCutter:
             yield self._start(newcomer, builder)
 
     def _admissible(self) -> Sequence | None:
-        """Returns who is admitted next. Smaller ones may overtake one that finds no room, but not for ever."""
+        """Returns who is admitted next. Smaller ones may overtake one that finds no room, but not
+        for ever."""
         if self._batch.is_full:
             return None
         for sequence in self._foremost():

@@ -1,7 +1,8 @@
-"""The StepPlan: one scheduling decision as a message for every stage, and the tail's answer. Knows no torch.
+"""The StepPlan: one scheduling decision as a message for every stage, and the tail's answer. Knows
+no torch.
 
-A stage keeps for each open sequence its known ids and its block table; `rows` extend both. The same record restores a
-tail that was restarted: `opens` carries the whole history.
+A stage keeps for each open sequence its known ids and its block table; `rows` extend both. The same
+record restores a tail that was restarted: `opens` carries the whole history.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class Move(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """One step: what to move, open, compute and close, in this order. Steps are numbered from 0 in each epoch.
+    """One step: what to move, open, compute and close, in this order. Steps are numbered from 0 in
+    each epoch.
 
     Rows are packed in their order: decode rows first, then prefill chunks.
     """
@@ -119,10 +121,20 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
             raise ProtocolError(f"result of step {result.step}, expected {self.step}")
         wanting = [row for row in self.rows if row.wants]
         if len(result.tokens) != len(wanting) or len(result.logprobs) not in (0, len(wanting)):
-            raise ProtocolError(f"step {self.step} wants {len(wanting)} tokens, got {len(result.tokens)}")
-        for row, tokens, logprobs in zip(wanting, result.tokens, result.logprobs or result.tokens, strict=True):
-            if not tokens or len(logprobs) != len(tokens) or tokens[:-1] != row.drafts[: len(tokens) - 1]:
-                raise ProtocolError(f"step {self.step}: {len(tokens)} tokens of sequence {row.seq} after other drafts")
+            raise ProtocolError(
+                f"step {self.step} wants {len(wanting)} tokens, got {len(result.tokens)}"
+            )
+        for row, tokens, logprobs in zip(
+            wanting, result.tokens, result.logprobs or result.tokens, strict=True
+        ):
+            if (
+                not tokens
+                or len(logprobs) != len(tokens)
+                or tokens[:-1] != row.drafts[: len(tokens) - 1]
+            ):
+                raise ProtocolError(
+                    f"step {self.step}: {len(tokens)} tokens of sequence {row.seq} after other drafts"
+                )
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -154,8 +166,8 @@ def encode(message: StepPlan | StepResult) -> bytes:
 
 
 def unsendable(params: SamplingParams, seed: int) -> str | None:
-    """Why no stage would take a sequence on these terms; None: it would. A plan with it would end everybody's epoch, so
-    it is asked before: its row may have been written by hand."""
+    """Why no stage would take a sequence on these terms; None: it would. A plan with it would end
+    everybody's epoch, so it is asked before: its row may have been written by hand."""
     try:
         _terms_decoder.decode(_encoder.encode((params, seed)))
     except (msgspec.MsgspecError, OverflowError, TypeError, ValueError) as error:

@@ -1,7 +1,9 @@
-"""What a stage does with its time: it computes, handles frames or waits. Owns the counts; reads no clock, knows no hop.
+"""What a stage does with its time: it computes, handles frames or waits. Owns the counts; reads no
+clock, knows no hop.
 
-A stage waits while it has nothing to do and its pipeline has a step in flight. Only the head knows when that is: a plan
-tells how long the pipeline was idle before it, and that time counts for no stage.
+A stage waits while it has nothing to do and its pipeline has a step in flight. Only the head knows
+when that is: a plan tells how long the pipeline was idle before it, and that time counts for no
+stage.
 """
 
 from __future__ import annotations
@@ -24,16 +26,18 @@ class StepTime(NamedTuple):
     """Its frame had come; on a head: scheduling began. Not before the step before had ended."""
     compute_began_s: float
     compute_s: float
-    """From its launch, or the end of the computation before it, until the device had done its last operator."""
+    """From its launch, or the end of the computation before it, until the device had done its last
+    operator."""
     ended_s: float
-    """Its frame had left; on a head without later stages: its tokens were applied. On an accelerator that was given the
-    next step by then: it was computed."""
+    """Its frame had left; on a head without later stages: its tokens were applied. On an
+    accelerator that was given the next step by then: it was computed."""
     wait_s: float
     """Before it."""
     idle_s: float
     """Before it, without a step in flight anywhere."""
     hop_s: float
-    """Frames decoded and sent; on a head also steps scheduled and results applied since its step before."""
+    """Frames decoded and sent; on a head also steps scheduled and results applied since its step
+    before."""
     num_rows: int
     num_tokens: int
     num_context: int
@@ -52,7 +56,8 @@ class EngineProgress:
     """Their packed rows."""
     compute_s: float = 0.0
     hop_s: float = 0.0
-    """Time spent decoding frames and sending them on; on a head also scheduling and applying results."""
+    """Time spent decoding frames and sending them on; on a head also scheduling and applying
+    results."""
     wait_s: float = 0.0
     """Time without work while the pipeline had a step in flight."""
     error: str | None = None
@@ -63,7 +68,8 @@ class EngineProgress:
 
     @property
     def bubble_share(self) -> float:
-        """The share of the pipeline's busy time in which this stage did not compute; 0 before its first step."""
+        """The share of the pipeline's busy time in which this stage did not compute; 0 before its
+        first step."""
         return bubble_share(self.compute_s, self.hop_s, self.wait_s)
 
     def work(self, seconds: float) -> None:
@@ -72,12 +78,17 @@ class EngineProgress:
         self._worked_s += seconds
 
     def computing_s(self, began_s: float, computed_s: float) -> float:
-        """Seconds of a step that the device was given and had computed then. One that it was given before it had done
-        the last step counts from there."""
+        """Seconds of a step that the device was given and had computed then. One that it was given
+        before it had done the last step counts from there."""
         return computed_s - max(began_s, self._computed_s)
 
     def finish(
-        self, plan: StepPlan, began_s: float, compute_began_s: float, computed_s: float, ended_s: float
+        self,
+        plan: StepPlan,
+        began_s: float,
+        compute_began_s: float,
+        computed_s: float,
+        ended_s: float,
     ) -> StepTime:
         """Counts a step after its frame has left. Of the time since the step before, what was
         neither work nor idle was a wait."""
@@ -108,7 +119,9 @@ class EngineProgress:
         self.compute_s += compute_s
         self.hop_s += hop_s
         self.wait_s += wait_s
-        self._ended_s, self._computed_s, self._worked_s = ended_s, computed_s, 0.0
+        self._ended_s = ended_s
+        self._computed_s = computed_s
+        self._worked_s = 0.0
         return time
 
 

@@ -1,7 +1,8 @@
-"""The test accelerator as a torch device type, `toy`: importing this package builds, loads and registers it.
+"""The test accelerator as a torch device type, `toy`: importing this package builds, loads and
+registers it.
 
-Name it in SHARDLINE_DEVICE_MODULE and `toy:0` in SHARDLINE_DEVICE. What torch asks a device's module for is in
-`tests.accelerator.toy`; the backend itself is `tests/extensions/toy.cpp`.
+Name it in SHARDLINE_DEVICE_MODULE and `toy:0` in SHARDLINE_DEVICE. What torch asks a device's
+module for is in `tests.accelerator.toy`; the backend itself is `tests/extensions/toy.cpp`.
 """
 
 from __future__ import annotations

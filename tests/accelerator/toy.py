@@ -1,4 +1,5 @@
-"""What torch and a stage ask the module of a device type: how many there are, which is current, their memory."""
+"""What torch and a stage ask the module of a device type: how many there are, which is current,
+their memory."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import psutil
 import torch
 
 NAME = "toy"
-Stream, Event = torch.Stream, torch.Event
+Stream = torch.Stream
+Event = torch.Event
 _loaded: list[ctypes.CDLL] = []
 
 

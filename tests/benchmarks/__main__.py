@@ -26,11 +26,14 @@ ONE = ("--device", "cpu:0-1")
 
 
 def main() -> int:
-    """Runs the chosen groups, prints a table, writes results/latest.json. Non-zero when a target is missed."""
+    """Runs the chosen groups, prints a table, writes results/latest.json. Non-zero when a target is
+    missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", choices=sorted(GROUPS), default=sorted(GROUPS))
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--reference", help="folder of the executor that decode_step is compared with")
+    parser.add_argument(
+        "--reference", help="folder of the executor that decode_step is compared with"
+    )
     options = parser.parse_args()
     figures: list[Figure] = []
     for name in options.only:
@@ -44,9 +47,14 @@ def main() -> int:
 def call(module: str, *arguments: str) -> tuple[dict[str, Any], str]:
     """One benchmark in a process of its own: its JSON line, and the command."""
     argv = ["-m", f"tests.benchmarks.{module}", *arguments]
-    # The bare engine gets the allocator that the launcher gives to stages; transformers runs as it comes.
-    environment = os.environ | ({"LD_PRELOAD": mimalloc()} if module in ("bare", "decode_step") else {})
-    done = subprocess.run([sys.executable, *argv], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    # The bare engine gets the allocator that the launcher gives to stages; transformers runs as it
+    # comes.
+    environment = os.environ | (
+        {"LD_PRELOAD": mimalloc()} if module in ("bare", "decode_step") else {}
+    )
+    done = subprocess.run(
+        [sys.executable, *argv], env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
     print("  ", done.stdout.strip().splitlines()[-1], flush=True)
     return json.loads(done.stdout.strip().splitlines()[-1]), f"python {' '.join(argv)}"
 
@@ -56,14 +64,26 @@ def service(options: argparse.Namespace) -> list[Figure]:
     figures = []
     for dtype in DTYPES:
         model = str(make(CACHE, dtype))
-        ours, bare, command = [], [], ""
+        ours = []
+        bare = []
+        command = ""
         for _ in range(options.runs):
-            bare += call("bare", "--model", model, "--dtype", dtype, *TWO, "--runs", "1")[0]["tokens_per_s"]
+            bare += call("bare", "--model", model, "--dtype", dtype, *TWO, "--runs", "1")[0][
+                "tokens_per_s"
+            ]
             run, command = call("service", "--model", model, "--dtype", dtype, "--runs", "1")
             ours += run["tokens_per_s"]
         target = ">= 0.90"
         figures.append(
-            compare(f"service-{dtype}", ours, bare, peer="bare engine", unit="tokens/s", target=target, command=command)
+            compare(
+                f"service-{dtype}",
+                ours,
+                bare,
+                peer="bare engine",
+                unit="tokens/s",
+                target=target,
+                command=command,
+            )
         )
         figures += _beside_hf(dtype, model, ours)
     return figures
@@ -71,7 +91,9 @@ def service(options: argparse.Namespace) -> list[Figure]:
 
 def _beside_hf(dtype: str, model: str, ours: Sequence[float]) -> list[Figure]:
     batches, command = call("hf", "--model", model, "--dtype", dtype, "--batch", "32")
-    alone, alone_command = call("hf", "--model", model, "--dtype", dtype, "--batch", "1", "--prompts", "8")
+    alone, alone_command = call(
+        "hf", "--model", model, "--dtype", dtype, "--batch", "1", "--prompts", "8"
+    )
     tasks, tasks_command = call("textbook", "--model", model, "--dtype", dtype, "--prompts", "8")
     target = {"bfloat16": ">= 2.2", "float32": ">= 3.5"}[dtype]
     rows = (
@@ -94,17 +116,24 @@ def _beside_hf(dtype: str, model: str, ours: Sequence[float]) -> list[Figure]:
 
 
 def stages(options: argparse.Namespace) -> list[Figure]:
-    """Two stages of one core each beside one stage of two, bare: equal seats, and equal rows per lane."""
+    """Two stages of one core each beside one stage of two, bare: equal seats, and equal rows per
+    lane."""
     figures = []
     for dtype in DTYPES:
         common = ("--model", str(make(CACHE, dtype)), "--dtype", dtype, "--runs", "1")
-        two, one, double, shares, command = [], [], [], [], ""
+        two = []
+        one = []
+        double = []
+        shares = []
+        command = ""
         for _ in range(options.runs):
             run, command = call("bare", *common, *TWO)
             two += run["tokens_per_s"]
             shares.append(run["bubble_share"])
             one += call("bare", *common, *ONE)[0]["tokens_per_s"]
-            double += call("bare", *common, *TWO, "--seats", "128", "--prompts", "128")[0]["tokens_per_s"]
+            double += call("bare", *common, *TWO, "--seats", "128", "--prompts", "128")[0][
+                "tokens_per_s"
+            ]
         rows = (("equal-seats", two, ">= 0.92"), ("equal-rows-per-lane", double, ">= 0.97"))
         figures += [
             compare(
@@ -136,11 +165,24 @@ def _bubbles(dtype: str, runs: Sequence[Sequence[float]], command: str) -> list[
 
 
 def prefix(options: argparse.Namespace) -> list[Figure]:
-    """Prompts with 512 tokens in common, the bare engine with the prefix cache beside itself without."""
+    """Prompts with 512 tokens in common, the bare engine with the prefix cache beside itself
+    without."""
     figures = []
     for dtype in DTYPES:
-        common = ("--model", str(make(CACHE, dtype)), "--dtype", dtype, "--runs", "1", "--common", "512", *TWO)
-        ours, without, command = [], [], ""
+        common = (
+            "--model",
+            str(make(CACHE, dtype)),
+            "--dtype",
+            dtype,
+            "--runs",
+            "1",
+            "--common",
+            "512",
+            *TWO,
+        )
+        ours = []
+        without = []
+        command = ""
         for _ in range(options.runs):
             run, command = call("bare", *common)
             ours += run["tokens_per_s"]
@@ -163,13 +205,20 @@ def lookup(options: argparse.Namespace) -> list[Figure]:
     """Prompt lookup beside itself switched off: one request that copies, alone, and workload W."""
     figures = []
     for dtype in DTYPES:
-        copier, common = str(make_copier(CACHE, dtype)), ("--dtype", dtype, "--runs", "1", *TWO)
+        copier = str(make_copier(CACHE, dtype))
+        common = ("--dtype", dtype, "--runs", "1", *TWO)
         rows = (
-            ("copying-alone", ("--model", copier, "--copy", "--prompts", "1", "--seats", "16"), ">= 1.5"),
+            (
+                "copying-alone",
+                ("--model", copier, "--copy", "--prompts", "1", "--seats", "16"),
+                ">= 1.5",
+            ),
             ("w", ("--model", str(make(CACHE, dtype))), ">= 0.98"),
         )
         for name, work, target in rows:
-            ours, without, command = [], [], ""
+            ours = []
+            without = []
+            command = ""
             for _ in range(options.runs):
                 run, command = call("bare", *work, *common)
                 ours += run["tokens_per_s"]
@@ -207,7 +256,15 @@ def step(options: argparse.Namespace) -> list[Figure]:
     if run["reference_ms"]:
         reference = run["reference_ms"]
         figures.append(
-            compare("decode-step", ours, reference, peer="reference", unit="ms", target="<= 1.2", command=command)
+            compare(
+                "decode-step",
+                ours,
+                reference,
+                peer="reference",
+                unit="ms",
+                target="<= 1.2",
+                command=command,
+            )
         )
     return figures
 
@@ -236,9 +293,18 @@ def memory(_options: argparse.Namespace) -> list[Figure]:
 def doors(_options: argparse.Namespace) -> list[Figure]:
     """Jobs/s accepted while the stages are idle."""
     run, command = call("doors")
-    rows = (("submit-many", "submit_many_jobs_per_s", ">= 1000"), ("submit-http", "http_jobs_per_s", ">= 200"))
+    rows = (
+        ("submit-many", "submit_many_jobs_per_s", ">= 1000"),
+        ("submit-http", "http_jobs_per_s", ">= 200"),
+    )
     return [
-        Figure(name=name, value=round(statistics.median(run[key]), 1), unit="jobs/s", target=target, command=command)
+        Figure(
+            name=name,
+            value=round(statistics.median(run[key]), 1),
+            unit="jobs/s",
+            target=target,
+            command=command,
+        )
         for name, key, target in rows
     ]
 

@@ -1,8 +1,11 @@
-"""A step whose rows have adapters beside the same step without: processor time of one core, runs that alternate.
+"""A step whose rows have adapters beside the same step without: processor time of one core, runs
+that alternate.
 
-    python -m tests.benchmarks.adapters --folder FOLDER [--size 174m] [--dtype bfloat16] [--device cpu:0]
+    python -m tests.benchmarks.adapters --folder FOLDER [--size 174m] [--dtype bfloat16] [--device
+    cpu:0]
 
-Makes model and adapters in FOLDER if they are not there. All rows have an adapter, evenly shared out.
+Makes model and adapters in FOLDER if they are not there. All rows have an adapter, evenly shared
+out.
 """
 
 from __future__ import annotations
@@ -36,14 +39,18 @@ from tests.benchmarks.model import SIZES, make_sized
 
 NUM_ADAPTERS = (1, 4, 16)
 RANK = 16
-DECODES, CONTEXT, PREFILL = 32, 160, 512
+DECODES = 32
+CONTEXT = 160
+PREFILL = 512
 KV_BYTES = 1 << 30
 ROUNDS = 9
 
 
 def parser() -> argparse.ArgumentParser:
     """Its options."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--folder", type=Path, required=True)
     options.add_argument("--size", choices=SIZES, default="174m")
     options.add_argument("--dtype", default="bfloat16")
@@ -53,7 +60,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Prints one JSON line: milliseconds to load an adapter, and of each step without any, with ratios for some."""
+    """Prints one JSON line: milliseconds to load an adapter, and of each step without any, with
+    ratios for some."""
     log_to_stderr()
     options = parser().parse_args()
     model = make_sized(options.folder, options.dtype, options.size)
@@ -65,9 +73,18 @@ def main() -> None:
         device = acquire(options.device, worker="adapters", lock_folder=Path(locks))
         forward = load(model, options.dtype, device)
         loaded, load_ms = load_adapters(forward, folder)
-        steps = {"decode": decodes(), "prefill": [Span(start=0, length=PREFILL, blocks=range(PREFILL // BLOCK_TOKENS))]}
-        figures = {name: ratios(forward, loaded, spans, options.rounds) for name, spans in steps.items()}
-    print(json.dumps({"size": options.size, "dtype": options.dtype, "load_ms": round(load_ms, 1), **figures}))
+        steps = {
+            "decode": decodes(),
+            "prefill": [Span(start=0, length=PREFILL, blocks=range(PREFILL // BLOCK_TOKENS))],
+        }
+        figures = {
+            name: ratios(forward, loaded, spans, options.rounds) for name, spans in steps.items()
+        }
+    print(
+        json.dumps(
+            {"size": options.size, "dtype": options.dtype, "load_ms": round(load_ms, 1), **figures}
+        )
+    )
 
 
 def load(model: Path, dtype: str, device: Device) -> Forward:
@@ -83,9 +100,13 @@ def load(model: Path, dtype: str, device: Device) -> Forward:
     ).forward
 
 
-def load_adapters(forward: Forward, folder: Path) -> tuple[tuple[ShardAdapters, list[LoadedAdapter]], float]:
-    """As a stage loads them; also the median of the milliseconds that each took, its checksum known before."""
-    shard, times = forward.shard, []
+def load_adapters(
+    forward: Forward, folder: Path
+) -> tuple[tuple[ShardAdapters, list[LoadedAdapter]], float]:
+    """As a stage loads them; also the median of the milliseconds that each took, its checksum known
+    before."""
+    shard = forward.shard
+    times = []
     adapters = ShardAdapters(shard, packing_for(shard.dtype, kernel.load()))
     found = AdapterFolder(folder, shard.linear_sizes, folder)
     loaded = []
@@ -100,12 +121,17 @@ def load_adapters(forward: Forward, folder: Path) -> tuple[tuple[ShardAdapters, 
 def decodes() -> list[Span]:
     """Of sequences that have a context each."""
     num_blocks = blocks_for(CONTEXT + 1)
-    tables = (range(first, first + num_blocks) for first in range(0, DECODES * num_blocks, num_blocks))
+    tables = (
+        range(first, first + num_blocks) for first in range(0, DECODES * num_blocks, num_blocks)
+    )
     return [Span(start=CONTEXT, length=1, blocks=list(table)) for table in tables]
 
 
 def ratios(
-    forward: Forward, loaded: tuple[ShardAdapters, list[LoadedAdapter]], spans: Sequence[Span], rounds: int
+    forward: Forward,
+    loaded: tuple[ShardAdapters, list[LoadedAdapter]],
+    spans: Sequence[Span],
+    rounds: int,
 ) -> Mapping[str, float]:
     """Milliseconds without adapters, and how many times that a step with some takes. Medians of
     steps that alternate, in processor time: others may use the machine."""
@@ -119,9 +145,14 @@ def ratios(
 
 
 def step_s(
-    forward: Forward, adapters: ShardAdapters, loaded: Sequence[LoadedAdapter], spans: Sequence[Span], number: int
+    forward: Forward,
+    adapters: ShardAdapters,
+    loaded: Sequence[LoadedAdapter],
+    spans: Sequence[Span],
+    number: int,
 ) -> float:
-    """Processor seconds of a step whose rows have the first `number` adapters; each span's last row is sampled."""
+    """Processor seconds of a step whose rows have the first `number` adapters; each span's last row
+    is sampled."""
     num_rows = sum(span.length for span in spans)
     x = forward.random_inputs(num_rows, torch.Generator().manual_seed(0))
     ends = [(num_rows // len(spans)) * (place + 1) - 1 for place in range(len(spans))]

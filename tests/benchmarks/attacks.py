@@ -1,9 +1,11 @@
-"""What one hostile caller costs the others: a gateway of its own, one attack after the other, an innocent client.
+"""What one hostile caller costs the others: a gateway of its own, one attack after the other, an
+innocent client.
 
 python -m tests.benchmarks.attacks [--seconds 10] [--attack "half heads"] [--source DIR]
 
-For each attack: median and p99 in ms of the innocent's `POST /v1/jobs` on new connections, of another tenant, before
-and during it, the slowest `/health`, how many requests failed, and the most memory that the gateway had.
+For each attack: median and p99 in ms of the innocent's `POST /v1/jobs` on new connections, of
+another tenant, before and during it, the slowest `/health`, how many requests failed, and the most
+memory that the gateway had.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--attack", choices=list(ATTACKS), action="append")
-    parser.add_argument("--source", type=Path, default=REPOSITORY, help="a checkout whose gateway is attacked")
+    parser.add_argument(
+        "--source", type=Path, default=REPOSITORY, help="a checkout whose gateway is attacked"
+    )
     options = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(prefix="shardline-attacks-") as folder,
@@ -72,7 +76,14 @@ def main() -> None:
                     attack.join(2.0)
                     during = asyncio.run(ask(port, innocent, options.seconds))
                 print(
-                    json.dumps({"attack": name, "alone": alone, "during": during, "peak_mib": peak_mib(pid)}),
+                    json.dumps(
+                        {
+                            "attack": name,
+                            "alone": alone,
+                            "during": during,
+                            "peak_mib": peak_mib(pid),
+                        }
+                    ),
                     flush=True,
                 )
         head.close()
@@ -82,7 +93,12 @@ def main() -> None:
 def gateway(source: Path, database_url: str, redis_url: str) -> Iterator[tuple[int, int]]:
     """Process and port of a gateway of a checkout, which has few files and not all memory."""
     port = free_port()
-    settings = {**SETTINGS, "DATABASE_URL": database_url, "REDIS_URL": redis_url, "HTTP_PORT": str(port)}
+    settings = {
+        **SETTINGS,
+        "DATABASE_URL": database_url,
+        "REDIS_URL": redis_url,
+        "HTTP_PORT": str(port),
+    }
     environment = os.environ | {f"SHARDLINE_{name}": value for name, value in settings.items()}
     environment["PYTHONPATH"] = f"{source}:{source / 'shared'}"
     limits = f'ulimit -n {FILES}; ulimit -v {MAX_BYTES >> 10}; exec "$@"'
@@ -95,19 +111,35 @@ def gateway(source: Path, database_url: str, redis_url: str) -> Iterator[tuple[i
             process.kill()
 
 
-@retry(wait=wait_fixed(0.1), stop=stop_after_delay(60), retry=retry_if_exception_type(httpx.ConnectError))
+@retry(
+    wait=wait_fixed(0.1),
+    stop=stop_after_delay(60),
+    retry=retry_if_exception_type(httpx.ConnectError),
+)
 def _until_it_answers(port: int) -> None:
     httpx.get(f"http://127.0.0.1:{port}/health")
 
 
 async def ask(port: int, key: str, seconds: float) -> dict[str, float]:
-    """Milliseconds of an innocent's requests, one after the other, each on a connection of its own."""
+    """Milliseconds of an innocent's requests, one after the other, each on a connection of its
+    own."""
     body = json.dumps(BODY).encode()
-    lines = ("Host: localhost", f"Authorization: Bearer {key}", "Content-Type: application/json", "Connection: close")
-    job = "\r\n".join(["POST /v1/jobs HTTP/1.1", *lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
+    lines = (
+        "Host: localhost",
+        f"Authorization: Bearer {key}",
+        "Content-Type: application/json",
+        "Connection: close",
+    )
+    job = (
+        "\r\n".join(
+            ["POST /v1/jobs HTTP/1.1", *lines, f"Content-Length: {len(body)}", "", ""]
+        ).encode()
+        + body
+    )
     health = "\r\n".join(["GET /health HTTP/1.1", *lines, "", ""]).encode()
     took: dict[bytes, list[float]] = {job: [], health: []}
-    num_failed, end_s = 0, time.monotonic() + seconds
+    num_failed = 0
+    end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
         for request, times in took.items():
             began_s = time.monotonic()

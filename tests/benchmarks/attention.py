@@ -1,9 +1,12 @@
-"""Attention alone: one layer's call beside the time in which the same thread count reads the same bytes of KV.
+"""Attention alone: one layer's call beside the time in which the same thread count reads the same
+bytes of KV.
 
-    python -m tests.benchmarks.attention [--dtype bfloat16] [--threads 1] [--dim 64] [--library FILE ...]
+    python -m tests.benchmarks.attention [--dtype bfloat16] [--threads 1] [--dim 64] [--library FILE
+    ...]
 
-Calls go over as many layers as make a call find its KV in memory, not in a cache, as in a step of a whole model. KV
-blocks are scattered. `--library` names built kernels to compare, `kernel-<isa>-<hash>.so`; all run in turn.
+Calls go over as many layers as make a call find its KV in memory, not in a cache, as in a step of a
+whole model. KV blocks are scattered. `--library` names built kernels to compare,
+`kernel-<isa>-<hash>.so`; all run in turn.
 """
 
 from __future__ import annotations
@@ -67,20 +70,32 @@ class Layers:
 
     def __init__(self, work: Work, dtype: torch.dtype, dim: int) -> None:
         self.shape = KvShape(num_kv_heads=NUM_KV_HEADS, head_dim=dim)
-        self.read_bytes = work.num_tokens * PagedKv.bytes_per_block({0: self.shape}, dtype) // BLOCK_TOKENS
+        self.read_bytes = (
+            work.num_tokens * PagedKv.bytes_per_block({0: self.shape}, dtype) // BLOCK_TOKENS
+        )
         spans = work.spans()
         num_blocks = sum(blocks_for(before + new) for before, new in spans)
         self.num_layers = min(64, math.ceil(CACHE_BYTES / self.read_bytes))
-        self.kv = PagedKv(layers=dict.fromkeys(range(self.num_layers), self.shape), num_blocks=num_blocks, dtype=dtype)
+        self.kv = PagedKv(
+            layers=dict.fromkeys(range(self.num_layers), self.shape),
+            num_blocks=num_blocks,
+            dtype=dtype,
+        )
         for tensors in (self.kv.keys, self.kv.values):
             for tensor in tensors.values():
                 tensor.view(torch.int16).random_(0x3C00, 0x3F00)  # small numbers in every dtype
         free = random.Random(1).sample(range(num_blocks), num_blocks)
         self.micro_batch = MicroBatch.of(
-            [Span(start=a, length=n, blocks=[free.pop() for _ in range(blocks_for(a + n))]) for a, n in spans]
+            [
+                Span(start=a, length=n, blocks=[free.pop() for _ in range(blocks_for(a + n))])
+                for a, n in spans
+            ]
         )
-        num_rows, num_heads = self.micro_batch.num_rows, NUM_KV_HEADS * GROUPS[dim]
-        packed = torch.randn(num_rows, num_heads + 2 * NUM_KV_HEADS, dim).to(dtype).transpose(0, 1)[None]
+        num_rows = self.micro_batch.num_rows
+        num_heads = NUM_KV_HEADS * GROUPS[dim]
+        packed = (
+            torch.randn(num_rows, num_heads + 2 * NUM_KV_HEADS, dim).to(dtype).transpose(0, 1)[None]
+        )
         query, key, value = packed.split([num_heads, NUM_KV_HEADS, NUM_KV_HEADS], dim=1)
         self.qkv = PackedQkv(query=query, key=key, value=value)
 
@@ -108,7 +123,8 @@ def timed(work: Callable[[int], None], layer: int) -> float:
 def measure(work: Work, kernels: Sequence[Kernel], options: argparse.Namespace) -> str:
     """One line: microseconds of a call for each kernel, in floors, and the floor's rate.
 
-    Calls alternate, each on the next layer; the lower quartile, since others who use the memory only add.
+    Calls alternate, each on the next layer; the lower quartile, since others who use the memory
+    only add.
     """
     layers = Layers(work, getattr(torch, options.dtype), options.dim)
     runs: list[Callable[[int], None]] = [layers.read]
@@ -136,7 +152,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dim", type=int, default=64, choices=GROUPS)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each line, at least ten calls")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="of each line, at least ten calls"
+    )
     parser.add_argument("--only", default="", help="part of a line's name")
     parser.add_argument("--library", type=Path, action="append", default=[])
     options = parser.parse_args()
@@ -146,7 +164,9 @@ def main() -> None:
         own = load()
         assert own is not None, "no kernel"
         kernels = [own]
-    print(f"{options.dtype}, dim {options.dim}, threads {options.threads}: {', '.join(k.path.stem for k in kernels)}")
+    print(
+        f"{options.dtype}, dim {options.dim}, threads {options.threads}: {', '.join(k.path.stem for k in kernels)}"
+    )
     for work in WORKS:
         if options.only in work.name:
             print(measure(work, kernels, options), flush=True)

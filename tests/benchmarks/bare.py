@@ -1,6 +1,8 @@
-"""The bare engine: the stages of one pipeline as processes wired by hand, without Celery, Redis, Postgres or HTTP.
+"""The bare engine: the stages of one pipeline as processes wired by hand, without Celery, Redis,
+Postgres or HTTP.
 
-python -m tests.benchmarks.bare --model DIR --dtype bfloat16 --device cpu:0 --device cpu:1 --prompts 64 --seats 64
+python -m tests.benchmarks.bare --model DIR --dtype bfloat16 --device cpu:0 --device cpu:1 --prompts
+64 --seats 64
 """
 
 from __future__ import annotations
@@ -62,33 +64,70 @@ def parser() -> argparse.ArgumentParser:
     """Its options."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--model", required=True)
-    options.add_argument("--dtype", action="append", help="one for all stages, or one for each; default: float32")
     options.add_argument(
-        "--env", action="append", default=[], help="of a later stage, such as 1:ONEDNN_MAX_CPU_ISA=AVX2; empty: unset"
+        "--dtype", action="append", help="one for all stages, or one for each; default: float32"
     )
-    options.add_argument("--device", action="append", required=True, help="one for each stage, in order")
+    options.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        help="of a later stage, such as 1:ONEDNN_MAX_CPU_ISA=AVX2; empty: unset",
+    )
+    options.add_argument(
+        "--device", action="append", required=True, help="one for each stage, in order"
+    )
     options.add_argument("--prompts", type=int, default=64)
     options.add_argument("--seats", type=int, default=64)
     options.add_argument("--token-budget", type=int, default=TOKEN_BUDGET, help="rows of a step")
     options.add_argument("--runs", type=int, default=3)
-    options.add_argument("--split", help="layers of the stages, such as 0-6,7-11; default: as `make up` splits them")
-    options.add_argument("--hop-delay-ms", type=float, default=0.0, help="each hop takes so long, through a proxy")
-    options.add_argument("--lanes", type=int, help="steps in flight; default: as a head chooses them")
-    options.add_argument("--hop-activations", choices=["same", "int8"], default="same", help="what hops carry")
-    options.add_argument("--common", type=int, default=0, help="first tokens that all prompts of a run have in common")
-    options.add_argument("--copy", action="store_true", help="prompts that hold their answer, for a model that copies")
+    options.add_argument(
+        "--split", help="layers of the stages, such as 0-6,7-11; default: as `make up` splits them"
+    )
+    options.add_argument(
+        "--hop-delay-ms", type=float, default=0.0, help="each hop takes so long, through a proxy"
+    )
+    options.add_argument(
+        "--lanes", type=int, help="steps in flight; default: as a head chooses them"
+    )
+    options.add_argument(
+        "--hop-activations", choices=["same", "int8"], default="same", help="what hops carry"
+    )
+    options.add_argument(
+        "--common",
+        type=int,
+        default=0,
+        help="first tokens that all prompts of a run have in common",
+    )
+    options.add_argument(
+        "--copy",
+        action="store_true",
+        help="prompts that hold their answer, for a model that copies",
+    )
     options.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
-    options.add_argument("--prompt-lookup", type=int, default=PROMPT_LOOKUP, help="rows up to which drafts are made")
-    options.add_argument("--kv-bytes", type=int, help="of each stage; default: as a stage decides it")
-    options.add_argument("--gpu-products", choices=["torch", "triton"], default="torch", help="of stages on GPUs")
-    options.add_argument("--cuda-graphs", action="store_true", help="record decode steps of stages on GPUs")
-    options.add_argument("--kv-offload-mib", type=int, default=0, help="of each stage, for KV of preempted sequences")
-    options.add_argument("--kv-offload-dir", type=Path, help="folder of a file for it; default: memory")
+    options.add_argument(
+        "--prompt-lookup", type=int, default=PROMPT_LOOKUP, help="rows up to which drafts are made"
+    )
+    options.add_argument(
+        "--kv-bytes", type=int, help="of each stage; default: as a stage decides it"
+    )
+    options.add_argument(
+        "--gpu-products", choices=["torch", "triton"], default="torch", help="of stages on GPUs"
+    )
+    options.add_argument(
+        "--cuda-graphs", action="store_true", help="record decode steps of stages on GPUs"
+    )
+    options.add_argument(
+        "--kv-offload-mib", type=int, default=0, help="of each stage, for KV of preempted sequences"
+    )
+    options.add_argument(
+        "--kv-offload-dir", type=Path, help="folder of a file for it; default: memory"
+    )
     return options
 
 
 def main() -> None:
-    """Prints as one JSON line: output tokens/s of each run, and each stage's bubble share over all of them."""
+    """Prints as one JSON line: output tokens/s of each run, and each stage's bubble share over all
+    of them."""
     log_to_stderr()
     options = parser().parse_args()
     with tempfile.TemporaryDirectory(prefix="shardline-bare-") as folder:
@@ -119,7 +158,8 @@ def main() -> None:
 
 
 def log_to_stderr() -> None:
-    """Stdout is the figures' alone: processes that end at the same time write lines into each other."""
+    """Stdout is the figures' alone: processes that end at the same time write lines into each
+    other."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
@@ -147,7 +187,8 @@ class Spent(NamedTuple):
 
 def work_of(options: argparse.Namespace, run: int) -> Workload:
     """What one run computes."""
-    num, common = options.prompts, options.common
+    num = options.prompts
+    common = options.common
     return copying(num, run=run) if options.copy else workload(num, run=run, num_common=common)
 
 
@@ -155,7 +196,8 @@ class Pipeline:
     """The head runs in this process, the later stages in their own."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
-        self.identity, num_stages = uuid4(), len(options.device)
+        self.identity = uuid4()
+        num_stages = len(options.device)
         self._delay_s = options.hop_delay_ms / 1e3
         self._may_choose_lanes = options.lanes is None
         spawn = multiprocessing.get_context("spawn")
@@ -164,15 +206,21 @@ class Pipeline:
         for stage_index in range(1, num_stages):
             ours, theirs = spawn.Pipe()
             process = spawn.Process(
-                target=serve_later, args=(theirs, folder, options, stage_index, self.identity), daemon=True
+                target=serve_later,
+                args=(theirs, folder, options, stage_index, self.identity),
+                daemon=True,
             )
             with environment_of(options, stage_index):
                 process.start()
             self._later.append((process, ours))
         executor = run_in_fresh_thread(partial(load, options, 0, folder))
-        self.attention_kind, self.exact = executor.attention_kind, executor.exact
+        self.attention_kind = executor.attention_kind
+        self.exact = executor.exact
         """Of the head."""
-        capacities = [(executor.num_blocks, executor.offload), *(pipe.recv() for _, pipe in self._later)]
+        capacities = [
+            (executor.num_blocks, executor.offload),
+            *(pipe.recv() for _, pipe in self._later),
+        ]
         num_blocks = min(num_blocks for num_blocks, _ in capacities)
         offload = OffloadTerms(
             num_slots=min(terms.num_slots for _, terms in capacities),
@@ -194,11 +242,17 @@ class Pipeline:
         """Guesses of prompt lookup, warm-up included."""
         self.num_computed = self.num_restored = 0
         """Packed rows, and KV blocks that came back from the offload area, warm-up included."""
-        self._engine = HeadEngine(executor, self._scheduler, emit=self._emit, on_lost=_abort, on_step=self._count)
-        self._vocabulary = Vocabulary(Tokenizer.from_file(f"{options.model}/tokenizer.json"), executor.info.eos_ids)
+        self._engine = HeadEngine(
+            executor, self._scheduler, emit=self._emit, on_lost=_abort, on_step=self._count
+        )
+        self._vocabulary = Vocabulary(
+            Tokenizer.from_file(f"{options.model}/tokenizer.json"), executor.info.eos_ids
+        )
         wired = self._wire(folder, num_stages, num_blocks, offload)
         sends_int8 = options.hop_activations == "int8"
-        self._engine.wire(replace(wired, sends_int8=sends_int8, first_lanes=options.lanes or num_stages))
+        self._engine.wire(
+            replace(wired, sends_int8=sends_int8, first_lanes=options.lanes or num_stages)
+        )
         self._engine.start()
 
     def run(self, work: Workload) -> float:
@@ -253,7 +307,9 @@ class Pipeline:
         if self._may_choose_lanes and self._engine.num_steps % NUM_STEPS == 0:
             self._choose_lanes()
 
-    def _wire(self, folder: Path, num_stages: int, num_blocks: int, offload: OffloadTerms) -> Wiring:
+    def _wire(
+        self, folder: Path, num_stages: int, num_blocks: int, offload: OffloadTerms
+    ) -> Wiring:
         sender: Sender | None = None
         receiver: Receiver | None = None
         if num_stages > 1:
@@ -265,12 +321,17 @@ class Pipeline:
             address = delayed(addresses[0], self._delay_s)
             sender = hop.open_sender(channel(self.identity, Kind.PLAN), address, CONNECT_S)
         ends: dict[str, Any] = {"receiver": receiver, "sender": sender}
-        ours = wiring(self.identity, stage_index=0, num_stages=num_stages, num_blocks=num_blocks, **ends)
+        ours = wiring(
+            self.identity, stage_index=0, num_stages=num_stages, num_blocks=num_blocks, **ends
+        )
         return replace(ours, num_slots=offload.num_slots, move_s=offload.move_s)
 
 
-def serve_later(pipe: Connection, folder: Path, options: argparse.Namespace, stage_index: int, identity: UUID) -> None:
-    """A later stage's process: load, bind, connect, run and answer the head's process until killed."""
+def serve_later(
+    pipe: Connection, folder: Path, options: argparse.Namespace, stage_index: int, identity: UUID
+) -> None:
+    """A later stage's process: load, bind, connect, run and answer the head's process until
+    killed."""
     log_to_stderr()
     num_stages = len(options.device)
     executor = run_in_fresh_thread(partial(load, options, stage_index, folder))
@@ -300,8 +361,11 @@ def serve_later(pipe: Connection, folder: Path, options: argparse.Namespace, sta
 def load(options: argparse.Namespace, stage_index: int, folder: Path) -> Executor:
     """The executor of one stage, on its device, locked as in production."""
     load_module(os.environ.get(MODULE_FIELD))
-    name, worker = options.device[stage_index], f"bare-{stage_index}"
-    device = acquire(name, worker=worker, lock_folder=folder / "locks", shared=options.device.count(name) > 1)
+    name = options.device[stage_index]
+    worker = f"bare-{stage_index}"
+    device = acquire(
+        name, worker=worker, lock_folder=folder / "locks", shared=options.device.count(name) > 1
+    )
     info = ModelInfo.read(options.model)
     return Executor.load(
         model=info,
@@ -316,7 +380,9 @@ def load(options: argparse.Namespace, stage_index: int, folder: Path) -> Executo
             max_open=2 * options.seats,
         ),
         cache_folder=StageSettings.model_fields["cache_dir"].default,
-        on_accelerator=AcceleratorOptions(products=options.gpu_products, cuda_graphs=options.cuda_graphs),
+        on_accelerator=AcceleratorOptions(
+            products=options.gpu_products, cuda_graphs=options.cuda_graphs
+        ),
     )
 
 
@@ -329,7 +395,8 @@ def dtype_of(options: argparse.Namespace, stage_index: int) -> str:
 @contextmanager
 def environment_of(options: argparse.Namespace, stage_index: int) -> Iterator[None]:
     """While entered, what a process inherits that is started for this stage."""
-    before, prefix = dict(os.environ), f"{stage_index}:"
+    before = dict(os.environ)
+    prefix = f"{stage_index}:"
     try:
         for text in options.env:
             if text.startswith(prefix):

@@ -23,12 +23,15 @@ from tests.repository import REPOSITORY
 FOLDER = REPOSITORY / "docs" / "capacity"
 CELLS = (1, 13, 125, 1250)
 """Of eight devices."""
-USED, MOSTLY_USED = 0.6, 0.9
+USED = 0.6
+MOSTLY_USED = 0.9
 """Of the predicted speed: what jobs ask for."""
 LATENCIES_MS = (1, 5, 20, 50, 100, 200)
 LANES = (6, 8, 16, None)
 SEATS = (64, 256)
-LOST_S, BACK_S, END_S = 30.0, 30.0, 90.0
+LOST_S = 30.0
+BACK_S = 30.0
+END_S = 90.0
 """When a tenth is lost, after how long it may be back, and when the last job comes."""
 WINDOW_S = 15
 SAMPLE = 10
@@ -38,7 +41,9 @@ PLANNED = (8, 64, 256, 1024)
 
 def main() -> None:
     """Prints one study."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("study", choices=STUDIES)
     for row in STUDIES[parser.parse_args().study]():
         print("| " + " | ".join(map(str, row)) + " |", flush=True)
@@ -46,7 +51,14 @@ def main() -> None:
 
 def growth() -> Iterator[Sequence[object]]:
     """The same cells, more and more of them, and what they ask of one stack's servers."""
-    yield ("devices", "tokens/s", "jobs/s", "first token p50, p99", "between tokens p99", "simulated in")
+    yield (
+        "devices",
+        "tokens/s",
+        "jobs/s",
+        "first token p50, p99",
+        "between tokens p99",
+        "simulated in",
+    )
     yield ("---",) * 6
     outcomes = []
     for count in CELLS:
@@ -76,15 +88,25 @@ def shown(load: ServerLoad) -> str:
 
 def loss() -> Iterator[Sequence[object]]:
     """A tenth of the fleet at once, while it is mostly used."""
-    yield ("lost", "back", "tokens/s before, after, at the end", "held up", "p50, p99, worst", "computed again")
+    yield (
+        "lost",
+        "back",
+        "tokens/s before, after, at the end",
+        "held up",
+        "p50, p99, worst",
+        "computed again",
+    )
     yield ("---",) * 6
-    base = msgspec.structs.replace(used(read_fleet(FOLDER / "growth.yaml"), MOSTLY_USED), sample=SAMPLE)
+    base = msgspec.structs.replace(
+        used(read_fleet(FOLDER / "growth.yaml"), MOSTLY_USED), sample=SAMPLE
+    )
     fleet = msgspec.structs.replace(base, load=msgspec.structs.replace(base.load, seconds=END_S))
     for machines in (False, True):
         for back_s in (None, BACK_S):
             fault = FaultFile(at_s=LOST_S, lose=0.1, machines=machines, back_s=back_s)
             outcome = run(msgspec.structs.replace(fleet, faults=[fault]))
-            spread, moments = outcome.held_up_s, (LOST_S - WINDOW_S, LOST_S, END_S - WINDOW_S)
+            spread = outcome.held_up_s
+            moments = (LOST_S - WINDOW_S, LOST_S, END_S - WINDOW_S)
             yield (
                 "whole machines" if machines else "processes",
                 "never" if back_s is None else f"after {back_s:.0f} s",
@@ -107,9 +129,13 @@ def wan() -> Iterator[Sequence[object]]:
     for latency_ms in LATENCIES_MS:
         fleet = read_fleet(FOLDER / "wan.yaml")
         (cell,) = fleet.cells
-        far = msgspec.structs.replace(fleet, cells=[msgspec.structs.replace(cell, latency_ms=latency_ms)])
+        far = msgspec.structs.replace(
+            fleet, cells=[msgspec.structs.replace(cell, latency_ms=latency_ms)]
+        )
         alone = run(msgspec.structs.replace(far, load=msgspec.structs.replace(far.load, jobs=1)))
-        outcomes = [run(msgspec.structs.replace(far, seats=seats, lanes=lanes)) for seats, lanes in columns]
+        outcomes = [
+            run(msgspec.structs.replace(far, seats=seats, lanes=lanes)) for seats, lanes in columns
+        ]
         yield (
             f"{latency_ms} ms",
             *(f"{outcome.tokens_per_s:,.0f}" for outcome in outcomes),
@@ -134,7 +160,9 @@ def plan_s(devices: dict[str, int]) -> float:
     """Processor time of the first plan."""
     fleet = read_fleet(FOLDER / "mixed.yaml")
     (cell,) = fleet.cells
-    fleet = msgspec.structs.replace(fleet, cells=[msgspec.structs.replace(cell, devices=devices, count=1)])
+    fleet = msgspec.structs.replace(
+        fleet, cells=[msgspec.structs.replace(cell, devices=devices, count=1)]
+    )
     model = read_model(fleet, FOLDER)
     (kind,) = SampledFleet.of(fleet, model, FOLDER).kinds
     began_s = time.process_time()
@@ -144,13 +172,17 @@ def plan_s(devices: dict[str, int]) -> float:
 
 def grown(fleet: FleetFile, count: int) -> FleetFile:
     """With so many cells of each kind."""
-    return msgspec.structs.replace(fleet, cells=[msgspec.structs.replace(cell, count=count) for cell in fleet.cells])
+    return msgspec.structs.replace(
+        fleet, cells=[msgspec.structs.replace(cell, count=count) for cell in fleet.cells]
+    )
 
 
 def used(fleet: FleetFile, share: float = USED) -> FleetFile:
     """Asked for a share of what is predicted."""
     probe = msgspec.structs.replace(fleet.load, rate=1e-3, seconds=1e-3)
-    predicted = run(msgspec.structs.replace(fleet, load=probe, faults=[])).fleet.predicted_tokens_per_s
+    predicted = run(
+        msgspec.structs.replace(fleet, load=probe, faults=[])
+    ).fleet.predicted_tokens_per_s
     return msgspec.structs.replace(
         fleet, load=msgspec.structs.replace(fleet.load, rate=share * predicted / fleet.load.output)
     )

@@ -1,8 +1,10 @@
-"""A stage on a part of a core: its process joins a control group that gives it a share of one core's time.
+"""A stage on a part of a core: its process joins a control group that gives it a share of one
+core's time.
 
-Whoever starts the process makes the group; the process joins by loading this module, as SHARDLINE_DEVICE_MODULE, before
-it measures or computes anything. Needs the right to make control groups, which root has. Was run with
-control groups of version 1; of version 2 the root must hand the controller cpu down.
+Whoever starts the process makes the group; the process joins by loading this module, as
+SHARDLINE_DEVICE_MODULE, before it measures or computes anything. Needs the right to make control
+groups, which root has. Was run with control groups of version 1; of version 2 the root must hand
+the controller cpu down.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ from pathlib import Path
 from services.stage.device.accelerator import MODULE_FIELD
 
 FOLDER = "SHARDLINE_BENCH_GROUP"
-VERSION_1, VERSION_2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+VERSION_1 = Path("/sys/fs/cgroup/cpu")
+VERSION_2 = Path("/sys/fs/cgroup")
 PERIOD_US = 2_000
-"""Of each, the group has its share. A quota is 1 ms at least, and a step should have many periods."""
+"""Of each, the group has its share. A quota is 1 ms at least, and a step should have many
+periods."""
 
 
 @contextmanager
 def share_of_core(share: float) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Gives the environment with which a process of `services.stage` or `bare` gets this share, 0.5 or more.
+    """Gives the environment with which a process of `services.stage` or `bare` gets this share, 0.5
+    or more.
 
     Raises OSError where no group can be made. The processes must have ended when it is left.
     """

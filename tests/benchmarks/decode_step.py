@@ -1,9 +1,11 @@
-"""One bf16 decode step at batch 64 and context 160 in one stage on both cores, beside a reference executor.
+"""One bf16 decode step at batch 64 and context 160 in one stage on both cores, beside a reference
+executor.
 
     python -m tests.benchmarks.decode_step --model DIR [--reference FOLDER]
 
-`--reference` names a folder with an `executor.py` whose `Executor(path, a, b, num_slots, max_len, dtype)` has
-`step(x, slots, positions, chunks)`. Without it only our own time is printed. Also measures the scheduler's share.
+`--reference` names a folder with an `executor.py` whose `Executor(path, a, b, num_slots, max_len,
+dtype)` has `step(x, slots, positions, chunks)`. Without it only our own time is printed. Also
+measures the scheduler's share.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         device = acquire("cpu:0-1", worker="decode-step", lock_folder=Path(folder))
         ours = Ours(options.model, options.dtype, device)
-        reference = theirs(options.reference, options.model, options.dtype) if options.reference else None
+        reference = (
+            theirs(options.reference, options.model, options.dtype) if options.reference else None
+        )
         figures: dict[str, list[float]] = {"ours_ms": [], "scheduler_ms": [], "reference_ms": []}
         for _ in range(options.rounds):
             steps, scheduling = ours.measure()
@@ -87,9 +91,11 @@ class Ours:
         self._round = 0
 
     def measure(self) -> tuple[float, float]:
-        """Median milliseconds of a whole step, and of the scheduler and StepPlan in it, centered on CONTEXT."""
+        """Median milliseconds of a whole step, and of the scheduler and StepPlan in it, centered on
+        CONTEXT."""
         scheduler = self._prefilled()
-        steps, scheduling = [], []
+        steps = []
+        scheduling = []
         for _ in range(STEPS):
             began_s = time.perf_counter()
             plan = scheduler.schedule()
@@ -109,13 +115,21 @@ class Ours:
         self._executor.reset()
         scheduler = Scheduler(
             SchedulerConfig(
-                num_blocks=self._executor.num_blocks, max_seats=BATCH, token_budget=512, num_lanes=1, max_len=1024
+                num_blocks=self._executor.num_blocks,
+                max_seats=BATCH,
+                token_budget=512,
+                num_lanes=1,
+                max_len=1024,
             )
         )
         params = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
         for index in range(BATCH):
-            prompt = tuple(3 + (index * 7919 + place * 104729) % 31000 for place in range(CONTEXT - STEPS // 2))
-            scheduler.add(Request(key=(str(index), 0), prompt_ids=prompt, params=params, seed=index), Sink())
+            prompt = tuple(
+                3 + (index * 7919 + place * 104729) % 31000 for place in range(CONTEXT - STEPS // 2)
+            )
+            scheduler.add(
+                Request(key=(str(index), 0), prompt_ids=prompt, params=params, seed=index), Sink()
+            )
         while True:
             plan = scheduler.schedule()
             assert plan is not None
@@ -130,11 +144,14 @@ def theirs(folder: str, model: str, dtype: str) -> Callable[[], None]:
     """A decode step of the reference at the same batch and context."""
     sys.path.insert(0, folder)
     module: Any = importlib.import_module("executor")
-    executor = module.Executor(model, 0, 12, num_slots=BATCH, max_len=256, dtype=getattr(torch, dtype))
+    executor = module.Executor(
+        model, 0, 12, num_slots=BATCH, max_len=256, dtype=getattr(torch, dtype)
+    )
     for slot in range(BATCH):
         executor.step(torch.randint(3, 31000, (CONTEXT,)), [], [], [(slot, 0, CONTEXT)], [-1])
     ids = torch.randint(3, 31000, (BATCH,))
-    slots, positions = list(range(BATCH)), [CONTEXT] * BATCH
+    slots = list(range(BATCH))
+    positions = [CONTEXT] * BATCH
 
     def step() -> None:
         executor.step(ids, slots, positions, [], None).float().argmax(-1).tolist()

@@ -1,4 +1,5 @@
-"""How fast doors accept while the stages are idle: jobs are held back by `delay_s`, so that only acceptance counts.
+"""How fast doors accept while the stages are idle: jobs are held back by `delay_s`, so that only
+acceptance counts.
 
 python -m tests.benchmarks.doors
 """
@@ -53,20 +54,29 @@ def http(up: Mapping[str, Any]) -> float:
     """Jobs/s through POST /v1/jobs with CONNECTIONS connections."""
 
     def push(numbers: range) -> None:
-        with httpx.Client(base_url=up["urls"]["gateway"], headers=bearer(up["api_key"]), timeout=60) as client:
+        with httpx.Client(
+            base_url=up["urls"]["gateway"], headers=bearer(up["api_key"]), timeout=60
+        ) as client:
             for number in numbers:
                 client.post("/v1/jobs", json=request(up["model"], number)).raise_for_status()
 
     began_s = time.perf_counter()
     with ThreadPoolExecutor(CONNECTIONS) as pool:
-        for done in [pool.submit(push, range(start, NUM_HTTP, CONNECTIONS)) for start in range(CONNECTIONS)]:
+        for done in [
+            pool.submit(push, range(start, NUM_HTTP, CONNECTIONS)) for start in range(CONNECTIONS)
+        ]:
             done.result()
     return NUM_HTTP / (time.perf_counter() - began_s)
 
 
 def request(model: str, number: int) -> dict[str, object]:
     """One of many alike."""
-    return {"model": model, "prompt": f"words: {number % 1000} =", "max_tokens": 8, "delay_s": HELD_BACK_S}
+    return {
+        "model": model,
+        "prompt": f"words: {number % 1000} =",
+        "max_tokens": 8,
+        "delay_s": HELD_BACK_S,
+    }
 
 
 if __name__ == "__main__":

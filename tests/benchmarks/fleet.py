@@ -1,9 +1,10 @@
-"""A worker joins a fleet under load: how long until the new plan, and until all of its stages serve.
+"""A worker joins a fleet under load: how long until the new plan, and until all of its stages
+serve.
 
     python -m tests.benchmarks.fleet [--time-scale 1]
 
-The fleet has two workers, which hold the demo model only together; its plan is older than the cool-down, so that the
-third gets a stage of a new cut at once.
+The fleet has two workers, which hold the demo model only together; its plan is older than the
+cool-down, so that the third gets a stage of a new cut at once.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ PATIENCE_S = 300.0
 
 def main() -> None:
     """Prints one JSON line, in seconds from the start of the third worker's process."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--time-scale", type=float, default=1.0, help="of the protocol's times")
     given = options.parse_args()
     with (
@@ -64,7 +67,8 @@ def fleet(folder: Path, time_scale: float) -> Iterator[Stack]:
 
 
 def join(stack: Stack, time_scale: float) -> dict[str, object]:
-    """Starts the third worker and looks at plans and pipelines until the new cut serves and every job has ended."""
+    """Starts the third worker and looks at plans and pipelines until the new cut serves and every
+    job has ended."""
     database = connect(stack.urls["database"])
     cool_down_s = COOL_DOWN_POLLS * Times().scaled(time_scale).poll_s
     until(lambda: plan(database).age_s > cool_down_s, timeout_s=PATIENCE_S)

@@ -1,10 +1,11 @@
-"""What a fleet's size costs its servers: processor time of Postgres, Redis, and of whoever asks them.
+"""What a fleet's size costs its servers: processor time of Postgres, Redis, and of whoever asks
+them.
 
 python -m tests.benchmarks.fleet_servers [--rounds 10]
 
-Postgres: a worker's beat, which reads its place in the plan. A coordinator's look at all workers, in Postgres and in
-the relay. Redis: a forming head's look at all cards, in Redis and in the head; stream entries. Processor time, so what
-else runs on the machine makes little difference.
+Postgres: a worker's beat, which reads its place in the plan. A coordinator's look at all workers,
+in Postgres and in the relay. Redis: a forming head's look at all cards, in Redis and in the head;
+stream entries. Processor time, so what else runs on the machine makes little difference.
 """
 
 from __future__ import annotations
@@ -41,13 +42,16 @@ from tests.benchmarks.streams import servers
 SIZES = (100, 1_000, 10_000)
 MODEL = "llama"
 LEASE_S = 3_600.0
-NUM_STREAMS, NUM_ENTRIES = 64, 200
+NUM_STREAMS = 64
+NUM_ENTRIES = 200
 """Of a head with all seats taken: entries of one step travel together."""
 
 
 def main() -> None:
     """Prints one JSON line for each size, then one for stream entries."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=10)
     rounds = parser.parse_args().rounds
     with (
@@ -74,7 +78,12 @@ def fill(connection: Connection, size: int) -> None:
     profile = next(iter(kind.profiles.values()))
     for number in range(size):
         fleets.leave(connection, name_of(number))
-        fleets.join(connection, name_of(number), {MODEL: WorkerOffer(shapes=shapes, profile=profile)}, lease_s=LEASE_S)
+        fleets.join(
+            connection,
+            name_of(number),
+            {MODEL: WorkerOffer(shapes=shapes, profile=profile)},
+            lease_s=LEASE_S,
+        )
     fleets.store_plan(
         connection,
         MODEL,
@@ -91,7 +100,8 @@ def name_of(number: int) -> str:
 
 
 def of_postgres(engine: Engine, rounds: int) -> dict[str, float]:
-    """Milliseconds of a beat and of a coordinator's look, and of the relay's own work with what it saw."""
+    """Milliseconds of a beat and of a coordinator's look, and of the relay's own work with what it
+    saw."""
     beat = Piece(name="beat", work=lambda connection: fleets.beat(connection, name_of(0), LEASE_S))
     look = Piece(name="look", work=FleetSnapshot.of)
     relay_s = []
@@ -148,15 +158,21 @@ def of_cards(url: str, size: int, rounds: int) -> dict[str, float]:
 
 def of_entries(url: str) -> dict[str, float]:
     """Microseconds of Redis and of the head for one token's entry."""
-    writer, jobs = DeltaWriter(url), [uuid4() for _ in range(NUM_STREAMS)]
+    writer = DeltaWriter(url)
+    jobs = [uuid4() for _ in range(NUM_STREAMS)]
 
     def write() -> None:
         for start in range(NUM_ENTRIES):
-            writer.write([(job, Delta(fence=1, start=start, ids=(start,), text=" word")) for job in jobs])
+            writer.write(
+                [(job, Delta(fence=1, start=start, ids=(start,), text=" word")) for job in jobs]
+            )
 
     in_redis_s, in_head_s = spent(url, write)
     num = NUM_STREAMS * NUM_ENTRIES
-    return {"entry_in_redis_us": round(in_redis_s / num * 1e6, 2), "entry_in_head_us": round(in_head_s / num * 1e6, 2)}
+    return {
+        "entry_in_redis_us": round(in_redis_s / num * 1e6, 2),
+        "entry_in_head_us": round(in_head_s / num * 1e6, 2),
+    }
 
 
 def spent(url: str, work: Callable[[], object]) -> tuple[float, float]:
@@ -167,7 +183,8 @@ def spent(url: str, work: Callable[[], object]) -> tuple[float, float]:
         info = client.info("cpu")
         return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
 
-    before_s, began_s = server_s(), time.thread_time()
+    before_s = server_s()
+    began_s = time.thread_time()
     work()
     ended_s = time.thread_time()
     in_server_s = server_s() - before_s

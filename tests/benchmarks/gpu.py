@@ -1,8 +1,11 @@
-"""`make bench-gpu`: the bare engine on a GPU, one thing changed at a time, as ratios of runs that alternate.
+"""`make bench-gpu`: the bare engine on a GPU, one thing changed at a time, as ratios of runs that
+alternate.
 
-    python -m tests.benchmarks.gpu --device cuda:0 [--size 1b] [--rounds 3] [--only products-triton graphs]
+    python -m tests.benchmarks.gpu --device cuda:0 [--size 1b] [--rounds 3] [--only products-triton
+    graphs]
 
-Prints a table and writes a JSON file. A variant that the device refuses is skipped by name, with the reason.
+Prints a table and writes a JSON file. A variant that the device refuses is skipped by name, with
+the reason.
 """
 
 from __future__ import annotations
@@ -61,7 +64,9 @@ def main() -> int:
     options = parser().parse_args()
     load_module(os.environ.get(MODULE_FIELD))
     model = make_sized(options.cache, DTYPE, options.size)
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS if name in {BASE, *options.only}}
+    runs: dict[str, list[dict[str, Any]]] = {
+        name: [] for name in VARIANTS if name in {BASE, *options.only}
+    }
     skipped: dict[str, str] = {}
     for _ in range(options.rounds):
         for name, done in runs.items():
@@ -83,9 +88,13 @@ def main() -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Its options."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--device", default="cuda:0")
-    options.add_argument("--core", default="cpu:0", help="of the chain's first stage, which holds one layer")
+    options.add_argument(
+        "--core", default="cpu:0", help="of the chain's first stage, which holds one layer"
+    )
     options.add_argument("--size", choices=SIZES, default="1b")
     options.add_argument("--prompts", type=int, default=64)
     options.add_argument("--rounds", type=int, default=3)
@@ -97,17 +106,34 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(name: str, model: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """One run of a variant in a process of its own: the line of JSON that it says. Raises Refused."""
-    devices, split = [options.device], []
+    """One run of a variant in a process of its own: the line of JSON that it says. Raises
+    Refused."""
+    devices = [options.device]
+    split = []
     if name == CHAIN:
         num_layers = ModelInfo.read(model).num_layers
-        devices, split = [options.core, options.device], ["--split", f"0-0,1-{num_layers - 1}"]
-    argv = [sys.executable, "-m", "tests.benchmarks.bare", "--model", str(model), "--dtype", DTYPE, "--runs", "1"]
+        devices = [options.core, options.device]
+        split = ["--split", f"0-0,1-{num_layers - 1}"]
+    argv = [
+        sys.executable,
+        "-m",
+        "tests.benchmarks.bare",
+        "--model",
+        str(model),
+        "--dtype",
+        DTYPE,
+        "--runs",
+        "1",
+    ]
     argv += [part for device in devices for part in ("--device", device)] + split
     argv += ["--prompts", str(options.prompts), *VARIANTS[name].arguments]
     argv += ["--kv-bytes", str(options.kv_mib << 20)] if options.kv_mib else []
     done = subprocess.run(
-        argv, env=os.environ | VARIANTS[name].environment, capture_output=True, text=True, check=False
+        argv,
+        env=os.environ | VARIANTS[name].environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     said = done.stderr.strip().splitlines()
     if done.returncode and said and said[-1].startswith(REFUSAL):
@@ -122,7 +148,8 @@ def run(name: str, model: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def figure(name: str, runs: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> Figure:
     """A variant beside the base."""
-    ours, base = speeds(runs[name]), speeds(runs[BASE])
+    ours = speeds(runs[name])
+    base = speeds(runs[BASE])
     command = f"python -m tests.benchmarks.gpu --device {options.device} --size {options.size} --only {name}"
     found = compare(name, ours, base, peer=BASE, unit="tokens/s", target="", command=command)
     note = f"attention {runs[name][0]['attention']}, exact {runs[name][0]['exact']}"

@@ -23,11 +23,15 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--prompts", type=int, default=64, help="only the first so many of W (they are alike)")
+    parser.add_argument(
+        "--prompts", type=int, default=64, help="only the first so many of W (they are alike)"
+    )
     parser.add_argument("--runs", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    model = tf.AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
+    model = tf.AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=getattr(torch, options.dtype)
+    ).eval()
     prompts = workload().prompts[: options.prompts]
     generate(model, prompts[: options.batch], 4)
     speeds = []
@@ -46,7 +50,12 @@ def generate(model: Any, prompts: tuple[tuple[int, ...], ...], new_tokens: int) 
     ids = torch.tensor([(0,) * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([(0,) * (longest - len(prompt)) + (1,) * len(prompt) for prompt in prompts])
     model.generate(
-        ids, attention_mask=mask, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0
+        ids,
+        attention_mask=mask,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=0,
     )
 
 

@@ -1,9 +1,12 @@
-"""Steps in flight over slow links: tokens/s with as many lanes as stages, and with those that a head chooses.
+"""Steps in flight over slow links: tokens/s with as many lanes as stages, and with those that a
+head chooses.
 
-    python -m tests.benchmarks.lanes [--delay-ms 0 20 100 200] [--step-ms 20] [--row-ms 0.5] [--prompts 64]
+    python -m tests.benchmarks.lanes [--delay-ms 0 20 100 200] [--step-ms 20] [--row-ms 0.5]
+    [--prompts 64]
 
-Two stages wait instead of computing, as long as a step of so many rows is said to take: a busy machine disturbs little.
-Scheduler, engines and hops are the product's; frames go through a proxy, which holds each one for the delay.
+Two stages wait instead of computing, as long as a step of so many rows is said to take: a busy
+machine disturbs little. Scheduler, engines and hops are the product's; frames go through a proxy,
+which holds each one for the delay.
 """
 
 from __future__ import annotations
@@ -49,7 +52,9 @@ class WaitingStage:
     dtype = torch.bfloat16
 
     def __init__(self, step_s: float, row_s: float, *, is_last: bool) -> None:
-        self._step_s, self._row_s, self._is_last = step_s, row_s, is_last
+        self._step_s = step_s
+        self._row_s = row_s
+        self._is_last = is_last
         self._never = threading.Event()
 
     def enter_thread(self) -> None:
@@ -73,8 +78,11 @@ class WaitingStage:
 class FarPipeline:
     """A head and a tail, wired through proxies."""
 
-    def __init__(self, folder: Path, options: argparse.Namespace, delay_s: float, *, follows_links: bool) -> None:
-        self._delay_s, self._follows_links = delay_s, follows_links
+    def __init__(
+        self, folder: Path, options: argparse.Namespace, delay_s: float, *, follows_links: bool
+    ) -> None:
+        self._delay_s = delay_s
+        self._follows_links = follows_links
         self._ended: queue.Queue[str] = queue.Queue()
         self._paces = [Pace() for _ in range(NUM_STAGES)]
         head, tail = (
@@ -83,18 +91,30 @@ class FarPipeline:
         )
         self._scheduler = Scheduler(
             SchedulerConfig(
-                num_blocks=NUM_BLOCKS, max_seats=options.prompts, token_budget=TOKEN_BUDGET, num_lanes=1, max_len=1024
+                num_blocks=NUM_BLOCKS,
+                max_seats=options.prompts,
+                token_budget=TOKEN_BUDGET,
+                num_lanes=1,
+                max_len=1024,
             )
         )
-        self._head = HeadEngine(head, self._scheduler, emit=self._emit, on_lost=_ignore, on_step=self._choose)
+        self._head = HeadEngine(
+            head, self._scheduler, emit=self._emit, on_lost=_ignore, on_step=self._choose
+        )
         self._engines: list[Engine] = [self._head, FollowerEngine(tail, on_lost=_ignore)]
         hop = hop_in(folder, delay_s)
-        plans, results = (hop.open_receiver(channel(PIPELINE, kind)) for kind in (Kind.PLAN, Kind.RESULT))
+        plans, results = (
+            hop.open_receiver(channel(PIPELINE, kind)) for kind in (Kind.PLAN, Kind.RESULT)
+        )
         for index, engine in enumerate(self._engines):
             receiver, kind, to = ((results, Kind.PLAN, plans), (plans, Kind.RESULT, results))[index]
-            sender = hop.open_sender(channel(PIPELINE, kind), delayed(to.address, delay_s), CONNECT_S)
+            sender = hop.open_sender(
+                channel(PIPELINE, kind), delayed(to.address, delay_s), CONNECT_S
+            )
             ends: dict[str, Any] = {"receiver": receiver, "sender": sender}
-            ours = wiring(PIPELINE, stage_index=index, num_stages=NUM_STAGES, num_blocks=NUM_BLOCKS, **ends)
+            ours = wiring(
+                PIPELINE, stage_index=index, num_stages=NUM_STAGES, num_blocks=NUM_BLOCKS, **ends
+            )
             engine.wire(replace(ours, first_lanes=NUM_STAGES))
             engine.start()
 
@@ -128,14 +148,18 @@ class FarPipeline:
     def _choose(self, *_: object) -> None:
         """As a pipeline's monitor does, which pings its stages."""
         for pace, engine in zip(self._paces, self._engines, strict=True):
-            pace.note_steps(engine.progress.num_steps, engine.progress.compute_s + engine.progress.hop_s)
+            pace.note_steps(
+                engine.progress.num_steps, engine.progress.compute_s + engine.progress.hop_s
+            )
         if self._follows_links:
             step_s = max(pace.step_s for pace in self._paces)
             self._head.use_lanes(lanes_for(NUM_STAGES, NUM_STAGES * self._delay_s, step_s))
 
 
 @contextmanager
-def pipeline(options: argparse.Namespace, delay_s: float, *, follows_links: bool) -> Iterator[FarPipeline]:
+def pipeline(
+    options: argparse.Namespace, delay_s: float, *, follows_links: bool
+) -> Iterator[FarPipeline]:
     """While entered, it runs."""
     with tempfile.TemporaryDirectory(prefix="shardline-lanes-") as folder:
         found = FarPipeline(Path(folder), options, delay_s, follows_links=follows_links)
@@ -145,21 +169,33 @@ def pipeline(options: argparse.Namespace, delay_s: float, *, follows_links: bool
 
 def main() -> None:
     """Prints a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--delay-ms", type=float, nargs="+", default=[0.0, 20.0, 100.0, 200.0], help="of each frame")
-    parser.add_argument("--step-ms", type=float, default=20.0, help="of a step in one stage, whatever its rows")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--delay-ms", type=float, nargs="+", default=[0.0, 20.0, 100.0, 200.0], help="of each frame"
+    )
+    parser.add_argument(
+        "--step-ms", type=float, default=20.0, help="of a step in one stage, whatever its rows"
+    )
     parser.add_argument("--row-ms", type=float, default=0.5, help="more, for each row")
     parser.add_argument("--prompts", type=int, default=64, help="requests at a time")
     options = parser.parse_args()
-    print("| a frame is under way for | lanes | tokens/s | tokens/s with two lanes | ratio |\n|---|---|---|---|---|")
+    print(
+        "| a frame is under way for | lanes | tokens/s | tokens/s with two lanes | ratio |\n|---|---|---|---|---|"
+    )
     for delay_ms in options.delay_ms:
-        speeds, lanes = [], 0
+        speeds = []
+        lanes = 0
         for follows_links in (False, True):
             with pipeline(options, delay_ms / 1e3, follows_links=follows_links) as found:
                 speeds.append(found.run(workload(options.prompts).prompts))
                 lanes = found.num_lanes
         two, chosen = speeds
-        print(f"| {delay_ms:g} ms | {lanes} | {chosen:.0f} | {two:.0f} | {chosen / two:.2f} |", flush=True)
+        print(
+            f"| {delay_ms:g} ms | {lanes} | {chosen:.0f} | {two:.0f} | {chosen / two:.2f} |",
+            flush=True,
+        )
 
 
 def _ignore(_epoch: int, _reason: str) -> None:

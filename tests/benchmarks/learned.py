@@ -3,10 +3,12 @@
     python -m tests.benchmarks.learned split [--pulls 60] [--learners 3]
     python -m tests.benchmarks.learned steps [--episodes 40] [--learners 3]
 
-- split: a bandit (UCB1) tries splits of unlike devices, one episode each, and takes what was fastest on average; beside
-  it the planner, which computes one by the devices' profiles, and `shardline tune`, which simulates some beside it.
-- steps: a Q-table chooses the token budget of each step by how many jobs decode and how many wait for their first
-  token, and learns from the seconds that all jobs spend waiting; beside it fixed budgets, of which 256 is the default.
+- split: a bandit (UCB1) tries splits of unlike devices, one episode each, and takes what was
+  fastest on average; beside it the planner, which computes one by the devices' profiles, and
+  `shardline tune`, which simulates some beside it.
+- steps: a Q-table chooses the token budget of each step by how many jobs decode and how many wait
+  for their first token, and learns from the seconds that all jobs spend waiting; beside it fixed
+  budgets, of which 256 is the default.
 
 Each line is the median of several learners, judged by episodes that they have not seen.
 """
@@ -45,9 +47,16 @@ from shardline_fleet.simulator.tuning import Setting, Tuner, TuningGoal, with_se
 from shardline_scheduler.scheduler_config import SchedulerConfig
 from tests.benchmarks.simulated import refuse
 
-MODEL = {"hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40, "vocab_size": 32000}
-FEW_HEADS, ALL_HEADS = 8, 40
-"""That have KV: with all of them two devices hold that of 16 requests beside the weights, not of 64."""
+MODEL = {
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_attention_heads": 40,
+    "vocab_size": 32000,
+}
+FEW_HEADS = 8
+ALL_HEADS = 40
+"""That have KV: with all of them two devices hold that of 16 requests beside the weights, not of
+64."""
 NUM_LAYERS = 40
 """13 billion parameters: no device of 24 GB holds them."""
 NUM_JUDGED = 5
@@ -66,7 +75,8 @@ NUM_TRIALS = 30
 
 
 def compare_splits(options: argparse.Namespace) -> None:
-    """Prints a Markdown table: output tokens/s, and of the bandit also what it had while it learned."""
+    """Prints a Markdown table: output tokens/s, and of the bandit also what it had while it
+    learned."""
     columns = (
         "devices",
         "KV heads",
@@ -83,8 +93,12 @@ def compare_splits(options: argparse.Namespace) -> None:
         kept = [setting for setting in Setting if setting is not Setting.SPLIT]
         tuner = Tuner(fleet, Path(), TuningGoal.TOKENS_PER_S, kept)
         _, best, _ = tuner.run(NUM_TRIALS, lambda _number, _trial: None)
-        planned, tuned = judged_speed(fleet), judged_speed(with_settings(fleet, best.candidate))
-        learners = [learn_split(fleet, options.pulls, random.Random(seed)) for seed in range(options.learners)]
+        planned = judged_speed(fleet)
+        tuned = judged_speed(with_settings(fleet, best.candidate))
+        learners = [
+            learn_split(fleet, options.pulls, random.Random(seed))
+            for seed in range(options.learners)
+        ]
         learned = statistics.median(judged_speed(with_split(fleet, split)) for split, _ in learners)
         learning = statistics.median(mean for _, mean in learners)
         shown = (" + ".join(devices), str(kv_heads), ", ".join(map(str, sizes.values())))
@@ -93,16 +107,19 @@ def compare_splits(options: argparse.Namespace) -> None:
 
 
 def learn_split(fleet: FleetFile, num_pulls: int, source: random.Random) -> tuple[str, float]:
-    """The split that was fastest on average, and the mean speed of all episodes. By UCB1: each split once, in random
-    order, then always the one whose mean and uncertainty together promise most. One that memory does not hold costs no
-    episode."""
+    """The split that was fastest on average, and the mean speed of all episodes. By UCB1: each
+    split once, in random order, then always the one whose mean and uncertainty together promise
+    most. One that memory does not hold costs no episode."""
     untried = [f"0-{bound - 1},{bound}-{NUM_LAYERS - 1}" for bound in range(1, NUM_LAYERS)]
     source.shuffle(untried)
     speeds: dict[str, list[float]] = {}
     everything: list[float] = []
     while len(everything) < num_pulls:
-        log_pulls, most = math.log(len(everything) + 1), max(everything, default=1.0)
-        arm = untried.pop() if untried else max(speeds, key=partial(promise, speeds, log_pulls, most))
+        log_pulls = math.log(len(everything) + 1)
+        most = max(everything, default=1.0)
+        arm = (
+            untried.pop() if untried else max(speeds, key=partial(promise, speeds, log_pulls, most))
+        )
         try:
             found = speed(with_split(fleet, arm), seed=source.randrange(FIRST_JUDGED))
         except Invalid:
@@ -147,12 +164,26 @@ def judged_speed(fleet: FleetFile) -> float:
 BUDGETS = (64, 128, 256, 512, 1024)
 DEFAULT_BUDGET = 256
 LOADS = {
-    "chat, half full": {"scenario": "server", "rate": 1.0, "prompt": 256, "output": 128, "spread": 0.8},
+    "chat, half full": {
+        "scenario": "server",
+        "rate": 1.0,
+        "prompt": 256,
+        "output": 128,
+        "spread": 0.8,
+    },
     "chat, full": {"scenario": "server", "rate": 2.0, "prompt": 256, "output": 128, "spread": 0.8},
-    "long prompts": {"scenario": "server", "rate": 0.25, "prompt": 3000, "output": 64, "spread": 0.8},
+    "long prompts": {
+        "scenario": "server",
+        "rate": 0.25,
+        "prompt": 3000,
+        "output": 64,
+        "spread": 0.8,
+    },
     "batch": {"scenario": "offline", "jobs": 200, "prompt": 512, "output": 64, "spread": 0.8},
 }
-LEARNING_RATE, EXPLORED, HORIZON_S = 0.1, 0.1, 10.0
+LEARNING_RATE = 0.1
+EXPLORED = 0.1
+HORIZON_S = 10.0
 """Of Q-learning; seconds in the far future count less by e for each horizon."""
 NUM_BLOCKS = 10_000
 State = tuple[int, int]
@@ -184,19 +215,23 @@ class LearnedHead(SimulatedHead):
 
     def __init__(self, table: QTable, line: JobLine, *given: Any) -> None:
         super().__init__(*given)
-        self._table, self._line = table, line
+        self._table = table
+        self._line = line
         self._last: tuple[State, int, float] | None = None
 
     @override
     def _turn(self, chain: StageChain) -> None:
-        jobs, now_s = self._jobs.values(), self._agenda.now_s
+        jobs = self._jobs.values()
+        now_s = self._agenda.now_s
         num_fresh = sum(job.first_s is None for job in jobs)
         state = (len(jobs) - num_fresh).bit_length(), num_fresh.bit_length()
         if self._last is not None:
             before, budget, at_s = self._last
             elapsed_s = now_s - at_s
             num_jobs = len(jobs) + self._line.num_waiting
-            self._table.learn(before, budget, -elapsed_s * num_jobs, math.exp(-elapsed_s / HORIZON_S), state)
+            self._table.learn(
+                before, budget, -elapsed_s * num_jobs, math.exp(-elapsed_s / HORIZON_S), state
+            )
         budget = self._table.choose(state)
         self._last = state, budget, now_s
         self._scheduler.config = replace(self._scheduler.config, token_budget=budget)
@@ -211,12 +246,17 @@ class Chain:
 
     def made(self) -> StageChain:
         """With nothing under way."""
-        text = {"model": {**MODEL, "num_hidden_layers": NUM_LAYERS}, "cells": [{"devices": {"l4": self.num_stages}}]}
+        text = {
+            "model": {**MODEL, "num_hidden_layers": NUM_LAYERS},
+            "cells": [{"devices": {"l4": self.num_stages}}],
+        }
         fleet = msgspec.convert(text, FleetFile)
         model: ModelCosts = read_model(fleet, Path())
         (kind,) = SampledFleet.of(fleet, model, Path()).kinds
         parts = zip(kind.profiles.values(), even_split(NUM_LAYERS, self.num_stages), strict=True)
-        return StageChain(model, [StageAssignment((profile,), part.start, part.stop) for profile, part in parts])
+        return StageChain(
+            model, [StageAssignment((profile,), part.start, part.stop) for profile, part in parts]
+        )
 
 
 def exact(_line: JobLine, *given: Any) -> SimulatedHead:
@@ -225,15 +265,22 @@ def exact(_line: JobLine, *given: Any) -> SimulatedHead:
 
 
 def compare_steps(options: argparse.Namespace) -> None:
-    """Prints a Markdown table: mean seconds of a request and the 99th percentile of those to the first token."""
+    """Prints a Markdown table: mean seconds of a request and the 99th percentile of those to the
+    first token."""
     policies = (*(f"budget {budget}" for budget in BUDGETS), "Q-table", "Q-table / best fixed")
     print(f"| stages | load | {' | '.join(policies)} |\n|---|---|{'---|' * len(policies)}")
     for num_stages in (2, 4):
         for name, load in LOADS.items():
-            chain, jobs = Chain(num_stages), msgspec.convert(load, LoadFile)
+            chain = Chain(num_stages)
+            jobs = msgspec.convert(load, LoadFile)
             fixed = [judge(chain, jobs, exact, budget) for budget in BUDGETS]
-            learners = [learn_steps(chain, jobs, options.episodes, seed) for seed in range(options.learners)]
-            learned = [judge(chain, jobs, partial(LearnedHead, table), DEFAULT_BUDGET) for table in learners]
+            learners = [
+                learn_steps(chain, jobs, options.episodes, seed) for seed in range(options.learners)
+            ]
+            learned = [
+                judge(chain, jobs, partial(LearnedHead, table), DEFAULT_BUDGET)
+                for table in learners
+            ]
             request_s, ttft_s = (statistics.median(each) for each in zip(*learned, strict=True))
             ratio = request_s / min(each[0] for each in fixed)
             shown = [f"{one:.2f}, {other:.2f}" for one, other in (*fixed, (request_s, ttft_s))]
@@ -245,12 +292,16 @@ def learn_steps(chain: Chain, load: LoadFile, num_episodes: int, seed: int) -> Q
     source = random.Random(seed)
     table = QTable(source)
     for _ in range(num_episodes):
-        play(chain, load, partial(LearnedHead, table), DEFAULT_BUDGET, source.randrange(FIRST_JUDGED))
+        play(
+            chain, load, partial(LearnedHead, table), DEFAULT_BUDGET, source.randrange(FIRST_JUDGED)
+        )
     table.explored = 0.0
     return table
 
 
-def judge(chain: Chain, load: LoadFile, head: Callable[..., SimulatedHead], budget: int) -> tuple[float, float]:
+def judge(
+    chain: Chain, load: LoadFile, head: Callable[..., SimulatedHead], budget: int
+) -> tuple[float, float]:
     """Mean seconds of a request, and the 99th percentile of those to its first token."""
     tallies = [play(chain, load, head, budget, seed) for seed in judged()]
     request_s = [seconds for tally in tallies for seconds in tally.request_s]
@@ -258,9 +309,13 @@ def judge(chain: Chain, load: LoadFile, head: Callable[..., SimulatedHead], budg
     return statistics.mean(request_s), statistics.quantiles(ttft_s, n=100)[-1]
 
 
-def play(chain: Chain, load: LoadFile, head: Callable[..., SimulatedHead], budget: int, seed: int) -> Tally:
+def play(
+    chain: Chain, load: LoadFile, head: Callable[..., SimulatedHead], budget: int, seed: int
+) -> Tally:
     """One episode of one pipeline."""
-    agenda, line, tally = Agenda(), JobLine(), Tally()
+    agenda = Agenda()
+    line = JobLine()
+    tally = Tally()
     calls = HeadCalls(
         tokens=lambda job, num: tally.add_tokens(job, num, agenda.now_s),
         ended=lambda job: tally.add_end(job, agenda.now_s),
@@ -270,7 +325,12 @@ def play(chain: Chain, load: LoadFile, head: Callable[..., SimulatedHead], budge
     )
     arrivals = Arrivals(load, Path())
     config = SchedulerConfig(
-        num_blocks=1, max_seats=64, token_budget=budget, num_lanes=1, max_len=arrivals.max_len, prefix_cache=False
+        num_blocks=1,
+        max_seats=64,
+        token_budget=budget,
+        num_lanes=1,
+        max_len=arrivals.max_len,
+        prefix_cache=False,
     )
     head(line, agenda, config, calls, 1.0).lead(chain.made(), NUM_BLOCKS, chain.num_stages)
     jobs = [
@@ -293,7 +353,9 @@ STUDIES = {"split": compare_splits, "steps": compare_steps}
 
 def main() -> None:
     """Runs one comparison."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("study", choices=STUDIES)
     options.add_argument("--pulls", type=int, default=60, help="episodes of a bandit")
     options.add_argument("--episodes", type=int, default=40, help="of a Q-table")

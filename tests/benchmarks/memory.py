@@ -35,10 +35,24 @@ def main() -> None:
         Client(database_url=up["urls"]["database"], redis_url=up["urls"]["redis"]) as client,
     ):
         run(client, up["model"], workload())
-        stages = [psutil.Process(up["processes"][name]).memory_full_info().pss / MIB for name in ("stage-0", "stage-1")]
+        stages = [
+            psutil.Process(up["processes"][name]).memory_full_info().pss / MIB
+            for name in ("stage-0", "stage-1")
+        ]
     weights = [size / MIB for size in weights_of(Path(options.model))]
-    ratios = [pss / (imports + 1.15 * size + KV_MIB) for pss, size in zip(stages, weights, strict=True)]
-    print(json.dumps({"pss_mib": stages, "imports_mib": imports, "weights_mib": weights, "ratio": max(ratios)}))
+    ratios = [
+        pss / (imports + 1.15 * size + KV_MIB) for pss, size in zip(stages, weights, strict=True)
+    ]
+    print(
+        json.dumps(
+            {
+                "pss_mib": stages,
+                "imports_mib": imports,
+                "weights_mib": weights,
+                "ratio": max(ratios),
+            }
+        )
+    )
 
 
 def weights_of(folder: Path) -> tuple[int, int]:
@@ -46,7 +60,9 @@ def weights_of(folder: Path) -> tuple[int, int]:
     first = second = 0
     with safe_open(folder / "model.safetensors", "pt") as file:
         names = list(file.keys())
-        num_layers = 1 + max(int(name.split(".")[2]) for name in names if name.startswith("model.layers."))
+        num_layers = 1 + max(
+            int(name.split(".")[2]) for name in names if name.startswith("model.layers.")
+        )
         for name in names:
             size = file.get_tensor(name).nbytes
             layer = int(name.split(".")[2]) if name.startswith("model.layers.") else None

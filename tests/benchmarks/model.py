@@ -1,4 +1,5 @@
-"""The benchmarks' models: Llamas with random weights, made once per dtype. Speed does not depend on them."""
+"""The benchmarks' models: Llamas with random weights, made once per dtype. Speed does not depend on
+them."""
 
 from __future__ import annotations
 
@@ -29,12 +30,28 @@ CONFIG: dict[str, Any] = {
 }
 
 SIZES: dict[str, dict[str, int]] = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
     "174m": {},
-    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
-    "8b": {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
 }
-"""What models of other sizes have otherwise. They are drawn in float32: the largest takes 30 GB of memory to make."""
+"""What models of other sizes have otherwise. They are drawn in float32: the largest takes 30 GB of
+memory to make."""
 
 
 def make_sized(folder: Path, dtype: str, size: str) -> Path:
@@ -48,17 +65,20 @@ def make_sized(folder: Path, dtype: str, size: str) -> Path:
 
 
 def make(folder: Path, dtype: str, context: int = CONTEXT) -> Path:
-    """The model's folder, made if it is not there. Weights are drawn once in fp32, then stored in `dtype`; they are the
-    same for every `context`, in tokens."""
-    path = folder / (f"llama-174m-{dtype}" if context == CONTEXT else f"llama-174m-{dtype}-{context}")
+    """The model's folder, made if it is not there. Weights are drawn once in fp32, then stored in
+    `dtype`; they are the same for every `context`, in tokens."""
+    path = folder / (
+        f"llama-174m-{dtype}" if context == CONTEXT else f"llama-174m-{dtype}-{context}"
+    )
     if (path / "config.json").exists():
         return path
     return _save(_drawn(max_position_embeddings=context), path, dtype)
 
 
 def make_copier(folder: Path, dtype: str) -> Path:
-    """The same model with weights such that token t + 1 follows token t: it copies a text that counts, at the cost of
-    any other. Its layers add next to nothing, and its output layer is the embedding, moved by one row."""
+    """The same model with weights such that token t + 1 follows token t: it copies a text that
+    counts, at the cost of any other. Its layers add next to nothing, and its output layer is the
+    embedding, moved by one row."""
     path = folder / f"llama-174m-copier-{dtype}"
     if (path / "config.json").exists():
         return path
@@ -79,13 +99,17 @@ def _drawn(**changes: Any) -> Any:
 def _save(model: Any, path: Path, dtype: str) -> Path:
     model.to(getattr(torch, dtype)).save_pretrained(path)
     _tokenizer().save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<1>", "eos_token": "<2>"}))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<1>", "eos_token": "<2>"})
+    )
     return path
 
 
 def _tokenizer() -> Tokenizer:
     """One word per id: prompts are sent as ids, and every output has a text."""
-    tokenizer = Tokenizer(models.WordLevel({f"<{number}>": number for number in range(VOCABULARY)}, unk_token="<0>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({f"<{number}>": number for number in range(VOCABULARY)}, unk_token="<0>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Fuse()
     return tokenizer

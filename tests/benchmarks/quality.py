@@ -1,10 +1,13 @@
-"""What a dtype costs in quality: how well one stage foretells right answers, given what stands before each token.
+"""What a dtype costs in quality: how well one stage foretells right answers, given what stands
+before each token.
 
-    python -m tests.benchmarks.quality [--num 1000] [--dtype float32 bfloat16 int8] [--device cpu:0] [--int8-hops 1]
+    python -m tests.benchmarks.quality [--num 1000] [--dtype float32 bfloat16 int8] [--device cpu:0]
+    [--int8-hops 1]
 
-The model is clerk, the demo's, on prompts that it was not trained on. Perplexity is over the tokens of the answers,
-ends included. An answer is right if each of its tokens is the likeliest: greedy decoding would have given it. With
-`--int8-hops` the layers are cut evenly at so many places, and activations pass there as int8.
+The model is clerk, the demo's, on prompts that it was not trained on. Perplexity is over the tokens
+of the answers, ends included. An answer is right if each of its tokens is the likeliest: greedy
+decoding would have given it. With `--int8-hops` the layers are cut evenly at so many places, and
+activations pass there as int8.
 """
 
 from __future__ import annotations
@@ -50,14 +53,18 @@ def asked(num: int) -> list[Asked]:
     return [
         Asked(
             prompt=tokenizer(example.prompt)["input_ids"],
-            answer=tokenizer(example.answer + tokenizer.eos_token, add_special_tokens=False)["input_ids"],
+            answer=tokenizer(example.answer + tokenizer.eos_token, add_special_tokens=False)[
+                "input_ids"
+            ],
         )
         for example in examples(0, num, "unseen")
     ]
 
 
 @torch.inference_mode()
-def score(dtype: str, device: Device, questions: Sequence[Asked], cache: Path, num_hops: int) -> str:
+def score(
+    dtype: str, device: Device, questions: Sequence[Asked], cache: Path, num_hops: int
+) -> str:
     """One row of the table."""
     info = ModelInfo.read(FOLDER)
     *before, tail = [
@@ -71,7 +78,8 @@ def score(dtype: str, device: Device, questions: Sequence[Asked], cache: Path, n
         )
         for layers in even_split(info.num_layers, 1 + num_hops)
     ]
-    losses, num_right = [], 0
+    losses = []
+    num_right = 0
     for question in questions:
         ids = torch.tensor(question.prompt + question.answer)
         span = Span(start=0, length=len(ids), blocks=list(range(blocks_for(len(ids)))))
@@ -80,7 +88,9 @@ def score(dtype: str, device: Device, questions: Sequence[Asked], cache: Path, n
         for stage in before:
             x = rounded(stage.forward.hidden([span], x))
         logits = tail.forward.sampled_outputs([span], x, rows).float()
-        losses.append(torch.nn.functional.cross_entropy(logits, ids[len(question.prompt) :], reduction="none"))
+        losses.append(
+            torch.nn.functional.cross_entropy(logits, ids[len(question.prompt) :], reduction="none")
+        )
         num_right += int(torch.equal(logits.argmax(-1), ids[len(question.prompt) :]))
     perplexity = torch.cat(losses).double().mean().exp()
     return f"| {dtype} | {perplexity:.6f} | {num_right} of {len(questions)} |"
@@ -103,17 +113,24 @@ def rounded(states: Tensor) -> Tensor:
 
 def main() -> None:
     """Prints a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--num", type=int, default=1000, help="prompts")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16", "int8"])
     parser.add_argument("--device", default="cpu:0")
-    parser.add_argument("--int8-hops", type=int, default=0, help="cuts behind which activations were int8")
+    parser.add_argument(
+        "--int8-hops", type=int, default=0, help="cuts behind which activations were int8"
+    )
     options = parser.parse_args()
     questions = asked(options.num)
     rows = ["| dtype | perplexity of right answers | answers right |", "|---|---|---|"]
     with tempfile.TemporaryDirectory() as folder:
         device = acquire(options.device, worker="quality", lock_folder=Path(folder))
-        rows += [score(dtype, device, questions, Path(folder), options.int8_hops) for dtype in options.dtype]
+        rows += [
+            score(dtype, device, questions, Path(folder), options.int8_hops)
+            for dtype in options.dtype
+        ]
     print("\n".join(rows))
 
 

@@ -1,9 +1,11 @@
-"""Ranks of a core each beside one process of as many threads, and one on one core: milliseconds of a step.
+"""Ranks of a core each beside one process of as many threads, and one on one core: milliseconds of
+a step.
 
     python -m tests.benchmarks.ranks [--model DIR] [--dtype bfloat16] [--cores 0-1] [--rounds 5]
 
-Each shape is a process that holds the whole model. They take turns in every round, so that whoever else uses the
-machine disturbs all. Prints a line for each kind of step: the medians, and the ranks' speed as a ratio to the threads'.
+Each shape is a process that holds the whole model. They take turns in every round, so that whoever
+else uses the machine disturbs all. Prints a line for each kind of step: the medians, and the ranks'
+speed as a ratio to the threads'.
 """
 
 from __future__ import annotations
@@ -48,26 +50,40 @@ class Shape(NamedTuple):
 
 def main() -> None:
     """Loads all shapes, then lets them take turns."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--model", type=Path, help="default: the model of `make bench`")
     options.add_argument("--dtype", default="bfloat16")
     options.add_argument("--cores", default="0-1", help="divided among the ranks")
     options.add_argument("--rounds", type=int, default=5)
     given = options.parse_args()
     cores = parse_cores(f"cpu:{given.cores}")
-    first, both = f"cpu:{cores[0]}", f"cpu:{show_cores(cores)}"
-    shapes = {"one core": Shape(first, 1), "threads": Shape(both, 1), "ranks": Shape(both, len(cores))}
-    folder = given.model or bench_model.make(Path.home() / ".cache" / "shardline-bench", given.dtype)
+    first = f"cpu:{cores[0]}"
+    both = f"cpu:{show_cores(cores)}"
+    shapes = {
+        "one core": Shape(first, 1),
+        "threads": Shape(both, 1),
+        "ranks": Shape(both, len(cores)),
+    }
+    folder = given.model or bench_model.make(
+        Path.home() / ".cache" / "shardline-bench", given.dtype
+    )
     with ExitStack() as stack:
         locks = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         links = {
-            name: stack.enter_context(started(folder, given.dtype, shape, locks)) for name, shape in shapes.items()
+            name: stack.enter_context(started(folder, given.dtype, shape, locks))
+            for name, shape in shapes.items()
         }
         rounds = [{name: turn(link) for name, link in links.items()} for _ in range(given.rounds)]
     for step in rounds[0]["ranks"]:
         ms = {name: statistics.median(times[name][step] for times in rounds) for name in shapes}
         shown = {f"{name}_ms": round(each, 2) for name, each in ms.items()}
-        print(json.dumps({"step": step, **shown, "speed_of_ranks": round(ms["threads"] / ms["ranks"], 3)}))
+        print(
+            json.dumps(
+                {"step": step, **shown, "speed_of_ranks": round(ms["threads"] / ms["ranks"], 3)}
+            )
+        )
 
 
 def started(folder: Path, dtype: str, shape: Shape, locks: Path) -> Connection:
@@ -90,7 +106,9 @@ def turn(link: Connection) -> dict[str, float]:
 def serve(link: Connection, folder: Path, dtype: str, shape: Shape, locks: Path) -> None:
     """Measures at every message until the link is closed."""
     log_to_stderr()
-    taken = acquire(shape.device, worker=str(shape), lock_folder=locks, shared=True, num_ranks=shape.num_ranks)
+    taken = acquire(
+        shape.device, worker=str(shape), lock_folder=locks, shared=True, num_ranks=shape.num_ranks
+    )
     info = ModelInfo.read(folder)
     num_tokens = max(DECODES) * ceil_div(CONTEXT + 1, BLOCK_TOKENS) * BLOCK_TOKENS
     executor = Executor.load(
@@ -98,7 +116,11 @@ def serve(link: Connection, folder: Path, dtype: str, shape: Shape, locks: Path)
         layers=range(info.num_layers),
         device=taken,
         dtype=dtype,
-        limits=Limits(kv_bytes=num_tokens * kv_bytes_per_token(info), token_budget=PREFILL, max_open=max(DECODES)),
+        limits=Limits(
+            kv_bytes=num_tokens * kv_bytes_per_token(info),
+            token_budget=PREFILL,
+            max_open=max(DECODES),
+        ),
         cache_folder=folder,
     )
     link.send(None)
@@ -113,7 +135,14 @@ def serve(link: Connection, folder: Path, dtype: str, shape: Shape, locks: Path)
 def kv_bytes_per_token(info: ModelInfo) -> int:
     """Of all layers, in float32: no KV is wider."""
     config = info.config
-    return 2 * 4 * info.num_layers * config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+    return (
+        2
+        * 4
+        * info.num_layers
+        * config.num_key_value_heads
+        * config.hidden_size
+        // config.num_attention_heads
+    )
 
 
 @torch.inference_mode()

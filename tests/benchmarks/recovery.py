@@ -1,11 +1,14 @@
-"""From SIGKILL of a stage under 64 running sequences to the next streamed token of each, with and without a spare.
+"""From SIGKILL of a stage under 64 running sequences to the next streamed token of each, with and
+without a spare.
 
-python -m tests.benchmarks.recovery --victim stage-1 [--spare [--stays-away]] [--model DIR --dtype float32] [--rounds 3]
+python -m tests.benchmarks.recovery --victim stage-1 [--spare [--stays-away]] [--model DIR --dtype
+float32] [--rounds 3]
 
-A spare is a further process with the victim's layers, on the victim's core: with --stays-away the victim starts again
-only when the round is over, as if its machine were lost, so that it does not load where the spare computes. A further
-head leads a pipeline of its own as soon as it finds stages that are free. Phases are seconds from SIGKILL to the first
-such moment, by the logs of the stack: medians of the rounds.
+A spare is a further process with the victim's layers, on the victim's core: with --stays-away the
+victim starts again only when the round is over, as if its machine were lost, so that it does not
+load where the spare computes. A further head leads a pipeline of its own as soon as it finds stages
+that are free. Phases are seconds from SIGKILL to the first such moment, by the logs of the stack:
+medians of the rounds.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ from services.standalone.state_dir import SUPERVISOR, StateDir
 from shardline.client import AsyncClient
 from tests.benchmarks.service import stack
 
-HEAD, TAIL = "stage-0", "stage-1"
+HEAD = "stage-0"
+TAIL = "stage-1"
 SEQUENCES = 64
 PROMPTS = [f"sort: {number}, 7 =" for number in range(SEQUENCES)]
 MAX_TOKENS = 380
@@ -55,12 +59,16 @@ EVENTS = {
 
 
 def main() -> None:
-    """Prints seconds as one JSON line: median and worst of all sequences in all rounds, the phases, and the start of a
-    stage that is no fork of the warm parent."""
+    """Prints seconds as one JSON line: median and worst of all sequences in all rounds, the phases,
+    and the start of a stage that is no fork of the warm parent."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--victim", choices=(HEAD, TAIL), required=True)
-    parser.add_argument("--spare", action="store_true", help="a further process waits with the victim's layers")
-    parser.add_argument("--stays-away", action="store_true", help="the victim does not start again meanwhile")
+    parser.add_argument(
+        "--spare", action="store_true", help="a further process waits with the victim's layers"
+    )
+    parser.add_argument(
+        "--stays-away", action="store_true", help="the victim does not start again meanwhile"
+    )
     parser.add_argument("--model", default=str(CLERK))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=3)
@@ -83,13 +91,19 @@ def main() -> None:
     figures = {"p50_s": statistics.median(gaps), "worst_s": max(gaps), "num_gaps": len(gaps)}
     figures["cold_start_s"] = statistics.median(starts)
     medians = {name: round(statistics.median(each), 3) for name, each in phases.items()}
-    print(json.dumps({**figures, "phases_s": medians, "victim": options.victim, "spare": options.spare}))
+    print(
+        json.dumps(
+            {**figures, "phases_s": medians, "victim": options.victim, "spare": options.spare}
+        )
+    )
 
 
 async def kill(home: StateDir, victim: str, phases: dict[str, list[float]]) -> list[float]:
     """One round: seconds until the next token of each sequence that was running."""
     up = up_of(home)
-    async with AsyncClient(database_url=up["urls"]["database"], redis_url=up["urls"]["redis"]) as client:
+    async with AsyncClient(
+        database_url=up["urls"]["database"], redis_url=up["urls"]["redis"]
+    ) as client:
         common = {"model": up["model"], "max_tokens": MAX_TOKENS, "ignore_eos": True}
         ids = await client.submit_many(
             [{**common, "prompt": prompt, "seed": seed} for seed, prompt in enumerate(PROMPTS)]
@@ -98,7 +112,8 @@ async def kill(home: StateDir, victim: str, phases: dict[str, list[float]]) -> l
         running = asyncio.Event()
         readers = [asyncio.create_task(read(client, job_id, arrivals, running)) for job_id in ids]
         await asyncio.wait_for(running.wait(), START_S)
-        killed_s, killed_at = time.monotonic(), datetime.now(UTC)
+        killed_s = time.monotonic()
+        killed_at = datetime.now(UTC)
         killed_since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         os.kill(killed := up["processes"][victim], signal.SIGKILL)
         await asyncio.gather(*readers)
@@ -111,7 +126,9 @@ async def kill(home: StateDir, victim: str, phases: dict[str, list[float]]) -> l
         phases["process started"].append(since_boot_s(pid) - killed_since_boot_s)
     for event, logs in EVENTS.items():
         if moments := [
-            at for name in logs for at in moments_of(home.folder / "logs" / f"{name}.log", event, killed_at)
+            at
+            for name in logs
+            for at in moments_of(home.folder / "logs" / f"{name}.log", event, killed_at)
         ]:
             phases[event].append(min(moments))
     phases["first token"].append(min(gaps))
@@ -130,8 +147,11 @@ def supervisor_stopped(home: StateDir) -> Iterator[None]:
 
 
 def since_boot_s(pid: int) -> float:
-    """When a process started, as its system says: exact to a hundredth of a second, unlike the wall clock's time."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    """When a process started, as its system says: exact to a hundredth of a second, unlike the wall
+    clock's time."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf(
+        "SC_CLK_TCK"
+    )
 
 
 def moments_of(log: Path, event: str, since: datetime) -> Iterator[float]:
@@ -143,7 +163,9 @@ def moments_of(log: Path, event: str, since: datetime) -> Iterator[float]:
                 yield after_s
 
 
-async def read(client: AsyncClient, job_id: UUID, arrivals: dict[UUID, list[float]], running: asyncio.Event) -> None:
+async def read(
+    client: AsyncClient, job_id: UUID, arrivals: dict[UUID, list[float]], running: asyncio.Event
+) -> None:
     """Notes when deltas come, and when every sequence has enough of them."""
     async for _ in client.stream(job_id):
         arrivals[job_id].append(time.monotonic())
@@ -153,7 +175,8 @@ async def read(client: AsyncClient, job_id: UUID, arrivals: dict[UUID, list[floa
 
 @contextmanager
 def spare(home: StateDir, place: str) -> Iterator[float]:
-    """A further process with the layers of `place`, on its core. Gives the seconds of its start and load."""
+    """A further process with the layers of `place`, on its core. Gives the seconds of its start and
+    load."""
     up = up_of(home)
     stage = psutil.Process(up["processes"][place])
     own = {
@@ -171,7 +194,11 @@ def spare(home: StateDir, place: str) -> Iterator[float]:
     began_s = time.monotonic()
     with told.open("wb") as log:
         twin = subprocess.Popen(
-            [sys.executable, "-m", "services.stage"], env=stage.environ() | own, cwd=stage.cwd(), stdout=log, stderr=log
+            [sys.executable, "-m", "services.stage"],
+            env=stage.environ() | own,
+            cwd=stage.cwd(),
+            stdout=log,
+            stderr=log,
         )
     try:
         wait(waits[place])
@@ -190,7 +217,11 @@ def up_of(home: StateDir) -> dict[str, Any]:
     return up
 
 
-@retry(wait=wait_fixed(0.05), stop=stop_after_delay(START_S), retry=retry_if_result(lambda holds: not holds))
+@retry(
+    wait=wait_fixed(0.05),
+    stop=stop_after_delay(START_S),
+    retry=retry_if_result(lambda holds: not holds),
+)
 def wait(condition: Callable[[], bool]) -> bool:
     """Until it holds."""
     return condition()

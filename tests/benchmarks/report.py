@@ -1,4 +1,5 @@
-"""What a benchmark says: one figure, what it stands beside, and the target. Owns `results/latest.json`."""
+"""What a benchmark says: one figure, what it stands beside, and the target. Owns
+`results/latest.json`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ LATEST = Path(__file__).parent / "results" / "latest.json"
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """`ratio` is value / peer. `target` reads `>= 0.9` or `<= 1.2` and is about the ratio, or the value without one."""
+    """`ratio` is value / peer. `target` reads `>= 0.9` or `<= 1.2` and is about the ratio, or the
+    value without one."""
 
     name: str
     value: float
@@ -38,10 +40,18 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(
-    name: str, ours: Sequence[float], theirs: Sequence[float], *, peer: str, unit: str, target: str, command: str
+    name: str,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    *,
+    peer: str,
+    unit: str,
+    target: str,
+    command: str,
 ) -> Figure:
     """Medians of runs that alternated, and their ratio."""
-    value, other = statistics.median(ours), statistics.median(theirs)
+    value = statistics.median(ours)
+    other = statistics.median(theirs)
     return Figure(
         name=name,
         value=round(value, 3),
@@ -68,5 +78,12 @@ def show(figures: Sequence[Figure]) -> None:
     for figure in figures:
         peer = f"{figure.peer} {figure.peer_value or ''}".strip()
         met = {None: "", True: "yes", False: "NO"}[figure.is_met]
-        table.add_row(figure.name, f"{figure.value:g} {figure.unit}", peer, f"{figure.ratio or ''}", figure.target, met)
+        table.add_row(
+            figure.name,
+            f"{figure.value:g} {figure.unit}",
+            peer,
+            f"{figure.ratio or ''}",
+            figure.target,
+            met,
+        )
     Console(width=140).print(table)

@@ -1,9 +1,11 @@
 """The store's statements on tables with millions of rows: their times, and the plans beside them.
 
-python -m tests.benchmarks.scale --home DIR [--waiting 1000000] [--ended 10000000] [--delayed 10000] [--rounds 50]
+python -m tests.benchmarks.scale --home DIR [--waiting 1000000] [--ended 10000000] [--delayed 10000]
+[--rounds 50]
     [--only WORD …]
 
-The tables stay in DIR, and a filling that was cut short goes on: ten million rows take minutes, once.
+The tables stay in DIR, and a filling that was cut short goes on: ten million rows take minutes,
+once.
 """
 
 from __future__ import annotations
@@ -26,36 +28,62 @@ from tests.benchmarks.scale_tables import MODEL, tables
 
 RESULTS = Path(__file__).parent / "results"
 TARGET_MS = 50.0
-NUM_THREADS, NUM_COMMITS = 8, 200
+NUM_THREADS = 8
+NUM_COMMITS = 200
 
 
 def main() -> None:
-    """Prints one JSON line for each piece of work, with the times of its slowest statement; writes the plans of one
-    round more."""
+    """Prints one JSON line for each piece of work, with the times of its slowest statement; writes
+    the plans of one round more."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--home", type=Path, required=True)
-    for name, default in {"waiting": 1_000_000, "ended": 10_000_000, "delayed": 10_000, "rounds": 50}.items():
+    for name, default in {
+        "waiting": 1_000_000,
+        "ended": 10_000_000,
+        "delayed": 10_000,
+        "rounds": 50,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--only", nargs="*", default=[""], help="pieces with one of these words in their name")
+    parser.add_argument(
+        "--only", nargs="*", default=[""], help="pieces with one of these words in their name"
+    )
     options = parser.parse_args()
-    with tables(options.home, waiting=options.waiting, ended=options.ended, delayed=options.delayed) as engine:
+    with tables(
+        options.home, waiting=options.waiting, ended=options.ended, delayed=options.delayed
+    ) as engine:
         plans: list[str] = []
         for piece in pieces(engine):
             if not any(word in piece.name for word in options.only):
                 continue
-            wall_ms, busy_ms = zip(*(timed(engine, piece) for _ in range(options.rounds)), strict=True)
+            wall_ms, busy_ms = zip(
+                *(timed(engine, piece) for _ in range(options.rounds)), strict=True
+            )
             figures = {
                 "p50_ms": percentile(50, wall_ms),
                 "p99_ms": percentile(99, wall_ms),
                 "busy_p50_ms": percentile(50, busy_ms),
                 "busy_p99_ms": percentile(99, busy_ms),
             }
-            print(json.dumps({"work": piece.name, **figures, "ok": figures["busy_p99_ms"] <= TARGET_MS}), flush=True)
+            print(
+                json.dumps(
+                    {"work": piece.name, **figures, "ok": figures["busy_p99_ms"] <= TARGET_MS}
+                ),
+                flush=True,
+            )
             plans += [f"== {piece.name}: {figures}", *explained(engine, piece)]
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "scale-plans.txt").write_text("\n".join(plans) + "\n")
         if "commits" in options.only:
-            print(json.dumps({"commits_per_s": {"with the bell": commits(engine), "without": without_bell(engine)}}))
+            print(
+                json.dumps(
+                    {
+                        "commits_per_s": {
+                            "with the bell": commits(engine),
+                            "without": without_bell(engine),
+                        }
+                    }
+                )
+            )
 
 
 def percentile(percent: float, times_ms: Sequence[float]) -> float:
@@ -64,10 +92,11 @@ def percentile(percent: float, times_ms: Sequence[float]) -> float:
 
 
 def timed(engine: Engine, piece: Piece) -> tuple[float, float]:
-    """Milliseconds of its slowest statement until the client has its rows, and those in which the server computed: what
-    else runs on the machine makes no difference to them. Without what comes before and without the end of the
-    transaction, which is undone."""
-    wall_s, busy_s = [0.0], [0.0]
+    """Milliseconds of its slowest statement until the client has its rows, and those in which the
+    server computed: what else runs on the machine makes no difference to them. Without what comes
+    before and without the end of the transaction, which is undone."""
+    wall_s = [0.0]
+    busy_s = [0.0]
     with engine.connect() as connection:
         server = Path(f"/proc/{connection.scalar(text('SELECT pg_backend_pid()'))}/schedstat")
 

@@ -1,4 +1,5 @@
-"""What doors, relays and heads do, piece by piece, on tables with millions of rows. Owns no clock and no table."""
+"""What doors, relays and heads do, piece by piece, on tables with millions of rows. Owns no clock
+and no table."""
 
 from __future__ import annotations
 
@@ -59,30 +60,40 @@ class Head:
 
     def __init__(self, ids: list[UUID], epoch: int) -> None:
         self._ids = ids
-        self.claimant = Claimant(worker="h", pipeline="p", epoch=epoch, fingerprint="w", exactness="x")
+        self.claimant = Claimant(
+            worker="h", pipeline="p", epoch=epoch, fingerprint="w", exactness="x"
+        )
         self.keys: list[Key] = []
 
     def claim(self, connection: Connection, *, lease_s: float = 3_600.0) -> None:
         """All of them."""
-        claimed = claims.claim(connection, self._ids, self.claimant, lease_s=lease_s, exact_wait_s=60.0)
+        claimed = claims.claim(
+            connection, self._ids, self.claimant, lease_s=lease_s, exact_wait_s=60.0
+        )
         self.keys = [(one.job_id, one.fence) for one in claimed]
         assert len(self.keys) == len(self._ids)
 
     def beat(self, connection: Connection, *, start: int = 0, num: int = 20) -> None:
         """With new tokens of each."""
-        beats = [Beat(job_id=job_id, fence=fence, start=start, ids=IDS[:num]) for job_id, fence in self.keys]
+        beats = [
+            Beat(job_id=job_id, fence=fence, start=start, ids=IDS[:num])
+            for job_id, fence in self.keys
+        ]
         assert len(leases.heartbeat(connection, beats, lease_s=3_600.0)) == len(beats)
 
     def end(self, connection: Connection) -> None:
         """Each with its result."""
-        assert len(ends.end_running(connection, [self._success(key) for key in self.keys])) == len(self.keys)
+        assert len(ends.end_running(connection, [self._success(key) for key in self.keys])) == len(
+            self.keys
+        )
 
     def release(self, connection: Connection) -> None:
         """All of them."""
         assert len(ends.release_running(connection, self.keys)) == len(self.keys)
 
     def lose(self, connection: Connection, *, num_saved: int = 0, cancelled: bool = False) -> None:
-        """Claimed, perhaps with tokens, perhaps to be cancelled; then nothing was heard any more."""
+        """Claimed, perhaps with tokens, perhaps to be cancelled; then nothing was heard any
+        more."""
         self.claim(connection)
         if num_saved:
             self.beat(connection, num=num_saved)
@@ -107,10 +118,14 @@ class Head:
 def pieces(engine: Engine) -> Iterator[Piece]:
     """All of them: what is left out is in no loop and reads one row by its key."""
     with engine.connect() as connection:
-        due = "state = 'queued' AND model = :model AND not_before <= now() AND tenant_id = 'default'"
+        due = (
+            "state = 'queued' AND model = :model AND not_before <= now() AND tenant_id = 'default'"
+        )
         query = text(f"SELECT id FROM jobs WHERE {due} LIMIT :num")
         ids = list(connection.scalars(query, {"model": MODEL, "num": BATCH}))
-        (last,) = connection.scalars(text("SELECT id FROM jobs WHERE fence = 1 AND tenant_id = 'default' LIMIT 1"))
+        (last,) = connection.scalars(
+            text("SELECT id FROM jobs WHERE fence = 1 AND tenant_id = 'default' LIMIT 1")
+        )
         epoch = connection.scalar(text("SELECT epoch FROM pipelines WHERE id = 'p'")) or 0
     yield from _doors(ids, last)
     yield from _relays(ids, Head(ids, epoch))
@@ -125,15 +140,27 @@ def _doors(ids: list[UUID], ended: UUID) -> Iterator[Piece]:
         if n % 10 and n % 400
     ]
     known = [JobRequest(model=MODEL, prompt="text " * 12, id=job_id) for job_id in ids]
-    yield Piece(name=f"insert {BATCH}", work=lambda connection: jobs.insert_jobs(connection, _requests()))
-    yield Piece(name=f"repeat {len(keyed)} by key", work=lambda connection: jobs.insert_jobs(connection, keyed))
-    yield Piece(name=f"repeat {BATCH} by id", work=lambda connection: jobs.insert_jobs(connection, known))
+    yield Piece(
+        name=f"insert {BATCH}", work=lambda connection: jobs.insert_jobs(connection, _requests())
+    )
+    yield Piece(
+        name=f"repeat {len(keyed)} by key",
+        work=lambda connection: jobs.insert_jobs(connection, keyed),
+    )
+    yield Piece(
+        name=f"repeat {BATCH} by id", work=lambda connection: jobs.insert_jobs(connection, known)
+    )
     yield Piece(name="get one", work=lambda connection: jobs.get_job(connection, ended))
     yield Piece(name=f"get {BATCH}", work=lambda connection: jobs.get_jobs(connection, ids))
     yield Piece(name=f"which of {BATCH} ended", work=lambda connection: jobs.ended(connection, ids))
     asked = [progress.ProgressQuestion(job_id=job_id) for job_id in [ended, *ids]]
-    yield Piece(name=f"progress of {BATCH + 1}", work=lambda connection: progress.read_progress(connection, asked))
-    yield Piece(name=f"cancel {BATCH}", work=lambda connection: jobs.request_cancel(connection, ids))
+    yield Piece(
+        name=f"progress of {BATCH + 1}",
+        work=lambda connection: progress.read_progress(connection, asked),
+    )
+    yield Piece(
+        name=f"cancel {BATCH}", work=lambda connection: jobs.request_cancel(connection, ids)
+    )
     yield Piece(name="models and pipelines", work=_read_small)
     with_dead: list[UUID] = []
 
@@ -141,9 +168,15 @@ def _doors(ids: list[UUID], ended: UUID) -> Iterator[Piece]:
         with_dead[:] = [listing.list_dead(connection, limit=1)[0].id]
 
     yield Piece(
-        name="show dead", before=find_dead, work=lambda connection: dead_letters.get_dead(connection, *with_dead)
+        name="show dead",
+        before=find_dead,
+        work=lambda connection: dead_letters.get_dead(connection, *with_dead),
     )
-    yield Piece(name="replay", before=find_dead, work=lambda connection: dead_letters.replay(connection, *with_dead))
+    yield Piece(
+        name="replay",
+        before=find_dead,
+        work=lambda connection: dead_letters.replay(connection, *with_dead),
+    )
 
 
 def _relays(ids: list[UUID], head: Head) -> Iterator[Piece]:
@@ -154,7 +187,10 @@ def _relays(ids: list[UUID], head: Head) -> Iterator[Piece]:
 
     def take(connection: Connection) -> None:
         rows = preparation.take_unprepared(connection, lease_s=10.0)
-        taken[:] = [PreparedJob(id=row.id, model=MODEL, prompt_ids=IDS, max_tokens=8, seed=None) for row in rows]
+        taken[:] = [
+            PreparedJob(id=row.id, model=MODEL, prompt_ids=IDS, max_tokens=8, seed=None)
+            for row in rows
+        ]
         assert taken
 
     def insert_and_take(connection: Connection) -> None:
@@ -170,17 +206,27 @@ def _relays(ids: list[UUID], head: Head) -> Iterator[Piece]:
     stamp: Work = partial(outbox.stamp_due, resend_s=15.0)
     yield Piece(name="stamp an empty window", work=stamp)
     yield Piece(
-        name="stamp a full window", before=lambda connection: [stamp(connection) for _ in range(20)], work=stamp
+        name="stamp a full window",
+        before=lambda connection: [stamp(connection) for _ in range(20)],
+        work=stamp,
     )
     yield Piece(name="stamp again what is lost", before=_lose_messages, work=stamp)
-    yield Piece(name=f"unstamp {BATCH}", before=stamp, work=lambda connection: outbox.unstamp(connection, ids))
     yield Piece(
-        name="unstamp sent", before=lambda connection: [stamp(connection) for _ in range(20)], work=outbox.unstamp_sent
+        name=f"unstamp {BATCH}",
+        before=stamp,
+        work=lambda connection: outbox.unstamp(connection, ids),
+    )
+    yield Piece(
+        name="unstamp sent",
+        before=lambda connection: [stamp(connection) for _ in range(20)],
+        work=outbox.unstamp_sent,
     )
     sweep_queued: Work = partial(sweeps.sweep_stopped_queued, decode=lambda _: "text")
     sweep_leases: Work = partial(sweeps.sweep_expired_leases, decode=lambda _: "text", lease_s=0.0)
     yield Piece(name="sweep queued, none", work=sweep_queued)
-    yield Piece(name=f"sweep queued, {BATCH} cancelled", before=partial(_stop, ids=ids), work=sweep_queued)
+    yield Piece(
+        name=f"sweep queued, {BATCH} cancelled", before=partial(_stop, ids=ids), work=sweep_queued
+    )
     yield Piece(name="sweep leases, none", work=sweep_leases)
     yield Piece(name=f"sweep leases, {BATCH} crashed", before=head.lose, work=sweep_leases)
     saved = partial(head.lose, num_saved=20)
@@ -195,7 +241,10 @@ def _relays(ids: list[UUID], head: Head) -> Iterator[Piece]:
 
 def _heads(ids: list[UUID], head: Head) -> Iterator[Piece]:
     names = [str(job_id) for job_id in ids]
-    yield Piece(name=f"quarantined of {SEATS}", work=lambda connection: crashes.quarantined(connection, names))
+    yield Piece(
+        name=f"quarantined of {SEATS}",
+        work=lambda connection: crashes.quarantined(connection, names),
+    )
     yield Piece(name=f"claim {SEATS}", work=head.claim)
     yield Piece(
         name=f"postpone {SEATS}",
@@ -207,7 +256,11 @@ def _heads(ids: list[UUID], head: Head) -> Iterator[Piece]:
         head.claim(connection)
         head.beat(connection)
 
-    yield Piece(name=f"heartbeat {SEATS} again", before=claim_and_beat, work=partial(head.beat, start=20, num=20))
+    yield Piece(
+        name=f"heartbeat {SEATS} again",
+        before=claim_and_beat,
+        work=partial(head.beat, start=20, num=20),
+    )
     yield Piece(name=f"end {SEATS}", before=claim_and_beat, work=head.end)
     yield Piece(name=f"release {SEATS}", before=claim_and_beat, work=head.release)
     yield Piece(
@@ -224,13 +277,17 @@ def _heads(ids: list[UUID], head: Head) -> Iterator[Piece]:
 
 def _lists(last: UUID) -> Iterator[Piece]:
     """Each filter, its first page and the one after `last`."""
-    for state, model, tenant, after in product((None, *JobState), (None, MODEL, "rare"), (None, TENANT), (None, last)):
+    for state, model, tenant, after in product(
+        (None, *JobState), (None, MODEL, "rare"), (None, TENANT), (None, last)
+    ):
         yield Piece(
             name=f"list {state or 'all'}, {model or 'any'}, {tenant or 'any'}, {'first' if after is None else 'next'}",
             work=partial(listing.list_jobs, state=state, model=model, tenant=tenant, after=after),
         )
     for model in (None, MODEL, "rare"):
-        yield Piece(name=f"list dead, {model or 'any'}", work=partial(listing.list_dead, model=model))
+        yield Piece(
+            name=f"list dead, {model or 'any'}", work=partial(listing.list_dead, model=model)
+        )
 
 
 def _requests() -> list[JobRequest]:
@@ -244,7 +301,9 @@ def _read_small(connection: Connection) -> None:
 
 
 def _stop(connection: Connection, ids: list[UUID]) -> None:
-    connection.execute(text("UPDATE jobs SET cancel_requested_at = now() WHERE id = ANY(:ids)"), {"ids": ids})
+    connection.execute(
+        text("UPDATE jobs SET cancel_requested_at = now() WHERE id = ANY(:ids)"), {"ids": ids}
+    )
 
 
 def _lose_messages(connection: Connection) -> None:

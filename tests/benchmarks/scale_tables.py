@@ -1,7 +1,8 @@
-"""Tables with millions of rows, filled once and kept in a folder. Owns what is in them; knows no query of the store.
+"""Tables with millions of rows, filled once and kept in a folder. Owns what is in them; knows no
+query of the store.
 
-Rows are written by pieces, without triggers, and the indexes are built afterwards: so ten million take minutes, and a
-filling that was cut short goes on where it was.
+Rows are written by pieces, without triggers, and the indexes are built afterwards: so ten million
+take minutes, and a filling that was cut short goes on where it was.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from shardline.store import models, pipelines
 from shardline.store.connection.database import connect
 from tests.conftest import migrate
 
-MODEL, RARE, TENANT, OTHER = "m", "rare", "default", "other"
+MODEL = "m"
+RARE = "rare"
+TENANT = "default"
+OTHER = "other"
 SEATS = 64
 PIECE = 250_000
 LARGE = ("jobs", "attempts", "results")
@@ -33,8 +37,8 @@ FILLING = {
     "maintenance_work_mem": "1GB",
 }
 
-# A tenth belongs to another tenant, one row of 400 to a rare model. Delayed jobs are the oldest: all others lie
-# behind them.
+# A tenth belongs to another tenant, one row of 400 to a rare model. Delayed jobs are the oldest:
+# all others lie behind them.
 WAITING = """
 INSERT INTO jobs (id, tenant_id, model, prompt, prompt_ids, max_tokens, priority, created_at, prepared_at, not_before,
     idempotency_key)
@@ -84,7 +88,10 @@ def tables(home: Path, *, waiting: int, ended: int, delayed: int) -> Iterator[En
             engine = connect(server.url(), statement_timeout_s=86_400)
             _fill(
                 engine,
-                {"waiting": waiting + delayed, **dict.fromkeys(("ended", "attempts", "results"), ended)},
+                {
+                    "waiting": waiting + delayed,
+                    **dict.fromkeys(("ended", "attempts", "results"), ended),
+                },
                 delayed,
             )
             engine.dispose()
@@ -110,7 +117,9 @@ def _server(home: Path, settings: dict[str, str]) -> Iterator[Postgres]:
 
 def _fill(engine: Engine, nums: dict[str, int], delayed: int) -> None:
     with engine.begin() as connection:
-        connection.execute(text("CREATE TABLE IF NOT EXISTS filled (kind text PRIMARY KEY, last int NOT NULL)"))
+        connection.execute(
+            text("CREATE TABLE IF NOT EXISTS filled (kind text PRIMARY KEY, last int NOT NULL)")
+        )
         connection.execute(text("INSERT INTO tenants (id) VALUES ('other') ON CONFLICT DO NOTHING"))
         # Until they are built again, nobody keeps the indexes.
         unused = "UPDATE pg_index SET indisready = false, indisvalid = false WHERE indrelid = CAST(:name AS regclass)"
@@ -118,14 +127,14 @@ def _fill(engine: Engine, nums: dict[str, int], delayed: int) -> None:
             if connection.scalar(text("SELECT count(*) = 0 FROM filled")):
                 connection.execute(text(unused), {"name": name})
         for kind in KINDS:
-            connection.execute(text("INSERT INTO filled VALUES (:kind, 0) ON CONFLICT DO NOTHING"), {"kind": kind})
+            connection.execute(
+                text("INSERT INTO filled VALUES (:kind, 0) ON CONFLICT DO NOTHING"), {"kind": kind}
+            )
     for kind, num in nums.items():
         _fill_kind(engine, kind, num, delayed)
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         for name in LARGE:
-            left = (
-                "SELECT indexrelid::regclass FROM pg_index WHERE NOT indisready AND indrelid = CAST(:name AS regclass)"
-            )
+            left = "SELECT indexrelid::regclass FROM pg_index WHERE NOT indisready AND indrelid = CAST(:name AS regclass)"
             for index in connection.scalars(text(left), {"name": name}).all():
                 print(f"building {index}", flush=True)
                 connection.exec_driver_sql(f"REINDEX INDEX {index}")
@@ -139,13 +148,19 @@ def _fill_kind(engine: Engine, kind: str, num: int, delayed: int) -> None:
     while last < num:
         with engine.begin() as connection:
             connection.execute(text("SET LOCAL session_replication_role = replica"))
-            done = connection.scalar(text("SELECT last FROM filled WHERE kind = :kind"), {"kind": kind}) or 0
+            done = (
+                connection.scalar(
+                    text("SELECT last FROM filled WHERE kind = :kind"), {"kind": kind}
+                )
+                or 0
+            )
             last = min(done + PIECE, num)
             if done < num:
                 values = {"first": done + 1, "last": last, "last_of_all": num, "delayed": delayed}
                 connection.execute(text(KINDS[kind]), values)
                 connection.execute(
-                    text("UPDATE filled SET last = :last WHERE kind = :kind"), {"last": last, "kind": kind}
+                    text("UPDATE filled SET last = :last WHERE kind = :kind"),
+                    {"last": last, "kind": kind},
                 )
         print(f"{kind} {last:,} of {num:,}", flush=True)
 
@@ -160,4 +175,11 @@ def _take_pipeline(connection: Connection) -> None:
 def model_row(name: str) -> dict[str, Any]:
     """A model that takes token ids only."""
     sizes = {"context_length": 32, "vocab_size": 100}
-    return {"name": name, **sizes, "eos_token_ids": [1], "tokenizer": "", "special_tokens": {}, "fingerprint": "w"}
+    return {
+        "name": name,
+        **sizes,
+        "eos_token_ids": [1],
+        "tokenizer": "",
+        "special_tokens": {},
+        "fingerprint": "w",
+    }

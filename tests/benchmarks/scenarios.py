@@ -1,10 +1,13 @@
-"""MLPerf's scenarios on the real service and on the simulator: a fleet of workers, a core each, under the same load.
+"""MLPerf's scenarios on the real service and on the simulator: a fleet of workers, a core each,
+under the same load.
 
-    python -m tests.benchmarks.scenarios [--model DIR] [--workers 2] [--rate 1.0] [--seconds 60] [--jobs 64]
+    python -m tests.benchmarks.scenarios [--model DIR] [--workers 2] [--rate 1.0] [--seconds 60]
+    [--jobs 64]
 
-Offline: all jobs at once. Server: jobs at random (Poisson), each followed as a stream by the client, at each of the
-rates. The simulator gets the profiles that the workers have measured, and plans as the relay does. Prints a line for
-each scenario: what was measured beside what was simulated.
+Offline: all jobs at once. Server: jobs at random (Poisson), each followed as a stream by the
+client, at each of the rates. The simulator gets the profiles that the workers have measured, and
+plans as the relay does. Prints a line for each scenario: what was measured beside what was
+simulated.
 """
 
 from __future__ import annotations
@@ -32,9 +35,12 @@ from shardline_fleet.simulator.tally import Tally
 from tests.benchmarks import model as bench_model
 from tests.benchmarks.service import stack
 
-PROMPT, OUTPUT, SPREAD = 160, 64, 0.6
+PROMPT = 160
+OUTPUT = 64
+SPREAD = 0.6
 """Tokens of a job on average, and by how much some are shorter and longer."""
-SEATS, TOKEN_BUDGET = 64, 256
+SEATS = 64
+TOKEN_BUDGET = 256
 LOAD_S = 30.0
 RATES = (0.5, 1.0)
 WARM_UP = LoadFile(jobs=16, prompt=PROMPT, output=OUTPUT, spread=SPREAD)
@@ -42,10 +48,14 @@ WARM_UP = LoadFile(jobs=16, prompt=PROMPT, output=OUTPUT, spread=SPREAD)
 
 def main() -> None:
     """Starts a stack, then runs one scenario after the other on it."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--model", type=Path, help="default: the model of `make bench`")
     options.add_argument("--workers", type=int, default=2)
-    options.add_argument("--rate", type=float, action="append", help="jobs a second; several times for several runs")
+    options.add_argument(
+        "--rate", type=float, action="append", help="jobs a second; several times for several runs"
+    )
     options.add_argument("--seconds", type=float, default=60.0, help="for so long jobs come")
     options.add_argument("--jobs", type=int, default=64, help="offline")
     given = options.parse_args()
@@ -56,13 +66,20 @@ def main() -> None:
         for rate in given.rate or (0.5, 1.0)
     ]
     loads = [LoadFile(jobs=given.jobs, **sizes), *servers]
-    settings = {"WORKERS": str(given.workers), "SEATS": str(SEATS), "INTERACTIVE_SEATS": "0", "PROMPT_LOOKUP": "0"}
+    settings = {
+        "WORKERS": str(given.workers),
+        "SEATS": str(SEATS),
+        "INTERACTIVE_SEATS": "0",
+        "PROMPT_LOOKUP": "0",
+    }
     shape = {f"SHARDLINE_{name}": value for name, value in settings.items()}
     with stack(str(folder), "bfloat16", 1, **shape) as up:
         fleet = fleet_of(up, folder)
         asyncio.run(serve(up, WARM_UP, seed=0))
         for seed, load in enumerate(loads, start=1):
-            simulated = Simulation(msgspec.structs.replace(fleet, load=load, seed=seed), Path()).run()
+            simulated = Simulation(
+                msgspec.structs.replace(fleet, load=load, seed=seed), Path()
+            ).run()
             served = asyncio.run(serve(up, load, seed=seed))
             measured = Outcome.of(simulated.fleet, 1.0, load, served, served.num_ended)
             found = {"simulated": figures(simulated), "measured": figures(measured)}
@@ -91,19 +108,26 @@ def fleet_of(up: dict[str, Any], model: Path) -> FleetFile:
         path.write_bytes(msgspec.json.encode(worker.profile))
         devices[str(path)] = 1
     cell = CellFile(devices=devices, per_machine=len(devices))
-    return FleetFile(model=str(model), cells=[cell], seats=SEATS, token_budget=TOKEN_BUDGET, load_s=LOAD_S)
+    return FleetFile(
+        model=str(model), cells=[cell], seats=SEATS, token_budget=TOKEN_BUDGET, load_s=LOAD_S
+    )
 
 
 async def serve(up: dict[str, Any], load: LoadFile, *, seed: int) -> Tally:
     """All jobs of a load, to their ends, each followed as a stream."""
-    drawn, ids, tally = random.Random(seed), random.Random(seed), Tally()  # jobs as the simulator draws them
+    # jobs as the simulator draws them
+    drawn = random.Random(seed)
+    ids = random.Random(seed)
+    tally = Tally()
     urls = {"database_url": up["urls"]["database"], "redis_url": up["urls"]["redis"]}
     async with AsyncClient(**urls) as client, asyncio.TaskGroup() as group:
-        never, began_s = asyncio.Event(), time.perf_counter()
+        never = asyncio.Event()
+        began_s = time.perf_counter()
         for number, at_s in enumerate(arrivals(load, drawn)):
             with suppress(TimeoutError):  # an arrival is a matter of time alone
                 await asyncio.wait_for(never.wait(), began_s + at_s - time.perf_counter())
-            num_prompt, num_output = size(load.prompt, load, drawn), size(load.output, load, drawn)
+            num_prompt = size(load.prompt, load, drawn)
+            num_output = size(load.output, load, drawn)
             job = SimulatedJob(number=number, prompt=num_prompt, output=num_output, arrived_s=at_s)
             prompt = [ids.randrange(3, bench_model.VOCABULARY) for _ in range(job.prompt)]
             group.create_task(follow(client, up["model"], prompt, Followed(job, tally, began_s)))

@@ -1,4 +1,5 @@
-"""The whole service on W: `submit_many`, clock from the first INSERT to the last result row. Flower stands still.
+"""The whole service on W: `submit_many`, clock from the first INSERT to the last result row. Flower
+stands still.
 
 python -m tests.benchmarks.service --model DIR --dtype bfloat16 --stages 2
 """
@@ -42,7 +43,10 @@ def main() -> None:
         Client(database_url=up["urls"]["database"], redis_url=up["urls"]["redis"]) as client,
     ):
         run(client, up["model"], workload(WARM_UP_PROMPTS))
-        speeds = [run(client, up["model"], workload(options.prompts, run=1 + each)) for each in range(options.runs)]
+        speeds = [
+            run(client, up["model"], workload(options.prompts, run=1 + each))
+            for each in range(options.runs)
+        ]
     print(json.dumps({"tokens_per_s": speeds}))
 
 
@@ -60,7 +64,9 @@ def stack(model: str, dtype: str, stages: int, **settings: str) -> Iterator[dict
             **settings,
         }
         process = subprocess.Popen(
-            [sys.executable, "-m", "services.standalone", "up"], env=environment, stdout=subprocess.DEVNULL
+            [sys.executable, "-m", "services.standalone", "up"],
+            env=environment,
+            stdout=subprocess.DEVNULL,
         )
         try:
             up = _published(StateDir(Path(folder)), process)
@@ -81,7 +87,11 @@ def run(client: Client, model: str, work: Workload) -> float:
     return work.num_output_tokens / (time.perf_counter() - began_s)
 
 
-@retry(wait=wait_fixed(0.1), stop=stop_after_delay(READY_S), retry=retry_if_result(lambda up: up is None))
+@retry(
+    wait=wait_fixed(0.1),
+    stop=stop_after_delay(READY_S),
+    retry=retry_if_result(lambda up: up is None),
+)
 def _published(home: StateDir, process: subprocess.Popen[bytes]) -> Any:
     if process.poll() is not None:
         raise RuntimeError("the stack did not start")

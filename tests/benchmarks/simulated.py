@@ -1,12 +1,14 @@
-"""The simulator beside the bare engine: tokens/s of a batch, time to the first token, and a request alone.
+"""The simulator beside the bare engine: tokens/s of a batch, time to the first token, and a request
+alone.
 
-    python -m tests.benchmarks.simulated [--prompts 64] [--rounds 3] [--model DIR] [--parts-of-cores] [--recovery]
+    python -m tests.benchmarks.simulated [--prompts 64] [--rounds 3] [--model DIR]
+    [--parts-of-cores] [--recovery]
 
-One stage on a core, one on both, two with a core each. With --parts-of-cores: three stages, of a core and of two parts
-of the other, and four, of two parts of each (`core_share`). Devices are measured before each run, since whoever else
-uses the machine makes them slower: compare the two numbers of one run, and read the median of the errors. With
---recovery: how long the death of a tail with a spare holds jobs up, in a whole stack of the demo model, or of another
-in bfloat16.
+One stage on a core, one on both, two with a core each. With --parts-of-cores: three stages, of a
+core and of two parts of the other, and four, of two parts of each (`core_share`). Devices are
+measured before each run, since whoever else uses the machine makes them slower: compare the two
+numbers of one run, and read the median of the errors. With --recovery: how long the death of a tail
+with a spare holds jobs up, in a whole stack of the demo model, or of another in bfloat16.
 """
 
 from __future__ import annotations
@@ -76,12 +78,18 @@ class Figures:
 
 def main() -> None:
     """Prints a line of JSON for each placement and round, then the median errors."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--prompts", type=int, default=64)
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--model", type=Path, help="default: the model of `make bench`")
-    options.add_argument("--parts-of-cores", action="store_true", help="instead: three and four stages; needs root")
-    options.add_argument("--recovery", action="store_true", help="instead: a tail is killed that has a spare")
+    options.add_argument(
+        "--parts-of-cores", action="store_true", help="instead: three and four stages; needs root"
+    )
+    options.add_argument(
+        "--recovery", action="store_true", help="instead: a tail is killed that has a spare"
+    )
     options.add_argument("--measure", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.measure:
@@ -106,17 +114,24 @@ def main() -> None:
 
 def worker_of(device: str, share: float, groups: ExitStack) -> Worker:
     """With so much of a device, until the stack is closed."""
-    return Worker(device=device, environment=groups.enter_context(share_of_core(share)) if share < WHOLE else ())
+    return Worker(
+        device=device,
+        environment=groups.enter_context(share_of_core(share)) if share < WHOLE else (),
+    )
 
 
-def compare(path: Path, workers: Sequence[Worker], num_prompts: int) -> dict[str, tuple[float, float]]:
+def compare(
+    path: Path, workers: Sequence[Worker], num_prompts: int
+) -> dict[str, tuple[float, float]]:
     """Each figure as it was simulated and measured, by its name."""
     profiles = unequal.measure(Mix(workers=tuple(workers)), path)
     model = ModelCosts.read(path)
     argv = [sys.executable, "-m", "tests.benchmarks.simulated", "--measure", "--model", str(path)]
     argv += ["--prompts", str(num_prompts), "--seats", str(num_prompts), "--prompt-lookup", "0"]
     argv += unequal.stage_options(workers)
-    done = subprocess.run(argv, env=unequal.environment(workers[0]), stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        argv, env=unequal.environment(workers[0]), stdout=subprocess.PIPE, text=True, check=True
+    )
     real = Figures(**json.loads(done.stdout))
     predicted = simulated(model, assigned(model, profiles), workload(num_prompts, run=1))
     devices = [worker.device for worker in workers]
@@ -124,7 +139,12 @@ def compare(path: Path, workers: Sequence[Worker], num_prompts: int) -> dict[str
     for name in Figures.__slots__:
         pair = getattr(predicted, name), getattr(real, name)
         found[f"{' '.join(devices)}: {name}"] = pair
-        print(json.dumps({"devices": devices, "figure": name, "simulated": pair[0], "measured": pair[1]}), flush=True)
+        print(
+            json.dumps(
+                {"devices": devices, "figure": name, "simulated": pair[0], "measured": pair[1]}
+            ),
+            flush=True,
+        )
     return found
 
 
@@ -203,12 +223,22 @@ def run(model: ModelCosts, stages: Sequence[StageAssignment], lengths: Sequence[
 
 
 def recovery(path: Path, dtype: str, num_rounds: int) -> dict[str, object]:
-    """Seconds until the next token, median and worst, after the death of a tail that has a spare."""
-    argv = [sys.executable, "-m", "tests.benchmarks.recovery", "--victim", "stage-1", "--spare", "--stays-away"]
+    """Seconds until the next token, median and worst, after the death of a tail that has a
+    spare."""
+    argv = [
+        sys.executable,
+        "-m",
+        "tests.benchmarks.recovery",
+        "--victim",
+        "stage-1",
+        "--spare",
+        "--stays-away",
+    ]
     argv += ["--model", str(path), "--dtype", dtype, "--rounds", str(num_rounds)]
     real = json.loads(subprocess.run(argv, capture_output=True, text=True, check=True).stdout)
     devices = tuple(Worker(device=device, dtype=dtype) for device in ("cpu:0", "cpu:1"))
-    model, tokenizer = ModelCosts.read(path), Tokenizer.from_file(str(path / "tokenizer.json"))
+    model = ModelCosts.read(path)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     lengths = [len(tokenizer.encode(prompt).ids) for prompt in PROMPTS]
     gaps_s = stalled(model, assigned(model, unequal.measure(Mix(workers=devices), path)), lengths)
     return {
@@ -217,8 +247,11 @@ def recovery(path: Path, dtype: str, num_rounds: int) -> dict[str, object]:
     }
 
 
-def stalled(model: ModelCosts, stages: Sequence[StageAssignment], lengths: Sequence[int]) -> list[float]:
-    """Seconds of the jobs of `tests.benchmarks.recovery`, whose prompts have so many tokens, without their tail."""
+def stalled(
+    model: ModelCosts, stages: Sequence[StageAssignment], lengths: Sequence[int]
+) -> list[float]:
+    """Seconds of the jobs of `tests.benchmarks.recovery`, whose prompts have so many tokens,
+    without their tail."""
     jobs = jobs_of(lengths, MAX_TOKENS)
     head, agenda, tally = begun(model, stages, jobs)
     agenda.run(lambda: min(job.num_tokens for job in jobs) >= TOKENS_BEFORE)
@@ -240,7 +273,8 @@ def begun(
     model: ModelCosts, stages: Sequence[StageAssignment], jobs: Sequence[SimulatedJob]
 ) -> tuple[SimulatedHead, Agenda, Tally]:
     """A head over these stages that has just been given the jobs."""
-    agenda, tally = Agenda(), Tally()
+    agenda = Agenda()
+    tally = Tally()
     calls = HeadCalls(
         tokens=lambda job, num: tally.add_tokens(job, num, agenda.now_s),
         ended=lambda job: tally.add_end(job, agenda.now_s),

@@ -1,10 +1,11 @@
-"""Streamed layers: the same steps with all weights in memory and with as many streamed as a limit asks for, and what
-the planner predicts of these by the device's profile.
+"""Streamed layers: the same steps with all weights in memory and with as many streamed as a limit
+asks for, and what the planner predicts of these by the device's profile.
 
-    python -m tests.benchmarks.streaming --model DIR --memory-mib 900 [--dtype bfloat16] [--device cpu:0-1]
+    python -m tests.benchmarks.streaming --model DIR --memory-mib 900 [--dtype bfloat16] [--device
+    cpu:0-1]
 
-Run it under a limit of the machine's own (a cgroup's) to see that the limit is kept: it prints the peak of its memory
-while layers are streamed.
+Run it under a limit of the machine's own (a cgroup's) to see that the limit is kept: it prints the
+peak of its memory while layers are streamed.
 """
 
 from __future__ import annotations
@@ -37,16 +38,24 @@ from shardline_fleet.planner.workload import StepKind
 from tests.benchmarks.bare import log_to_stderr
 
 ROWS = (1, 16, 64, 256)
-"""Of a step, each of a sequence of its own: a larger one has more work for each reading of the weights."""
+"""Of a step, each of a sequence of its own: a larger one has more work for each reading of the
+weights."""
 RUNS = 3
 KV_BYTES = 32 << 20
 
 
 def parser() -> argparse.ArgumentParser:
     """Its options."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--model", type=Path, required=True)
-    options.add_argument("--memory-mib", type=int, required=True, help="for weights and KV, while layers are streamed")
+    options.add_argument(
+        "--memory-mib",
+        type=int,
+        required=True,
+        help="for weights and KV, while layers are streamed",
+    )
     options.add_argument("--dtype", default="bfloat16")
     options.add_argument("--device", default="cpu:0-1")
     options.add_argument("--only-streamed", action="store_true", help="not the model in memory")
@@ -70,7 +79,15 @@ def main() -> None:
         executor = load(options, limits, device)
         streamed = len(executor.forward.shard.streamed_layers)
         rate = measure(store_of(device.uploads(), Path(folder)), device.synchronize) / 1e9
-        print(json.dumps({"streamed_layers": streamed, "read_gb_per_s": round(rate, 2), **steps(executor.forward)}))
+        print(
+            json.dumps(
+                {
+                    "streamed_layers": streamed,
+                    "read_gb_per_s": round(rate, 2),
+                    **steps(executor.forward),
+                }
+            )
+        )
         print(json.dumps({"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10}))
         if not options.only_streamed:
             del executor
@@ -106,13 +123,17 @@ def predicted(options: argparse.Namespace, folder: Path, device: Device) -> dict
     )
     measured = profile(settings, device, fresh=True, together=False)
     model = ModelCosts.read(options.model)
-    kv_tokens = KV_BYTES // sum(kind.kv_numbers * KV_BYTES_OF[options.dtype] for kind in model.layers)
+    kv_tokens = KV_BYTES // sum(
+        kind.kv_numbers * KV_BYTES_OF[options.dtype] for kind in model.layers
+    )
     kinds = {rows: StepKind(count=1, decodes=rows, decode_context=rows) for rows in ROWS}
     costs = {rows: stage_cost(measured, model, [kind], kv_tokens) for rows, kind in kinds.items()}
     return {
         "read_gb_per_s": round(measured.stream_bytes_per_s / 1e9, 2),
         "predicted_streamed_mib": round(costs[max(ROWS)].streamed(0, len(model.layers))) >> 20,
-        "predicted_step_s": {rows: round(cost.stage(0, len(model.layers)), 3) for rows, cost in costs.items()},
+        "predicted_step_s": {
+            rows: round(cost.stage(0, len(model.layers)), 3) for rows, cost in costs.items()
+        },
     }
 
 
@@ -127,7 +148,9 @@ def steps(forward: Forward) -> dict[str, dict[int, float]]:
 
 def step_s(forward: Forward, rows: int) -> float:
     """The median of some, after one that does not count."""
-    spans = [Span(start=0, length=1, blocks=[index % forward.kv.num_blocks]) for index in range(rows)]
+    spans = [
+        Span(start=0, length=1, blocks=[index % forward.kv.num_blocks]) for index in range(rows)
+    ]
     x = forward.random_inputs(rows, torch.Generator().manual_seed(0))
     times = []
     with torch.inference_mode():

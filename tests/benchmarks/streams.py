@@ -1,9 +1,11 @@
-"""Many event streams on one gateway: N readers follow N jobs, each in its own connection, fed through a real Redis.
+"""Many event streams on one gateway: N readers follow N jobs, each in its own connection, fed
+through a real Redis.
 
 python -m tests.benchmarks.streams [--streams 2000] [--tokens 20] [--rate 2000]
 
-A stand-in head writes the deltas, each with the time of its XADD as its text; a process of its own reads, so that the
-delay is the service's. Every token must come to its reader once and in order, and then the job's end.
+A stand-in head writes the deltas, each with the time of its XADD as its text; a process of its own
+reads, so that the delay is the service's. Every token must come to its reader once and in order,
+and then the job's end.
 """
 
 from __future__ import annotations
@@ -97,7 +99,8 @@ def main() -> None:
 @contextmanager
 def servers(folder: Path) -> Iterator[tuple[Postgres, Valkey]]:
     """Of their own."""
-    postgres, valkey = Postgres(folder, settings=FAST), Valkey(folder)
+    postgres = Postgres(folder, settings=FAST)
+    valkey = Valkey(folder)
     try:
         postgres.start()
         valkey.start()
@@ -112,7 +115,12 @@ def servers(folder: Path) -> Iterator[tuple[Postgres, Valkey]]:
 def gateway(database_url: str, redis_url: str) -> Iterator[tuple[psutil.Process, str]]:
     """One process, as operators start it."""
     port = free_port()
-    settings = {"DATABASE_URL": database_url, "REDIS_URL": redis_url, "HTTP_PORT": str(port), "LOG_LEVEL": "warning"}
+    settings = {
+        "DATABASE_URL": database_url,
+        "REDIS_URL": redis_url,
+        "HTTP_PORT": str(port),
+        "LOG_LEVEL": "warning",
+    }
     environment = os.environ | {f"SHARDLINE_{name}": value for name, value in settings.items()}
     with subprocess.Popen([sys.executable, "-m", "services.gateway"], env=environment) as process:
         try:
@@ -122,7 +130,11 @@ def gateway(database_url: str, redis_url: str) -> Iterator[tuple[psutil.Process,
             process.terminate()
 
 
-@retry(wait=wait_fixed(0.1), stop=stop_after_delay(60), retry=retry_if_exception_type(httpx.ConnectError))
+@retry(
+    wait=wait_fixed(0.1),
+    stop=stop_after_delay(60),
+    retry=retry_if_exception_type(httpx.ConnectError),
+)
 def _until_it_answers(address: str) -> None:
     httpx.get(f"{address}/health")
 
@@ -132,7 +144,9 @@ def measure(
 ) -> dict[str, Any]:
     """All figures of one run."""
     with Client(database_url=str(head._url), redis_url=valkey.url) as client:
-        requests = [{"model": "clerk", "prompt": [5] * (options.tokens + 1)} for _ in range(options.streams)]
+        requests = [
+            {"model": "clerk", "prompt": [5] * (options.tokens + 1)} for _ in range(options.streams)
+        ]
         ids = [str(job_id) for job_id in client.submit_many(requests)]
     sequences = head.claim_all()
     idle_bytes = process.memory_info().rss
@@ -142,7 +156,8 @@ def measure(
     reading.start()
     assert here.recv() == "all are open", "a reader failed"
     connections = count_connections(process, head, valkey)
-    began_cpu_s, began_s = cpu_s(process), time.monotonic()
+    began_cpu_s = cpu_s(process)
+    began_s = time.monotonic()
     write_all(sequences, valkey.url, options.tokens, options.rate)
     wrote_s = time.monotonic() - began_s
     full_bytes = process.memory_info().rss
@@ -164,7 +179,9 @@ def measure(
 def write_all(sequences: Sequence[Running], redis_url: str, num_tokens: int, rate: int) -> None:
     """Token by token, in batches as steps of heads make them, at most so many a second."""
     writer = DeltaWriter(redis_url)
-    never, began_s, num_written = threading.Event(), time.monotonic(), 0
+    never = threading.Event()
+    began_s = time.monotonic()
+    num_written = 0
     for place in range(num_tokens):
         for start in range(0, len(sequences), BATCH):
             some = sequences[start : start + BATCH]
@@ -178,7 +195,9 @@ def write_all(sequences: Sequence[Running], redis_url: str, num_tokens: int, rat
 def delta_of(sequence: Running, place: int) -> Delta:
     """One token, whose text is the time."""
     ids = sequence.output_ids[place : place + 1]
-    return Delta(fence=sequence.claimed.fence, start=place, ids=ids, text=f"{time.monotonic():.6f} ")
+    return Delta(
+        fence=sequence.claimed.fence, start=place, ids=ids, text=f"{time.monotonic():.6f} "
+    )
 
 
 def cpu_s(process: psutil.Process) -> float:
@@ -199,12 +218,19 @@ def count_connections(process: psutil.Process, head: TinyHead, valkey: Valkey) -
             "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
         )
         num_postgres = int(connection.scalar(query) or 0)
-    return {"readers": len(peers) - num_redis, "redis": num_redis, "postgres": num_postgres, "files": process.num_fds()}
+    return {
+        "readers": len(peers) - num_redis,
+        "redis": num_redis,
+        "postgres": num_postgres,
+        "files": process.num_fds(),
+    }
 
 
 def read_all(pipe: Connection, door: Door, ids: Sequence[str], num_tokens: int) -> None:
     """The process of the readers."""
-    asyncio.run(_read_all(pipe, door, [Reader(job_id=job_id, num_wanted=num_tokens) for job_id in ids]))
+    asyncio.run(
+        _read_all(pipe, door, [Reader(job_id=job_id, num_wanted=num_tokens) for job_id in ids])
+    )
 
 
 async def _read_all(pipe: Connection, door: Door, readers: Sequence[Reader]) -> None:
@@ -236,7 +262,9 @@ async def _read(reader: Reader, opening: asyncio.Barrier, door: Door) -> None:
     url = urlsplit(door.address)
     stream, writer = await asyncio.open_connection(url.hostname, url.port)
     (key,) = (f"{name}: {value}" for name, value in bearer(door.key).items())
-    writer.write(f"GET /v1/jobs/{reader.job_id}/events HTTP/1.1\r\nHost: {url.netloc}\r\n{key}\r\n\r\n".encode())
+    writer.write(
+        f"GET /v1/jobs/{reader.job_id}/events HTTP/1.1\r\nHost: {url.netloc}\r\n{key}\r\n\r\n".encode()
+    )
     try:
         status = await stream.readline()
         # The first event says that the gateway is behind the request, not only its kernel.
@@ -256,10 +284,13 @@ async def _follow(reader: Reader, stream: asyncio.StreamReader) -> None:
     async for line in stream:
         if line.startswith(b"event: end"):
             is_whole = reader.num_tokens == reader.num_wanted
-            reader.problem = None if is_whole else f"{reader.num_tokens} of {reader.num_wanted} tokens"
+            reader.problem = (
+                None if is_whole else f"{reader.num_tokens} of {reader.num_wanted} tokens"
+            )
             return
         if line.startswith(b'data: {"start"'):
-            now_s, delta = time.monotonic(), json.loads(line[6:])
+            now_s = time.monotonic()
+            delta = json.loads(line[6:])
             if delta["start"] != reader.num_tokens:
                 reader.problem = f"token {delta['start']} came at {reader.num_tokens}"
                 return

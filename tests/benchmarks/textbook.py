@@ -1,4 +1,5 @@
-"""The textbook design as a peer: one Celery task per prompt that calls `generate`. Kept minimal on purpose.
+"""The textbook design as a peer: one Celery task per prompt that calls `generate`. Kept minimal on
+purpose.
 
 python -m tests.benchmarks.textbook --model DIR --dtype bfloat16
 """
@@ -23,14 +24,17 @@ from celery import Celery, group
 from services.standalone.servers import Valkey
 from tests.benchmarks.workload import NEW_TOKENS, workload
 
-app = Celery("textbook", broker=os.environ.get("TEXTBOOK_REDIS"), backend=os.environ.get("TEXTBOOK_REDIS"))
+app = Celery(
+    "textbook", broker=os.environ.get("TEXTBOOK_REDIS"), backend=os.environ.get("TEXTBOOK_REDIS")
+)
 
 
 @cache
 def model() -> Any:
     """Loaded once per worker."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    path, dtype = os.environ["TEXTBOOK_MODEL"], getattr(torch, os.environ["TEXTBOOK_DTYPE"])
+    path = os.environ["TEXTBOOK_MODEL"]
+    dtype = getattr(torch, os.environ["TEXTBOOK_DTYPE"])
     return tf.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
 
@@ -39,7 +43,11 @@ def generate(ids: list[int]) -> list[int]:
     """The whole design."""
     with torch.inference_mode():
         out = model().generate(
-            torch.tensor([ids]), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+            torch.tensor([ids]),
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
         )
     return [int(token) for token in out[0, len(ids) :]]
 
@@ -49,7 +57,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--prompts", type=int, default=16, help="only the first so many of W (they are alike)")
+    parser.add_argument(
+        "--prompts", type=int, default=16, help="only the first so many of W (they are alike)"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="shardline-textbook-") as folder:
         valkey = Valkey(Path(folder))

@@ -1,4 +1,5 @@
-"""Unequal devices: the planned split beside the even one and every other, predicted and measured with the bare engine.
+"""Unequal devices: the planned split beside the even one and every other, predicted and measured
+with the bare engine.
 
     python -m tests.benchmarks.unequal [--mix isa --mix busy --mix int8] [--prompts 32] [--runs 1]
 
@@ -11,7 +12,8 @@ Each mix makes two stages of this machine:
 - far: the two are alike, but every frame between them takes 40 ms, through a proxy;
 - equal: none, the two are alike, as `make up` finds them.
 
-Devices are measured side by side, as `make up` does. Then every split of the model runs, in both orders.
+Devices are measured side by side, as `make up` does. Then every split of the model runs, in both
+orders.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ MIXES = {
     "isa": Mix(workers=(Worker(device="cpu:0"), Worker(device="cpu:1", environment=AVX2))),
     "busy": Mix(workers=(Worker(device="cpu:0"), Worker(device="cpu:1")), busy_core=1),
     "int8": Mix(workers=(Worker(device="cpu:0", dtype="int8"), Worker(device="cpu:1"))),
-    "isa-int8": Mix(workers=(Worker(device="cpu:0", dtype="int8"), Worker(device="cpu:1", environment=AVX2))),
+    "isa-int8": Mix(
+        workers=(Worker(device="cpu:0", dtype="int8"), Worker(device="cpu:1", environment=AVX2))
+    ),
     "far": Mix(workers=(Worker(device="cpu:0"), Worker(device="cpu:1")), delay_s=0.04),
     "equal": Mix(workers=(Worker(device="cpu:0"), Worker(device="cpu:1"))),
 }
@@ -99,7 +103,9 @@ class Row:
 
 def main() -> None:
     """Prints a line for each split, then what the plan reached."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--mix", action="append", choices=MIXES, help="default: all")
     options.add_argument("--prompts", type=int, default=32)
     options.add_argument("--runs", type=int, default=1, help="of each split; the median counts")
@@ -119,14 +125,21 @@ def compare(mix: Mix, path: Path, options: argparse.Namespace) -> list[Row]:
     model = ModelCosts.read(path)
     lengths = [len(prompt) for prompt in workload(options.prompts).prompts]
     load = Workload(
-        prompt=round(statistics.mean(lengths)), output=NEW_TOKENS, concurrency=options.prompts, at_once=True
+        prompt=round(statistics.mean(lengths)),
+        output=NEW_TOKENS,
+        concurrency=options.prompts,
+        at_once=True,
     )
     best = make_plans(model, measured, load, num_stages=2, replicas=1).best.pipelines[0]
-    predictor, rows = Predictor(model, load), []
+    predictor = Predictor(model, load)
+    rows = []
     for order in ((0, 1), (1, 0)):
         for bound in range(1, len(model.layers)):
             ranges = ((0, bound), (bound, len(model.layers)))
-            stages = [StageAssignment((profiles[place],), *part) for place, part in zip(order, ranges, strict=True)]
+            stages = [
+                StageAssignment((profiles[place],), *part)
+                for place, part in zip(order, ranges, strict=True)
+            ]
             plan = predictor.predict(stages)
             workers = mix.workers[order[0]], mix.workers[order[1]]
             row = Row(
@@ -145,7 +158,11 @@ def compare(mix: Mix, path: Path, options: argparse.Namespace) -> list[Row]:
 def measure(mix: Mix, path: Path) -> list[DeviceProfile]:
     """The profiles of both workers, measured at the same time."""
     with tempfile.TemporaryDirectory(prefix="shardline-unequal-") as folder:
-        own = {"SHARDLINE_MODEL": str(path), "SHARDLINE_LOCK_DIR": folder, "SHARDLINE_CACHE_DIR": folder}
+        own = {
+            "SHARDLINE_MODEL": str(path),
+            "SHARDLINE_LOCK_DIR": folder,
+            "SHARDLINE_CACHE_DIR": folder,
+        }
         environments = [
             {
                 **environment(worker),
@@ -163,7 +180,8 @@ def measure(mix: Mix, path: Path) -> list[DeviceProfile]:
 
 
 def apart(profiles: Sequence[DeviceProfile], delay_s: float) -> list[DeviceProfile]:
-    """On two machines, with the link between them as a fleet's workers measure it, if frames are delayed."""
+    """On two machines, with the link between them as a fleet's workers measure it, if frames are
+    delayed."""
     if not delay_s:
         return list(profiles)
     sockets = Sockets(bind="tcp://127.0.0.1")
@@ -179,9 +197,24 @@ def run(mix: Mix, split: str, path: Path, options: argparse.Namespace) -> float:
     """Output tokens/s of the bare engine with these workers in order."""
     workers = mix.workers
     argv = [sys.executable, "-m", "tests.benchmarks.bare", "--model", str(path), "--split", split]
-    argv += ["--prompts", str(options.prompts), "--seats", str(options.prompts), "--runs", str(options.runs)]
-    argv += ["--prompt-lookup", "0", "--hop-delay-ms", str(mix.delay_s * 1e3), *stage_options(workers)]
-    done = subprocess.run(argv, env=environment(workers[0]), capture_output=True, text=True, check=True)
+    argv += [
+        "--prompts",
+        str(options.prompts),
+        "--seats",
+        str(options.prompts),
+        "--runs",
+        str(options.runs),
+    ]
+    argv += [
+        "--prompt-lookup",
+        "0",
+        "--hop-delay-ms",
+        str(mix.delay_s * 1e3),
+        *stage_options(workers),
+    ]
+    done = subprocess.run(
+        argv, env=environment(workers[0]), capture_output=True, text=True, check=True
+    )
     return statistics.median(json.loads(done.stdout)["tokens_per_s"])
 
 

@@ -1,4 +1,5 @@
-"""Workload W: prompts of 64 to 256 random tokens, 64 new tokens each, greedy, no early end. And texts to copy."""
+"""Workload W: prompts of 64 to 256 random tokens, 64 new tokens each, greedy, no early end. And
+texts to copy."""
 
 from __future__ import annotations
 
@@ -29,17 +30,21 @@ class Workload:
 
 
 def workload(num_prompts: int = 64, *, run: int = 0, num_common: int = 0) -> Workload:
-    """The same prompts in every run but for their first token, so that no run finds the KV of another. All prompts of a
-    run have `num_common` tokens before those of their own."""
-    source, common = random.Random(7), random.Random(8)
+    """The same prompts in every run but for their first token, so that no run finds the KV of
+    another. All prompts of a run have `num_common` tokens before those of their own."""
+    source = random.Random(7)
+    common = random.Random(8)
     first = [3 + run, *(common.randrange(3, VOCABULARY) for _ in range(num_common))]
-    own = [[source.randrange(3, VOCABULARY) for _ in range(source.randint(64, 256))] for _ in range(num_prompts)]
+    own = [
+        [source.randrange(3, VOCABULARY) for _ in range(source.randint(64, 256))]
+        for _ in range(num_prompts)
+    ]
     return Workload(tuple((*first, *ids[1:]) for ids in own))
 
 
 def copying(num_prompts: int = 1, *, run: int = 0) -> Workload:
-    """For the model that counts: each prompt holds the text that it will say, with one token of 16 changed, as in a
-    file that is said again with edits."""
+    """For the model that counts: each prompt holds the text that it will say, with one token of 16
+    changed, as in a file that is said again with edits."""
     source = random.Random(9 + run)
     prompts = []
     for _ in range(num_prompts):

@@ -1,4 +1,5 @@
-"""`python -m tests.chaos`: one chaos run, told while it goes on. Ends with 0 only if every invariant held."""
+"""`python -m tests.chaos`: one chaos run, told while it goes on. Ends with 0 only if every
+invariant held."""
 
 from __future__ import annotations
 
@@ -19,38 +20,66 @@ from tests.chaos.stack.options import TIME_SCALE, Options
 
 def main(
     *,
-    seed: Annotated[int | None, typer.Option(help="draws the faults; default: a new one, which is printed")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="draws the faults; default: a new one, which is printed")
+    ] = None,
     minutes: Annotated[float, typer.Option(help="how long faults are injected")] = 2.0,
-    faults: Annotated[str, typer.Option(help="all, or groups and kinds with commas between them")] = "all",
+    faults: Annotated[
+        str, typer.Option(help="all, or groups and kinds with commas between them")
+    ] = "all",
     load: Annotated[LoadName, typer.Option(help="what is asked for")] = LoadName.USERS,
-    dtype: Annotated[str, typer.Option(help="of the weights; more workers of a fleet of others")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="of the weights; more workers of a fleet of others")
+    ] = "float32",
     stages: Annotated[int, typer.Option(help="stages of the pipeline")] = 2,
     replicas: Annotated[int, typer.Option(help="pipelines on the same queue")] = 1,
-    workers: Annotated[int | None, typer.Option(help="a fleet of so many workers without a number, no stages")] = None,
-    devices: Annotated[
-        str | None, typer.Option(help="one for each stage: 'cpu:0 toy:0'; toy: the test accelerator")
+    workers: Annotated[
+        int | None, typer.Option(help="a fleet of so many workers without a number, no stages")
     ] = None,
-    streamed_layers: Annotated[int, typer.Option(help="of each stage: their weights are read in every step")] = 0,
+    devices: Annotated[
+        str | None,
+        typer.Option(help="one for each stage: 'cpu:0 toy:0'; toy: the test accelerator"),
+    ] = None,
+    streamed_layers: Annotated[
+        int, typer.Option(help="of each stage: their weights are read in every step")
+    ] = 0,
     tp: Annotated[int, typer.Option(help="ranks of each stage, on all cores")] = 1,
     adapters: Annotated[int, typer.Option(help="of each model, of which a stage holds half")] = 0,
-    patience: Annotated[float, typer.Option(help="seconds after the last fault in which everything must end")] = 180.0,
+    patience: Annotated[
+        float, typer.Option(help="seconds after the last fault in which everything must end")
+    ] = 180.0,
     time_scale: Annotated[
         float, typer.Option(help="of the protocol's times; more where the machine is busy")
     ] = TIME_SCALE,
-    insecure: Annotated[bool, typer.Option("--insecure", help="hops without CURVE: faults of frames need it")] = False,
-    inexact: Annotated[bool, typer.Option("--inexact", help="attention without our kernel")] = False,
-    model: Annotated[Path | None, typer.Option(help="a model's folder instead of the demo model")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="hops without CURVE: faults of frames need it")
+    ] = False,
+    inexact: Annotated[
+        bool, typer.Option("--inexact", help="attention without our kernel")
+    ] = False,
+    model: Annotated[
+        Path | None, typer.Option(help="a model's folder instead of the demo model")
+    ] = None,
     canvas: Annotated[
-        bool, typer.Option(help="of the users' load: a result backend, and a Celery app whose tasks follow jobs")
+        bool,
+        typer.Option(
+            help="of the users' load: a result backend, and a Celery app whose tasks follow jobs"
+        ),
     ] = True,
     redis_lasts: Annotated[
-        bool, typer.Option("--redis-lasts", help="the faults spare Redis: what it has taken is never sent again")
+        bool,
+        typer.Option(
+            "--redis-lasts", help="the faults spare Redis: what it has taken is never sent again"
+        ),
     ] = False,
 ) -> None:
-    """Hurt a stack of its own under load and judge what comes of it; figures in .local/chaos.json."""
+    """Hurt a stack of its own under load and judge what comes of it; figures in
+    .local/chaos.json."""
     first_dtype, *more_dtypes = dtype.split()
     if more_dtypes and workers is None:
-        raise typer.BadParameter("only workers of a fleet may be unlike: give --workers too", param_hint="--dtype")
+        raise typer.BadParameter(
+            "only workers of a fleet may be unlike: give --workers too", param_hint="--dtype"
+        )
     options = Options(
         seed=seeded(seed),
         minutes=minutes,

@@ -1,4 +1,5 @@
-"""The judge's triggers and its look at the streams: who writes without holding the job is seen, who holds it is not."""
+"""The judge's triggers and its look at the streams: who writes without holding the job is seen, who
+holds it is not."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from shardline.contract import keys
 from tests.chaos.judge import audit
 from tests.chaos.judge.emissions import stale_deltas
 
-HOLDER, OTHER, RELAY = "shardline w", "shardline other", "shardline-relay"
+HOLDER = "shardline w"
+OTHER = "shardline other"
+RELAY = "shardline-relay"
 JOB = """
 INSERT INTO jobs (id, model, prompt, prompt_ids, max_tokens, prepared_at, state, fence, worker, lease_until)
 VALUES (%s, 'clerk', 'p', '{1}', 4, now(), 'running', 2, 'w', now() + interval '1 h')
@@ -75,7 +78,9 @@ def test_a_lease_taken_by_a_relay_before_its_end_is_found(database_url: str, job
 
 
 @pytest.mark.parametrize("shift_s", [3600, -3600])
-def test_a_lease_taken_by_a_wrong_clock_is_found(database_url: str, job_id: UUID, shift_s: int) -> None:
+def test_a_lease_taken_by_a_wrong_clock_is_found(
+    database_url: str, job_id: UUID, shift_s: int
+) -> None:
     with psycopg.connect(database_url, application_name=HOLDER) as connection:
         connection.execute(LEASE, (LEASE_S + shift_s, job_id))
     assert [finding.job_id for finding in audit.stale_writes(database_url)] == [job_id]

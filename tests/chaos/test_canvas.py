@@ -1,4 +1,5 @@
-"""The load's Celery app: what must follow a job is known, and what does not follow it once is found."""
+"""The load's Celery app: what must follow a job is known, and what does not follow it once is
+found."""
 
 from __future__ import annotations
 
@@ -40,14 +41,24 @@ def call(name: str, *, again: bool = False) -> dict[str, Any]:
     ("calls", "num_found"),
     [
         pytest.param([call("first"), call("second")], 0, id="once each"),
-        pytest.param([call("first"), call("second"), call("second", again=True)], 0, id="given twice by the broker"),
-        pytest.param([call("first", again=True), call("second")], 0, id="given again before it was noted"),
+        pytest.param(
+            [call("first"), call("second"), call("second", again=True)],
+            0,
+            id="given twice by the broker",
+        ),
+        pytest.param(
+            [call("first", again=True), call("second")], 0, id="given again before it was noted"
+        ),
         pytest.param([call("first")], 1, id="one is missing"),
         pytest.param([call("first"), call("second"), call("second")], 1, id="one was sent twice"),
-        pytest.param([call("first"), call("second"), call("errback")], 1, id="one that nobody asked for"),
+        pytest.param(
+            [call("first"), call("second"), call("errback")], 1, id="one that nobody asked for"
+        ),
     ],
 )
-def test_calls_that_are_missing_or_too_many_are_found(calls: list[dict[str, Any]], num_found: int) -> None:
+def test_calls_that_are_missing_or_too_many_are_found(
+    calls: list[dict[str, Any]], num_found: int
+) -> None:
     assert len(list(wrong_numbers(frozenset({"first", "second"}), calls))) == num_found
 
 
@@ -60,7 +71,9 @@ def test_a_job_that_does_not_succeed_is_followed_by_its_errback_alone() -> None:
     assert followers(LATE, "expired") == {"errback"}
     dresses = [dress(random.Random(seed)) for seed in range(100)]
     assert {kind_of(uuid4(), one.fields) == LATE for one in dresses} == {True, False}
-    assert all((one.ends == {"expired"}) == (kind_of(uuid4(), one.fields) == LATE) for one in dresses)
+    assert all(
+        (one.ends == {"expired"}) == (kind_of(uuid4(), one.fields) == LATE) for one in dresses
+    )
 
 
 @pytest.fixture
@@ -73,7 +86,9 @@ def results(tmp_path: Path) -> Iterator[ResultBackend]:
 
 
 @pytest.fixture
-def relays(database_url: str, redis_url: str, results: ResultBackend, tmp_path: Path) -> Iterator[RelayStack]:
+def relays(
+    database_url: str, redis_url: str, results: ResultBackend, tmp_path: Path
+) -> Iterator[RelayStack]:
     """A relay that stores results there."""
     with relay_stack(database_url, redis_url, tmp_path) as relays:
         relays.variables["SHARDLINE_RESULT_BACKEND"] = results.url
@@ -85,7 +100,9 @@ def relays(database_url: str, redis_url: str, results: ResultBackend, tmp_path: 
 def working(relays: RelayStack, results: ResultBackend) -> Iterator[CanvasWorker]:
     """The other team's worker runs."""
     drained = Event()
-    worker = CanvasWorker(broker_url=relays.redis_url, backend_url=results.url, home=results.home, drained=drained)
+    worker = CanvasWorker(
+        broker_url=relays.redis_url, backend_url=results.url, home=results.home, drained=drained
+    )
     thread = Thread(target=worker.run)
     thread.start()
     try:
@@ -97,7 +114,8 @@ def working(relays: RelayStack, results: ResultBackend) -> Iterator[CanvasWorker
 
 def asked(relays: RelayStack, results: ResultBackend, kind: str, num_sends: int = 1) -> Target:
     """A target whose only job is part of such a canvas, and succeeds."""
-    job_id, journal = job_of(kind), Journal()
+    job_id = job_of(kind)
+    journal = Journal()
     journal.ask(Asked(id=job_id, number=0, door=DOOR))
     for _ in range(num_sends):
         by_canvas(relays.redis_url, results.url)(job_id, {"model": MODEL, "prompt": "one"})
@@ -109,14 +127,18 @@ def asked(relays: RelayStack, results: ResultBackend, kind: str, num_sends: int 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_canvas_calls_what_must_follow_it(relays: RelayStack, results: ResultBackend, kind: str) -> None:
+def test_each_canvas_calls_what_must_follow_it(
+    relays: RelayStack, results: ResultBackend, kind: str
+) -> None:
     with working(relays, results) as worker:
         target = asked(relays, results, kind, num_sends=2)
         found = followed(target, worker.disturbed_s)
     assert (found.findings, found.num_jobs, found.num_excused) == ([], 1, 0)
 
 
-def test_a_lost_or_changed_call_and_a_lost_result_are_found(relays: RelayStack, results: ResultBackend) -> None:
+def test_a_lost_or_changed_call_and_a_lost_result_are_found(
+    relays: RelayStack, results: ResultBackend
+) -> None:
     with working(relays, results) as worker:
         target = asked(relays, results, "link")
         assert followed(target, worker.disturbed_s).findings == []
@@ -133,7 +155,9 @@ def test_a_lost_or_changed_call_and_a_lost_result_are_found(relays: RelayStack, 
 
 def test_a_broker_that_forgets_or_cuts_is_noticed(redis_url: str, results: ResultBackend) -> None:
     drained = Event()
-    worker = CanvasWorker(broker_url=redis_url, backend_url=results.url, home=results.home, drained=drained)
+    worker = CanvasWorker(
+        broker_url=redis_url, backend_url=results.url, home=results.home, drained=drained
+    )
     thread = Thread(target=worker.run)
     thread.start()
     try:

@@ -30,11 +30,19 @@ KINDS = (
 
 def test_every_invariant_holds_after_faults_under_load() -> None:
     report = run(
-        Options(seed=SEED, minutes=5, time_scale=TIME_SCALE), chosen(",".join(KINDS)), print, max_faults=NUM_FAULTS
+        Options(seed=SEED, minutes=5, time_scale=TIME_SCALE),
+        chosen(",".join(KINDS)),
+        print,
+        max_faults=NUM_FAULTS,
     )
 
     assert report.findings == []
-    assert (report.lost, report.duplicated, report.token_mismatches, report.stale_commits) == (0, 0, 0, 0)
+    assert (report.lost, report.duplicated, report.token_mismatches, report.stale_commits) == (
+        0,
+        0,
+        0,
+        0,
+    )
     assert (report.kv_blocks_leaked, report.orphans, report.retracted, report.stuck) == (0, 0, 0, 0)
     assert report.num_faults == NUM_FAULTS
     assert report.num_kills > 0

@@ -1,4 +1,5 @@
-"""The judge itself: each violation, written into real tables by hand, must be found; an honest life must pass."""
+"""The judge itself: each violation, written into real tables by hand, must be found; an honest life
+must pass."""
 
 from __future__ import annotations
 
@@ -53,7 +54,11 @@ def job_id(database_url: str) -> UUID:
 
 def found(database_url: str, job_id: UUID, *watched: Watched) -> list[tuple[str, str]]:
     """Invariant and count of each finding, once."""
-    return kinds(judge(database_url, [Asked(id=job_id, number=0, door="sql", promised=True)], watched, EXPECTED))
+    return kinds(
+        judge(
+            database_url, [Asked(id=job_id, number=0, door="sql", promised=True)], watched, EXPECTED
+        )
+    )
 
 
 def kinds(findings: Sequence[Finding]) -> list[tuple[str, str]]:
@@ -85,7 +90,11 @@ def test_an_honest_life_is_no_finding(database_url: str, job_id: UUID) -> None:
             ("I1", "lost"),
             id="a stuck job",
         ),
-        pytest.param("UPDATE jobs SET state = 'failed' WHERE id = %s", ("I1", "lost"), id="an end nobody asked for"),
+        pytest.param(
+            "UPDATE jobs SET state = 'failed' WHERE id = %s",
+            ("I1", "lost"),
+            id="an end nobody asked for",
+        ),
         pytest.param(
             "UPDATE jobs SET state = 'failed', error = '{\"code\": \"crashed\"}' WHERE id = %s",
             ("I1", "exhausted"),
@@ -93,16 +102,24 @@ def test_an_honest_life_is_no_finding(database_url: str, job_id: UUID) -> None:
         ),
         pytest.param("DELETE FROM results WHERE job_id = %s", ("I1", "lost"), id="a lost result"),
         pytest.param(
-            "INSERT INTO results SELECT * FROM results WHERE job_id = %s", ("I2", "duplicated"), id="a second result"
+            "INSERT INTO results SELECT * FROM results WHERE job_id = %s",
+            ("I2", "duplicated"),
+            id="a second result",
         ),
         pytest.param(
-            "UPDATE attempts SET outcome = 'succeeded' WHERE job_id = %s", ("I2", "duplicated"), id="a second end"
+            "UPDATE attempts SET outcome = 'succeeded' WHERE job_id = %s",
+            ("I2", "duplicated"),
+            id="a second end",
         ),
         pytest.param(
-            "UPDATE results SET token_ids[3] = 99 WHERE job_id = %s", ("I2", "token_mismatches"), id="a changed token"
+            "UPDATE results SET token_ids[3] = 99 WHERE job_id = %s",
+            ("I2", "token_mismatches"),
+            id="a changed token",
         ),
         pytest.param(
-            "UPDATE results SET text = 'ward' WHERE job_id = %s", ("I2", "text_mismatches"), id="a changed text"
+            "UPDATE results SET text = 'ward' WHERE job_id = %s",
+            ("I2", "text_mismatches"),
+            id="a changed text",
         ),
         pytest.param(
             f"UPDATE results SET logprobs = jsonb_set(logprobs, '{{1,1}}', '{-0.5 + 2**-30}') WHERE job_id = %s",
@@ -135,7 +152,9 @@ def test_an_honest_life_is_no_finding(database_url: str, job_id: UUID) -> None:
             id="an adapter that nobody asked for",
         ),
         pytest.param(
-            "UPDATE results SET fence = 1 WHERE job_id = %s", ("I3", "stale_commits"), id="a result of a stale fence"
+            "UPDATE results SET fence = 1 WHERE job_id = %s",
+            ("I3", "stale_commits"),
+            id="a result of a stale fence",
         ),
         pytest.param(
             "UPDATE attempts SET tokens = '{11, 12, 13}' WHERE job_id = %s AND fence = 1",
@@ -148,7 +167,9 @@ def test_an_honest_life_is_no_finding(database_url: str, job_id: UUID) -> None:
             id="a heartbeat after the end",
         ),
         pytest.param(
-            "UPDATE jobs SET fence = 3 WHERE id = %s", ("I3", "stale_commits"), id="a fence that no attempt has"
+            "UPDATE jobs SET fence = 3 WHERE id = %s",
+            ("I3", "stale_commits"),
+            id="a fence that no attempt has",
         ),
         pytest.param(
             "UPDATE attempts SET outcome = 'crashed' WHERE job_id = %s AND fence = 1",
@@ -166,12 +187,17 @@ def test_a_violation_in_the_rows_is_found(
     assert expected in found(database_url, job_id)
 
 
-def test_a_job_is_held_to_its_own_result_without_an_undisturbed_run(database_url: str, job_id: UUID) -> None:
-    asked, stream = [Asked(id=job_id, number=0, door="sql", promised=True)], read(job_id, *TOKENS)
+def test_a_job_is_held_to_its_own_result_without_an_undisturbed_run(
+    database_url: str, job_id: UUID
+) -> None:
+    asked = [Asked(id=job_id, number=0, door="sql", promised=True)]
+    stream = read(job_id, *TOKENS)
     assert judge(database_url, asked, [stream], None) == []
     with psycopg.connect(database_url) as connection:
         connection.execute("UPDATE results SET token_ids[1] = 99 WHERE job_id = %s", (job_id,))
-    assert {"token_mismatches", "retracted"} == {one.count for one in judge(database_url, asked, [stream], None)}
+    assert {"token_mismatches", "retracted"} == {
+        one.count for one in judge(database_url, asked, [stream], None)
+    }
 
 
 def exact(tokens: Sequence[int], *, exactness: str = "a", is_exact: bool = True) -> dict[str, Any]:
@@ -191,7 +217,12 @@ def exact(tokens: Sequence[int], *, exactness: str = "a", is_exact: bool = True)
     [
         pytest.param(0, exact(TOKENS), [], id="the same tokens"),
         pytest.param(0, exact(TOKENS[::-1]), ["token_mismatches"], id="other tokens"),
-        pytest.param(0, {**exact(TOKENS), "logprobs": LOGPROBS}, ["logprob_mismatches"], id="other log-probabilities"),
+        pytest.param(
+            0,
+            {**exact(TOKENS), "logprobs": LOGPROBS},
+            ["logprob_mismatches"],
+            id="other log-probabilities",
+        ),
         pytest.param(1, exact(TOKENS[::-1]), [], id="another request"),
         pytest.param(0, exact(TOKENS[::-1], exactness="b"), [], id="another exactness"),
         pytest.param(0, exact(TOKENS[::-1], is_exact=False), [], id="it does not say exact"),
@@ -203,11 +234,16 @@ def test_equal_requests_of_one_exactness_must_have_equal_results(
     assert [finding.count for finding in unequal([(0, exact(TOKENS)), (number, row)])] == counts
 
 
-def test_a_stream_of_a_job_that_moved_to_another_exactness_is_not_compared(database_url: str, job_id: UUID) -> None:
-    asked, stream = [Asked(id=job_id, number=0, door="sql", promised=True)], read(job_id, 11, 12, 99, 14)
+def test_a_stream_of_a_job_that_moved_to_another_exactness_is_not_compared(
+    database_url: str, job_id: UUID
+) -> None:
+    asked = [Asked(id=job_id, number=0, door="sql", promised=True)]
+    stream = read(job_id, 11, 12, 99, 14)
     assert judge(database_url, asked, [stream], None) != []
     with psycopg.connect(database_url) as connection:
-        connection.execute("UPDATE attempts SET exactness = 'other' WHERE job_id = %s AND fence = 1", (job_id,))
+        connection.execute(
+            "UPDATE attempts SET exactness = 'other' WHERE job_id = %s AND fence = 1", (job_id,)
+        )
     assert judge(database_url, asked, [stream], None) == []
 
 
@@ -225,25 +261,34 @@ def test_a_job_of_an_unknown_id_is_a_duplicate(database_url: str, job_id: UUID) 
         pytest.param((11, 12, 13, 14, 14), id="a token too many"),
     ],
 )
-def test_a_stream_unlike_the_result_is_retracted(database_url: str, job_id: UUID, tokens: tuple[int, ...]) -> None:
+def test_a_stream_unlike_the_result_is_retracted(
+    database_url: str, job_id: UUID, tokens: tuple[int, ...]
+) -> None:
     assert found(database_url, job_id, read(job_id, *tokens)) == [("I9", "retracted")]
 
 
 @pytest.mark.parametrize("text", ["wor", "woord", "wo\ufffdrd", ""])
-def test_joined_stream_text_unlike_the_result_is_counted(database_url: str, job_id: UUID, text: str) -> None:
+def test_joined_stream_text_unlike_the_result_is_counted(
+    database_url: str, job_id: UUID, text: str
+) -> None:
     watched = read(job_id, *TOKENS)
-    watched.text, watched.num_joins = text, 2
+    watched.text = text
+    watched.num_joins = 2
     assert found(database_url, job_id, watched) == [("I9", "text_mismatches")]
 
 
-def test_a_stream_left_early_may_hold_the_beginning_of_the_text(database_url: str, job_id: UUID) -> None:
+def test_a_stream_left_early_may_hold_the_beginning_of_the_text(
+    database_url: str, job_id: UUID
+) -> None:
     left = Watched(job_id=job_id, tokens=list(TOKENS[:2]), text="wo", logprobs=LOGPROBS[:2])
     assert found(database_url, job_id, left) == []
     left.text = "wa"
     assert found(database_url, job_id, left) == [("I9", "text_mismatches")]
 
 
-def test_a_streamed_log_probability_unlike_the_result_is_counted(database_url: str, job_id: UUID) -> None:
+def test_a_streamed_log_probability_unlike_the_result_is_counted(
+    database_url: str, job_id: UUID
+) -> None:
     watched = read(job_id, *TOKENS)
     watched.logprobs = [*LOGPROBS[:3], [TOKENS[3], -0.25, []]]
     assert found(database_url, job_id, watched) == [("I9", "logprob_mismatches")]
@@ -259,9 +304,18 @@ def test_a_stream_with_a_gap_is_retracted(database_url: str, job_id: UUID) -> No
 def test_a_cancelled_job_without_result_is_wrong_only_where_partials_are_given(
     job_id: UUID, *, hears_partials: bool, counts: list[str]
 ) -> None:
-    """A stream may have told more than was saved: a reader in Python, who hears no partial result, cannot know."""
-    watched = Watched(job_id=job_id, tokens=list(TOKENS), end_state="cancelled", hears_partials=hears_partials)
-    row = {"state": "cancelled", "token_ids": list(TOKENS[:2]), "text": TEXT[:2], "logprobs": None, "exact": True}
+    """A stream may have told more than was saved: a reader in Python, who hears no partial result,
+    cannot know."""
+    watched = Watched(
+        job_id=job_id, tokens=list(TOKENS), end_state="cancelled", hears_partials=hears_partials
+    )
+    row = {
+        "state": "cancelled",
+        "token_ids": list(TOKENS[:2]),
+        "text": TEXT[:2],
+        "logprobs": None,
+        "exact": True,
+    }
 
     findings = retracted([watched], {job_id: row}, {job_id: EXPECTED[0]})
 

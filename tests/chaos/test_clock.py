@@ -1,4 +1,5 @@
-"""A shifted clock is shifted for one process alone, and monotonic time is not; leases know a suspension."""
+"""A shifted clock is shifted for one process alone, and monotonic time is not; leases know a
+suspension."""
 
 from __future__ import annotations
 
@@ -56,7 +57,11 @@ def process(tmp_path: Path) -> Iterator[Shifted]:
     assert clock.why_not is None
     environment = {**os.environ, **clock.environment, "LD_PRELOAD": str(clock.library)}
     with subprocess.Popen(
-        [sys.executable, "-c", TELL], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", TELL],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as child:
 
         def told() -> Told:
@@ -97,7 +102,11 @@ def test_a_forked_process_has_a_clock_of_its_own(tmp_path: Path) -> None:
     clock = Clock(tmp_path)
     environment = {**os.environ, **clock.environment, "LD_PRELOAD": str(clock.library)}
     with subprocess.Popen(
-        [sys.executable, "-c", FORK], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", FORK],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None

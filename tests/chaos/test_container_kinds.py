@@ -1,4 +1,5 @@
-"""The faults of `make chaos-compose`, looked at without an engine: their kinds, and what each service suffers."""
+"""The faults of `make chaos-compose`, looked at without an engine: their kinds, and what each
+service suffers."""
 
 from __future__ import annotations
 

@@ -42,12 +42,17 @@ def write(disk: Disk, path: Path, way: str) -> str:
     path.parent.mkdir(exist_ok=True)
     environment = {**os.environ, **disk.environment, "LD_PRELOAD": str(disk.library)}
     command = [sys.executable, "-c", WRITE, str(path), way]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_only_the_full_folder_has_no_room_until_it_is_freed(way: str, disk: Disk, tmp_path: Path) -> None:
-    full, neighbor = tmp_path / "full", tmp_path / "fuller"
+def test_only_the_full_folder_has_no_room_until_it_is_freed(
+    way: str, disk: Disk, tmp_path: Path
+) -> None:
+    full = tmp_path / "full"
+    neighbor = tmp_path / "fuller"
     disk.fill(full)
     assert write(disk, full / "file", way) == "No space left on device"
     assert disk.num_refused == 1

@@ -1,4 +1,5 @@
-"""Numbers at their limits in the users' load: none is left out, doors take them all, and nothing beyond."""
+"""Numbers at their limits in the users' load: none is left out, doors take them all, and nothing
+beyond."""
 
 from __future__ import annotations
 
@@ -69,22 +70,31 @@ def test_nothing_beyond_a_limit_is_a_request(fields: Request) -> None:
         pytest.param(500, 1, id="an error of its own"),
     ],
 )
-def test_only_what_is_taken_or_breaks_a_door_is_counted(answer: Answer | Exception | int, num_found: int) -> None:
+def test_only_what_is_taken_or_breaks_a_door_is_counted(
+    answer: Answer | Exception | int, num_found: int
+) -> None:
     def door(_: UUID | None, request: Request) -> Answer:
         if isinstance(answer, Answer):
             return answer
         if isinstance(answer, int):
-            raise httpx.HTTPStatusError("no", request=REQUEST, response=httpx.Response(answer, request=REQUEST))
+            raise httpx.HTTPStatusError(
+                "no", request=REQUEST, response=httpx.Response(answer, request=REQUEST)
+            )
         raise answer
 
-    journal, never = Journal(), threading.Event()
-    prober = LimitProber(doors={"http": door}, journal=journal, stopping=never, drained=never, rng=random.Random(1))
+    journal = Journal()
+    never = threading.Event()
+    prober = LimitProber(
+        doors={"http": door}, journal=journal, stopping=never, drained=never, rng=random.Random(1)
+    )
     prober.probe()
     assert [finding.count for finding in journal.complaints()] == ["admitted"] * num_found
 
 
 @pytest.mark.parametrize(("state", "found"), [("failed", []), ("succeeded", ["admitted"])])
-def test_a_job_beyond_a_limit_may_only_have_failed(database_url: str, state: str, found: list[str]) -> None:
+def test_a_job_beyond_a_limit_may_only_have_failed(
+    database_url: str, state: str, found: list[str]
+) -> None:
     with psycopg.connect(database_url) as connection:
         connection.execute(JOB, (uuid4(), Jsonb(BEYOND), state, "now"))
     assert [finding.count for finding in judge(database_url, [], [], [])] == found

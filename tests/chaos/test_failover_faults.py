@@ -1,4 +1,5 @@
-"""The failover itself: a client meets a standby, nothing that was acknowledged is lost, and no second server stays."""
+"""The failover itself: a client meets a standby, nothing that was acknowledged is lost, and no
+second server stays."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def target(tmp_path: Path) -> Iterator[LocalTarget]:
         proxy.start()
         ending.callback(proxy.stop)
         times = Times().scaled(0.05)
-        yield cast(LocalTarget, SimpleNamespace(postgres=postgres, database_proxy=proxy, times=times))
+        yield cast(
+            LocalTarget, SimpleNamespace(postgres=postgres, database_proxy=proxy, times=times)
+        )
 
 
 def test_a_failover_and_back_loses_no_row_and_shows_clients_a_standby(target: LocalTarget) -> None:
@@ -65,7 +68,9 @@ def test_a_failover_and_back_loses_no_row_and_shows_clients_a_standby(target: Lo
     with psycopg.connect(first.url(), autocommit=True) as connection:
         connection.execute("CREATE TABLE numbers (number int)")
     port = target.database_proxy.port
-    writer = Writer(f"postgresql://shardline@127.0.0.1:{port}/shardline?sslmode=disable&gssencmode=disable")
+    writer = Writer(
+        f"postgresql://shardline@127.0.0.1:{port}/shardline?sslmode=disable&gssencmode=disable"
+    )
     thread = threading.Thread(target=writer.run)
     thread.start()
     try:

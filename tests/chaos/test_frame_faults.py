@@ -1,4 +1,5 @@
-"""Frames that the harness's network loses or repeats: real links, and what the taps make of them."""
+"""Frames that the harness's network loses or repeats: real links, and what the taps make of
+them."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def zmtp(*parts: bytes) -> bytes:
     flags = [*([1] * (len(parts) - 1)), 0]
     sized = zip(flags, parts, strict=True)
     return b"".join(
-        bytes([flag, len(part)]) + part if len(part) < 256 else bytes([flag | 2]) + len(part).to_bytes(8) + part
+        bytes([flag, len(part)]) + part
+        if len(part) < 256
+        else bytes([flag | 2]) + len(part).to_bytes(8) + part
         for flag, part in sized
     )
 
@@ -57,7 +60,10 @@ def test_a_tap_sees_each_whole_message_once_in_any_pieces(size: int) -> None:
         seen.append(parts)
         return b"" if len(seen) == 2 else raw
 
-    greeting, command, first, last = b"g" * 64, b"\x04\x05READY", zmtp(b"a", b"b" * 300), zmtp(b"d")
+    greeting = b"g" * 64
+    command = b"\x04\x05READY"
+    first = zmtp(b"a", b"b" * 300)
+    last = zmtp(b"d")
     stream = greeting + command + first + zmtp(b"c") + last
     tap = Tap(drop_the_second)
 
@@ -73,7 +79,9 @@ def test_an_answer_of_an_older_epoch_comes_before_the_fitting_one() -> None:
     for frame in old:
         assert passed(repeated, frame) == name(frame)
 
-    same, short, other = answer(0, 1, 2, epoch=2), answer(1, 5, epoch=2), answer(1, 5, 6, epoch=2)
+    same = answer(0, 1, 2, epoch=2)
+    short = answer(1, 5, epoch=2)
+    other = answer(1, 5, 6, epoch=2)
 
     assert passed(repeated, same) == name(same)
     assert passed(repeated, short) == name(short)

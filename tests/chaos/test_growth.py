@@ -1,4 +1,5 @@
-"""The judge of what is held: each kind of growth, made by hand in real servers, is found; an honest end passes."""
+"""The judge of what is held: each kind of growth, made by hand in real servers, is found; an honest
+end passes."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ import pytest
 import redis
 
 from shardline.contract import keys
-from tests.chaos.judge.growth import ENTRIES_PER_ATTEMPT, MIB, SCRAP_BYTES, Life, in_postgres, in_redis, redis_bytes
+from tests.chaos.judge.growth import (
+    ENTRIES_PER_ATTEMPT,
+    MIB,
+    SCRAP_BYTES,
+    Life,
+    in_postgres,
+    in_redis,
+    redis_bytes,
+)
 
 JOB = """
 INSERT INTO jobs (id, model, prompt, state, fence, finished_at) VALUES (%s, 'clerk', 'text', 'cancelled', 2, now())
@@ -47,7 +56,9 @@ def found(redis_url: str, database_url: str) -> str:
     """In Redis; the growth is counted from nothing."""
     with redis.Redis.from_url(redis_url) as client:
         held_bytes = client.info("memory")["used_memory"]
-    return " ".join(str(each) for each in in_redis(redis_url, database_url, held_bytes, quiet_s=0.5))
+    return " ".join(
+        str(each) for each in in_redis(redis_url, database_url, held_bytes, quiet_s=0.5)
+    )
 
 
 @pytest.mark.usefixtures("job_id")
@@ -94,7 +105,9 @@ def test_a_queue_that_grew_is_found_by_name_and_by_memory(
 
 def test_one_session_too_many_and_one_idle_in_transaction_are_found(database_url: str) -> None:
     def whats(num_own: int, lease_s: float) -> list[str]:
-        judged = in_postgres(database_url, ["flower"], num_own=num_own, lease_s=lease_s, quiet_s=0.5)
+        judged = in_postgres(
+            database_url, ["flower"], num_own=num_own, lease_s=lease_s, quiet_s=0.5
+        )
         return [str(each) for each in judged]
 
     with ExitStack() as opened:
@@ -106,7 +119,8 @@ def test_one_session_too_many_and_one_idle_in_transaction_are_found(database_url
 
 
 @pytest.mark.parametrize(
-    ("name", "is_too_much"), [("relay", True), ("stage-0", False), ("worker-1", False), ("flower", False)]
+    ("name", "is_too_much"),
+    [("relay", True), ("stage-0", False), ("worker-1", False), ("flower", False)],
 )
 def test_memory_may_double_only_for_kv_and_for_flowers_tasks(name: str, is_too_much: bool) -> None:
     life = Life(name=name, warm_bytes=50 * MIB, last_bytes=100 * MIB)

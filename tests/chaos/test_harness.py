@@ -1,4 +1,5 @@
-"""The harness's own parts that need no stack: how faults are drawn, what a reader keeps, what a report says."""
+"""The harness's own parts that need no stack: how faults are drawn, what a reader keeps, what a
+report says."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ ADAPTED = of_users([CLERK, SCRIBE]).with_adapters(adapter_names(3))
 
 def kinds(seed: int, num: int) -> list[str]:
     """The first faults that this seed draws."""
-    return [fault.kind for fault in itertools.islice(drawn(chosen("all"), random.Random(seed)), num)]
+    return [
+        fault.kind for fault in itertools.islice(drawn(chosen("all"), random.Random(seed)), num)
+    ]
 
 
 def test_one_seed_draws_the_same_faults() -> None:
@@ -55,7 +58,9 @@ def test_choosing_an_unknown_name_lists_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    "workload", [lab(), of_users([CLERK, SCRIBE]), ADAPTED], ids=["lab", "users", "users of adapters"]
+    "workload",
+    [lab(), of_users([CLERK, SCRIBE]), ADAPTED],
+    ids=["lab", "users", "users of adapters"],
 )
 def test_all_requests_of_a_set_differ_and_are_valid(workload: Workload) -> None:
     assert len({json.dumps(request) for request in workload.requests}) == len(workload.requests)
@@ -66,11 +71,16 @@ def test_all_requests_of_a_set_differ_and_are_valid(workload: Workload) -> None:
 def test_the_users_load_holds_what_users_send() -> None:
     requests = of_users([CLERK, SCRIBE]).requests
     lengths = {len(one["prompt"]) for one in requests if isinstance(one.get("prompt"), list)}
-    turns = [[message["role"] for message in one["messages"]] for one in requests if "messages" in one]
+    turns = [
+        [message["role"] for message in one["messages"]] for one in requests if "messages" in one
+    ]
     assert {1, CLERK.limit - 1, SCRIBE.limit - 1} <= lengths
     assert any(roles[0] == "system" for roles in turns)
     assert any("assistant" in roles for roles in turns)
-    assert all(any(name in one for one in requests) for name in ("stop", "stop_token_ids", "logprobs", "min_tokens"))
+    assert all(
+        any(name in one for one in requests)
+        for name in ("stop", "stop_token_ids", "logprobs", "min_tokens")
+    )
     assert any("max_tokens" not in one for one in requests)
     assert not any("max_crashes" in one for one in requests)
 
@@ -79,7 +89,9 @@ def test_every_adapter_of_every_model_is_asked_for_and_no_other_request_changes(
     plain = of_users([CLERK, SCRIBE]).requests
     asked = {one["model"] for one in ADAPTED.requests[len(plain) :]}
     assert ADAPTED.requests[: len(plain)] == plain
-    assert asked == {f"{model.name}:tuned-{place}" for model in (CLERK, SCRIBE) for place in range(3)}
+    assert asked == {
+        f"{model.name}:tuned-{place}" for model in (CLERK, SCRIBE) for place in range(3)
+    }
 
 
 def test_tokens_gaps_and_the_end_are_read_from_a_stream() -> None:

@@ -21,7 +21,9 @@ from tests.chaos.stack.local_target import LocalTarget
 
 PATIENCE_S = 60.0
 CHANNEL = Channel(pipeline=UUID(int=1), epoch=1, kind=Kind.PLAN, num_lanes=2)
-FRAME = Frame(kind=Kind.PLAN, pipeline=CHANNEL.pipeline, epoch=CHANNEL.epoch, step=0, message=b"step")
+FRAME = Frame(
+    kind=Kind.PLAN, pipeline=CHANNEL.pipeline, epoch=CHANNEL.epoch, step=0, message=b"step"
+)
 
 
 @pytest.fixture
@@ -44,7 +46,9 @@ def hop(net: HopNet) -> Iterator[ZeroMqHop]:
     sockets.close()
 
 
-def test_a_cut_proxy_lets_steps_pass_until_then_and_both_ends_notice(net: HopNet, hop: ZeroMqHop) -> None:
+def test_a_cut_proxy_lets_steps_pass_until_then_and_both_ends_notice(
+    net: HopNet, hop: ZeroMqHop
+) -> None:
     receiver = hop.open_receiver(CHANNEL)
     sender = hop.open_sender(CHANNEL, receiver.address, PATIENCE_S)
     sender.send(FRAME)

@@ -1,4 +1,5 @@
-"""Postgres refuses one head and nobody else: a cut that hit everybody would prove nothing about leases."""
+"""Postgres refuses one head and nobody else: a cut that hit everybody would prove nothing about
+leases."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import pytest
 
 from tests.chaos.faults.lease_faults import refused
 
-HEAD, OTHER = "shardline stack-0.0@here", "shardline stack-1.0@here"
+HEAD = "shardline stack-0.0@here"
+OTHER = "shardline stack-1.0@here"
 
 
 def session(database_url: str, name: str) -> psycopg.Connection[tuple[object, ...]]:
@@ -15,7 +17,11 @@ def session(database_url: str, name: str) -> psycopg.Connection[tuple[object, ..
 
 
 def test_a_refused_heads_sessions_end_and_it_may_return_afterwards(database_url: str) -> None:
-    with session(database_url, HEAD) as head, session(database_url, OTHER) as other, session(database_url, "t") as own:
+    with (
+        session(database_url, HEAD) as head,
+        session(database_url, OTHER) as other,
+        session(database_url, "t") as own,
+    ):
         with refused(own, HEAD):
             with pytest.raises(psycopg.OperationalError):
                 head.execute("SELECT 1")

@@ -27,12 +27,16 @@ def folder() -> Iterator[Path]:
     ("body", "num_caught"),
     [
         pytest.param("assert 1 == 2", NUM_RUNS, id="an assertion"),
-        pytest.param("with pytest.raises(ValueError): pass", NUM_RUNS, id="an error that does not come"),
+        pytest.param(
+            "with pytest.raises(ValueError): pass", NUM_RUNS, id="an error that does not come"
+        ),
         pytest.param("raise OSError('away')", 0, id="another error"),
         pytest.param("assert 1 == 1", 0, id="nothing"),
     ],
 )
-def test_only_an_assertion_counts_as_a_failed_test(folder: Path, body: str, num_caught: int) -> None:
+def test_only_an_assertion_counts_as_a_failed_test(
+    folder: Path, body: str, num_caught: int
+) -> None:
     (folder / PROBE).write_text(HEAD + body)
     assert by_test(folder, PROBE, NUM_RUNS) == num_caught
 
@@ -54,7 +58,8 @@ def test_the_gate_names_a_mutant_that_cannot_be_imported() -> None:
 
 
 def test_chaos_runs_without_a_mutant_share_one_run_per_stack() -> None:
-    one, other = Hurt(faults="a,b", counts=("lost",), minutes=0.5), Hurt(faults="b,c", counts=("stuck",), minutes=0.5)
+    one = Hurt(faults="a,b", counts=("lost",), minutes=0.5)
+    other = Hurt(faults="b,c", counts=("stuck",), minutes=0.5)
     two_heads = Hurt(faults="a", counts=("lost",), replicas=2)
     joined, alone = together([one, two_heads, other, one])
     assert (joined.faults, joined.minutes) == ("a,b,c", 1.0)
@@ -63,6 +68,9 @@ def test_chaos_runs_without_a_mutant_share_one_run_per_stack() -> None:
 
 def test_the_copy_for_a_mutant_holds_all_that_the_users_load_reads(folder: Path) -> None:
     told = run(
-        folder, "-c", "from tests.chaos.stack.local_start import composed_redis; print(*composed_redis())", timeout_s=60
+        folder,
+        "-c",
+        "from tests.chaos.stack.local_start import composed_redis; print(*composed_redis())",
+        timeout_s=60,
     )
     assert told.split() == ["maxmemory", "maxmemory-policy"]

@@ -1,4 +1,5 @@
-"""The proxy does to real connections what it says: a fault that is not injected would prove nothing."""
+"""The proxy does to real connections what it says: a fault that is not injected would prove
+nothing."""
 
 from __future__ import annotations
 
@@ -142,8 +143,14 @@ def test_a_delay_counts_both_ways_of_a_round_trip(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_a_one_way_partition_delivers_one_direction_until_it_is_cleared(pair: Pair, direction: Direction) -> None:
-    cut_off, heard = (pair.client, pair.server) if direction is Direction.TO_SERVER else (pair.server, pair.client)
+def test_a_one_way_partition_delivers_one_direction_until_it_is_cleared(
+    pair: Pair, direction: Direction
+) -> None:
+    cut_off, heard = (
+        (pair.client, pair.server)
+        if direction is Direction.TO_SERVER
+        else (pair.server, pair.client)
+    )
     pair.proxy.drop(direction)
     cut_off.sendall(b"one")
     cut_off.sendall(b"two")

@@ -13,9 +13,12 @@ from tests.integration.rows import database_with_head, submit
 SECRET = 'zwölf Wörter,\n"die" niemand liest'
 
 
-@pytest.mark.parametrize("line", [SECRET, json.dumps({"event": SECRET}), json.dumps(SECRET, ensure_ascii=False)])
+@pytest.mark.parametrize(
+    "line", [SECRET, json.dumps({"event": SECRET}), json.dumps(SECRET, ensure_ascii=False)]
+)
 def test_a_secret_is_found_however_a_line_writes_it(tmp_path: Path, line: str) -> None:
-    guilty, innocent = tmp_path / "relay.log", tmp_path / "gateway.log"
+    guilty = tmp_path / "relay.log"
+    innocent = tmp_path / "gateway.log"
     guilty.write_text(f"before\n{line}\nafter", encoding="utf-8")
     innocent.write_text("before\nafter", encoding="utf-8")
 
@@ -30,4 +33,7 @@ def test_prompts_of_rows_and_passwords_of_urls_are_looked_for(database_url: str)
     with database_with_head(database_url) as engine:
         submit(engine, prompt="a prompt of a row")
     assert prompts(database_url) == {"a prompt of a row"}
-    assert passwords(["redis://:abc@h:1/0", "http://h", "postgresql://me:def@/db?host=/tmp"]) == {"abc", "def"}
+    assert passwords(["redis://:abc@h:1/0", "http://h", "postgresql://me:def@/db?host=/tmp"]) == {
+        "abc",
+        "def",
+    }

@@ -1,4 +1,5 @@
-"""The users' load itself: what its producers, callers and readers make of a door's answers, right and wrong ones."""
+"""The users' load itself: what its producers, callers and readers make of a door's answers, right
+and wrong ones."""
 
 from __future__ import annotations
 
@@ -80,8 +81,11 @@ def asked_for(dress: Dress = KEYED) -> Asked:
 
 
 def test_two_equal_answers_for_one_key_give_the_journal_the_rows_id() -> None:
-    job_id, asked = uuid4(), asked_for()
-    sender = producer(answering(Answer(job_id=job_id, is_new=True), Answer(job_id=job_id, is_new=False)))
+    job_id = uuid4()
+    asked = asked_for()
+    sender = producer(
+        answering(Answer(job_id=job_id, is_new=True), Answer(job_id=job_id, is_new=False))
+    )
     assert counts(sender, asked, 2) == []
     assert asked.id == job_id
     assert [each.id for each in sender.journal.open()] == [job_id]
@@ -91,15 +95,23 @@ def test_two_equal_answers_for_one_key_give_the_journal_the_rows_id() -> None:
 @pytest.mark.parametrize(
     ("second", "found"),
     [
-        pytest.param(Conflict("another model or prompt"), ["conflicts"], id="an equal repeat is a conflict"),
-        pytest.param(Answer(job_id=uuid4(), is_new=False), ["duplicated"], id="a repeat makes a second job"),
+        pytest.param(
+            Conflict("another model or prompt"), ["conflicts"], id="an equal repeat is a conflict"
+        ),
+        pytest.param(
+            Answer(job_id=uuid4(), is_new=False), ["duplicated"], id="a repeat makes a second job"
+        ),
         pytest.param(TAKEN, [], id="a door that only takes it"),
         pytest.param(Unavailable("away"), [], id="a door that is away"),
     ],
 )
-def test_a_wrong_answer_to_a_repeated_request_is_counted(second: Answer | Exception, found: list[str]) -> None:
+def test_a_wrong_answer_to_a_repeated_request_is_counted(
+    second: Answer | Exception, found: list[str]
+) -> None:
     asked = asked_for()
-    assert counts(producer(answering(Answer(job_id=uuid4(), is_new=True), second)), asked, 2) == found
+    assert (
+        counts(producer(answering(Answer(job_id=uuid4(), is_new=True), second)), asked, 2) == found
+    )
     assert asked.is_unsure == isinstance(second, Unavailable)
 
 
@@ -110,7 +122,9 @@ def test_an_accepted_request_called_new_again_is_counted() -> None:
 
 
 def test_another_id_than_the_requests_own_counts_as_a_second_job() -> None:
-    assert counts(producer(answering(Answer(job_id=uuid4()))), asked_for(Dress()), 1) == ["duplicated"]
+    assert counts(producer(answering(Answer(job_id=uuid4()))), asked_for(Dress()), 1) == [
+        "duplicated"
+    ]
 
 
 def test_a_repeat_called_new_after_a_lost_answer_is_no_finding() -> None:
@@ -118,10 +132,16 @@ def test_a_repeat_called_new_after_a_lost_answer_is_no_finding() -> None:
     assert counts(producer(door), asked_for(), 2) == []
 
 
-@pytest.mark.parametrize(("status", "refused"), [(400, True), (500, True), (429, False), (503, False)])
-def test_a_refused_good_request_is_counted_unless_the_door_is_busy(status: int, refused: bool) -> None:
+@pytest.mark.parametrize(
+    ("status", "refused"), [(400, True), (500, True), (429, False), (503, False)]
+)
+def test_a_refused_good_request_is_counted_unless_the_door_is_busy(
+    status: int, refused: bool
+) -> None:
     request = httpx.Request("POST", "http://gateway/v1/jobs")
-    error = httpx.HTTPStatusError("no", request=request, response=httpx.Response(status, request=request))
+    error = httpx.HTTPStatusError(
+        "no", request=request, response=httpx.Response(status, request=request)
+    )
     assert is_refusal(error) == refused
     assert counts(producer(answering(error)), asked_for(), 1) == (["refused"] if refused else [])
 
@@ -132,14 +152,28 @@ def test_a_key_is_a_header_over_http() -> None:
 
 
 def test_our_requests_take_openais_form_for_openais_routes() -> None:
-    assert openai_form({"prompt": "a", "max_tokens": 3}) == ("/v1/completions", {"prompt": "a", "max_tokens": 3})
-    assert openai_form({"prompt": "a", "logprobs": 3})[1] == {"prompt": "a", "logprobs": 3, "max_tokens": -1}
+    assert openai_form({"prompt": "a", "max_tokens": 3}) == (
+        "/v1/completions",
+        {"prompt": "a", "max_tokens": 3},
+    )
+    assert openai_form({"prompt": "a", "logprobs": 3})[1] == {
+        "prompt": "a",
+        "logprobs": 3,
+        "max_tokens": -1,
+    }
     route, body = openai_form({"messages": [], "logprobs": 3})
-    assert (route, body) == ("/v1/chat/completions", {"messages": [], "logprobs": True, "top_logprobs": 3})
+    assert (route, body) == (
+        "/v1/chat/completions",
+        {"messages": [], "logprobs": True, "top_logprobs": 3},
+    )
 
 
-@pytest.mark.parametrize("said", [lambda text: {"text": text}, lambda text: {"delta": {"content": text}}])
-def test_tokens_text_and_the_end_are_read_from_chunks(said: Callable[[str], dict[str, object]]) -> None:
+@pytest.mark.parametrize(
+    "said", [lambda text: {"text": text}, lambda text: {"delta": {"content": text}}]
+)
+def test_tokens_text_and_the_end_are_read_from_chunks(
+    said: Callable[[str], dict[str, object]],
+) -> None:
     watched = Watched(job_id=uuid4())
     for choice in ({**said("a"), "token_ids": [1]}, {**said("b"), "token_ids": [2, 3]}):
         hear(watched, {"choices": [{**choice, "finish_reason": None}]})
@@ -154,9 +188,16 @@ def test_a_row_loses_nothing_of_its_request() -> None:
     for number, request in enumerate(of_users([CLERK]).requests):
         values = row({**request, "metadata": {"n": number}, "delay_s": 2.0}, None)
         prompt = values["prompt"] if values["prompt_ids"] is None else values["prompt_ids"]
-        messages = {} if values["messages"] is None else {"messages": json.loads(values["messages"])}
+        messages = (
+            {} if values["messages"] is None else {"messages": json.loads(values["messages"])}
+        )
         text = {} if prompt is None else {"prompt": prompt}
-        assert {"model": values["model"], **text, **messages, **json.loads(values["params"])} == dict(request)
+        assert {
+            "model": values["model"],
+            **text,
+            **messages,
+            **json.loads(values["params"]),
+        } == dict(request)
         assert (values["delay_s"], values["max_crashes"]) == (2.0, 3)
 
 
@@ -166,8 +207,12 @@ def test_the_redis_of_compose_has_a_memory_limit_and_a_policy() -> None:
     assert found["maxmemory-policy"]
 
 
-def test_a_bulk_load_sent_twice_stores_each_row_once_and_cancels_held_rows(database_url: str, redis_url: str) -> None:
-    journal, stopping, drained = Journal(), threading.Event(), threading.Event()
+def test_a_bulk_load_sent_twice_stores_each_row_once_and_cancels_held_rows(
+    database_url: str, redis_url: str
+) -> None:
+    journal = Journal()
+    stopping = threading.Event()
+    drained = threading.Event()
     with Client(database_url=database_url, redis_url=redis_url) as client:
         batch = Batch(
             client=client,

@@ -28,7 +28,10 @@ def weights(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("harm", [cut_short, with_oversized_header])
 def test_the_header_of_a_broken_file_gives_it_away(harm: Harm, weights: Path) -> None:
-    with damaged(weights, harm, random.Random(1)), pytest.raises(Invalid, match="Copy the model again"):
+    with (
+        damaged(weights, harm, random.Random(1)),
+        pytest.raises(Invalid, match="Copy the model again"),
+    ):
         check_file(weights)
 
 
@@ -41,7 +44,8 @@ def test_a_file_with_other_shapes_or_bits_is_valid_in_itself(harm: Harm, weights
 
 
 def test_mended_weights_have_the_bytes_and_times_of_before(weights: Path) -> None:
-    whole, time_ns = weights.read_bytes(), weights.stat().st_mtime_ns
+    whole = weights.read_bytes()
+    time_ns = weights.stat().st_mtime_ns
     with damaged(weights, cut_short, random.Random(1)):
         pass
     assert weights.read_bytes() == whole

@@ -1,4 +1,5 @@
-"""`python -m tests.compose.chaos`: one chaos run against the containers of Compose; `tests.chaos` has all it needs."""
+"""`python -m tests.compose.chaos`: one chaos run against the containers of Compose; `tests.chaos`
+has all it needs."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ FILE = REPOSITORY / ".local" / "chaos-compose.json"
 
 
 def run(
-    options: Options, faults: Sequence[Fault[ComposeTarget]], docker: Docker, say: Say, *, max_faults: int | None = None
+    options: Options,
+    faults: Sequence[Fault[ComposeTarget]],
+    docker: Docker,
+    say: Say,
+    *,
+    max_faults: int | None = None,
 ) -> Report:
     """One run against a project of its own on this engine."""
     with compose_target(options, docker) as target:
@@ -31,11 +37,16 @@ def run(
 
 
 def main(
-    seed: Annotated[int | None, typer.Option(help="draws the faults; default: a new one, which is printed")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="draws the faults; default: a new one, which is printed")
+    ] = None,
     minutes: Annotated[float, typer.Option(help="how long faults are injected")] = 2.0,
-    faults: Annotated[str, typer.Option(help="all, or groups and kinds with commas between them")] = "all",
+    faults: Annotated[
+        str, typer.Option(help="all, or groups and kinds with commas between them")
+    ] = "all",
 ) -> None:
-    """Hurt a Compose project of its own under load and judge what comes of it; figures in .local/chaos-compose.json."""
+    """Hurt a Compose project of its own under load and judge what comes of it; figures in
+    .local/chaos-compose.json."""
     options = Options(seed=seeded(seed), minutes=minutes, faults=faults)
     again = f"make chaos-compose SEED={options.seed} MINUTES={minutes:g} FAULTS={faults!r}"
     chosen = wanted(faults, GROUPS)

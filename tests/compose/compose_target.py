@@ -1,4 +1,5 @@
-"""Shardline under Compose as a stack that faults may hurt: a project of its own, with quick times. Knows no fault."""
+"""Shardline under Compose as a stack that faults may hurt: a project of its own, with quick times.
+Knows no fault."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ LASTING = ("container", "network", "volume")
 """What `docker compose down --volumes` must remove."""
 
 PORTS = range(20_000, 32_000)
-"""Below those that systems give to outgoing connections: nobody takes one while its container is down."""
+"""Below those that systems give to outgoing connections: nobody takes one while its container is
+down."""
 
 LIVE = "SELECT count(*) FROM pipelines WHERE lease_until > now() AND ready_at IS NOT NULL"
 
@@ -67,10 +69,14 @@ class ComposeTarget(TargetRun):
         return int(number)
 
     def running(self) -> dict[str, Running]:
-        """In our services' containers: of each the process that holds most, which is not the container's init."""
+        """In our services' containers: of each the process that holds most, which is not the
+        container's init."""
         ours = f"--filter=label={self.stack.label}"
         names = self.stack.docker.run("ps", ours, "--format={{.Names}}", check=False).stdout.split()
-        containers = {".".join(name.removeprefix(f"{PROJECT}-").rsplit("-", 1)): name for name in sorted(names)}
+        containers = {
+            ".".join(name.removeprefix(f"{PROJECT}-").rsplit("-", 1)): name
+            for name in sorted(names)
+        }
         return {
             place: largest
             for place, name in containers.items()
@@ -79,8 +85,12 @@ class ComposeTarget(TargetRun):
 
     def _largest(self, name: str) -> Running | None:
         """None: the container does not run."""
-        lines = self.stack.docker.run("top", name, "-o", "pid,rss", check=False).stdout.splitlines()[1:]
-        processes = [Running(pid=int(pid), rss_bytes=int(kib) << 10) for pid, kib in map(str.split, lines)]
+        lines = self.stack.docker.run(
+            "top", name, "-o", "pid,rss", check=False
+        ).stdout.splitlines()[1:]
+        processes = [
+            Running(pid=int(pid), rss_bytes=int(kib) << 10) for pid, kib in map(str.split, lines)
+        ]
         return max(processes, key=lambda each: each.rss_bytes, default=None)
 
     def end(self) -> list[Finding]:
@@ -88,7 +98,10 @@ class ComposeTarget(TargetRun):
         keep_logs(self.stack)
         self.stack.compose("down", "--volumes", "--remove-orphans")
         left = [(kind, name) for kind in LASTING for name in self._left(kind)]
-        return [Finding(invariant="I5", count="orphans", what=f"{kind} {name} lives on") for kind, name in left]
+        return [
+            Finding(invariant="I5", count="orphans", what=f"{kind} {name} lives on")
+            for kind, name in left
+        ]
 
     def logs(self) -> list[Path]:
         """Of its containers, as they were kept at its end."""
@@ -96,7 +109,9 @@ class ComposeTarget(TargetRun):
 
     def _left(self, kind: str) -> list[str]:
         every = ("--all",) if kind == "container" else ()
-        return self.stack.docker.run(kind, "ls", *every, "--quiet", f"--filter=label={self.stack.label}").stdout.split()
+        return self.stack.docker.run(
+            kind, "ls", *every, "--quiet", f"--filter=label={self.stack.label}"
+        ).stdout.split()
 
 
 @contextmanager

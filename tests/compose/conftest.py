@@ -1,4 +1,5 @@
-"""One engine for all Compose tests, one stack for each file; both are removed at the end, however they went."""
+"""One engine for all Compose tests, one stack for each file; both are removed at the end, however
+they went."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def stack(docker: Docker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     stack.build()
     try:
         stack.up()
-        until(lambda: stack.number("SELECT count(*) FROM pipelines WHERE ready_at IS NOT NULL") == 1)
+        until(
+            lambda: stack.number("SELECT count(*) FROM pipelines WHERE ready_at IS NOT NULL") == 1
+        )
         yield stack
     finally:
         # Shown beside a failure.

@@ -1,4 +1,5 @@
-"""What operators and machines do to containers: kill, crash, pause, cut off, restart, scale. Knows services by name."""
+"""What operators and machines do to containers: kill, crash, pause, cut off, restart, scale. Knows
+services by name."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ Inject = Callable[[ComposeTarget, random.Random], None]
 
 
 def kill(service: str, away_leases: float = 0.0) -> Inject:
-    """`docker kill`: Docker takes it for the operator's wish and leaves it dead, so somebody must start it again."""
+    """`docker kill`: Docker takes it for the operator's wish and leaves it dead, so somebody must
+    start it again."""
 
     def inject(target: ComposeTarget, rng: random.Random) -> None:
         name = _name(target, service)
@@ -74,7 +76,8 @@ def pause(service: str, leases: float) -> Inject:
 
 
 def disconnect(service: str) -> Inject:
-    """Off the network for more than a lease; back at another address maybe, under the names that Compose gave."""
+    """Off the network for more than a lease; back at another address maybe, under the names that
+    Compose gave."""
 
     def inject(target: ComposeTarget, rng: random.Random) -> None:
         name = _name(target, service)
@@ -82,7 +85,9 @@ def disconnect(service: str) -> Inject:
         try:
             hold(AWAY_LEASES * target.times.lease_s)
         finally:
-            _docker(target, "network", "connect", f"--alias={service}", f"--alias={name}", NETWORK, name)
+            _docker(
+                target, "network", "connect", f"--alias={service}", f"--alias={name}", NETWORK, name
+            )
 
     return inject
 
@@ -119,7 +124,9 @@ def scale(*services: str) -> Inject:
 
 def one_port(target: ComposeTarget) -> str:
     """In a range of ports Docker gives a container that is started again another one."""
-    return "producers must find the gateway at the same port after a restart, so only one is published"
+    return (
+        "producers must find the gateway at the same port after a restart, so only one is published"
+    )
 
 
 def _name(target: ComposeTarget, service: str) -> str:
@@ -135,7 +142,10 @@ def _docker(target: ComposeTarget, *arguments: str) -> str:
 GROUPS: Mapping[str, tuple[Fault[ComposeTarget], ...]] = MappingProxyType(
     {
         "kill": (
-            *(Simple(kind=f"docker kill {role}", inject=kill(name), is_kill=True) for role, name in ROLES.items()),
+            *(
+                Simple(kind=f"docker kill {role}", inject=kill(name), is_kill=True)
+                for role, name in ROLES.items()
+            ),
             *(
                 Simple(
                     kind=f"docker kill {role} for {AWAY_LEASES:g} leases",
@@ -145,17 +155,24 @@ GROUPS: Mapping[str, tuple[Fault[ComposeTarget], ...]] = MappingProxyType(
                 for role in ("head", "redis", "postgres")
             ),
         ),
-        "crash": tuple(Simple(kind=f"crash {role}", inject=crash(name), is_kill=True) for role, name in ROLES.items()),
+        "crash": tuple(
+            Simple(kind=f"crash {role}", inject=crash(name), is_kill=True)
+            for role, name in ROLES.items()
+        ),
         "pause": tuple(
             Simple(kind=f"docker pause {role} {leases:g} leases", inject=pause(name, leases))
             for role, name in ROLES.items()
             for leases in LEASES
         ),
         "network": tuple(
-            Simple(kind=f"network disconnect {role}", inject=disconnect(name)) for role, name in ROLES.items()
+            Simple(kind=f"network disconnect {role}", inject=disconnect(name))
+            for role, name in ROLES.items()
         ),
         "deploy": (
-            *(Simple(kind=f"docker restart {role}", inject=restart(name)) for role, name in ROLES.items()),
+            *(
+                Simple(kind=f"docker restart {role}", inject=restart(name))
+                for role, name in ROLES.items()
+            ),
             Simple(kind="compose scale gateway", inject=scale("gateway"), why_not=one_port),
             Simple(kind="compose scale relay", inject=scale("relay")),
             Simple(kind="compose scale stages", inject=scale("stage-0", "stage-1")),

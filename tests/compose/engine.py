@@ -1,6 +1,8 @@
-"""The Docker engine of this run: one that answers already, or a stand-in that a script starts in a folder of its own.
+"""The Docker engine of this run: one that answers already, or a stand-in that a script starts in a
+folder of its own.
 
-Owns base images and the folder of wheels where no registry of images is in reach; knows no service of ours.
+Owns base images and the folder of wheels where no registry of images is in reach; knows no service
+of ours.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from tests.repository import REPOSITORY
 CALLERS = dict(os.environ)
 """As the caller set it, before the tests forget SHARDLINE_*."""
 
-SCRIPT = Path(CALLERS.get("SHARDLINE_DOCKER_ENGINE", REPOSITORY.parent / "shared" / "tools" / "docker-engine"))
+SCRIPT = Path(
+    CALLERS.get("SHARDLINE_DOCKER_ENGINE", REPOSITORY.parent / "shared" / "tools" / "docker-engine")
+)
 FOLDER = Path(CALLERS.get("SHARDLINE_DOCKER_DIR", Path.home() / ".cache" / "shardline-docker"))
 KINDS = ("python", "postgres", "redis")
 NEEDS = (
@@ -38,10 +42,18 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """A command run to its end from the repository. A failure shows what it said."""
     done = subprocess.run(
-        command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
+        command,
+        cwd=REPOSITORY,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
     )
     if check and done.returncode != 0:
-        raise Failed(f"{shlex.join(command)} → {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
+        raise Failed(
+            f"{shlex.join(command)} → {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+        )
     return done
 
 
@@ -55,7 +67,9 @@ class Docker:
     is_ours: bool = False
     """Started here, so ended here."""
 
-    def run(self, *arguments: str, check: bool = True, timeout_s: float = 1800) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *arguments: str, check: bool = True, timeout_s: float = 1800
+    ) -> subprocess.CompletedProcess[str]:
         """`docker …`."""
         return run("docker", *arguments, env=self.environment, check=check, timeout_s=timeout_s)
 
@@ -64,7 +78,8 @@ class Docker:
         return self.run("run", "--rm", "--network=none", image, *command).stdout.strip()
 
     def stop(self) -> None:
-        """End the engine, if it was started here. What it built stays in its folder, for the next run."""
+        """End the engine, if it was started here. What it built stays in its folder, for the next
+        run."""
         if self.is_ours:
             run(str(SCRIPT), "stop", str(FOLDER))
 
@@ -79,7 +94,12 @@ def find_or_start() -> Docker:
     exports = shlex.split(started.rpartition("export ")[2])
     environment = {**CALLERS, **dict(each.split("=", 1) for each in exports)}
     docker = Docker(
-        environment={**environment, **_base_images(environment), **_wheels(), "SHARDLINE_BUILD_NETWORK": "host"},
+        environment={
+            **environment,
+            **_base_images(environment),
+            **_wheels(),
+            "SHARDLINE_BUILD_NETWORK": "host",
+        },
         overlays=("docker/compose.wheels.yaml",),
         is_ours=is_ours,
     )
@@ -88,7 +108,10 @@ def find_or_start() -> Docker:
 
 
 def _answers(environment: Mapping[str, str]) -> bool:
-    return shutil.which("docker") is not None and run("docker", "info", env=environment, check=False).returncode == 0
+    return (
+        shutil.which("docker") is not None
+        and run("docker", "info", env=environment, check=False).returncode == 0
+    )
 
 
 def _base_images(environment: Mapping[str, str]) -> dict[str, str]:
@@ -101,10 +124,16 @@ def _base_images(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _wheels() -> dict[str, str]:
     """Collected once for each version of what is asked for."""
-    asked = b"".join((REPOSITORY / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
+    asked = b"".join(
+        (REPOSITORY / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")
+    )
     folder = FOLDER / f"wheels-{hashlib.sha256(asked).hexdigest()[:12]}"
     if not folder.is_dir():
         filling = folder.with_suffix(".new")
-        run(str(REPOSITORY / "docker" / "wheels.sh"), str(filling), env={**os.environ, "PYTHON": sys.executable})
+        run(
+            str(REPOSITORY / "docker" / "wheels.sh"),
+            str(filling),
+            env={**os.environ, "PYTHON": sys.executable},
+        )
         filling.rename(folder)
     return {"SHARDLINE_WHEELS_DIR": str(folder)}

@@ -1,4 +1,5 @@
-"""A producer that never stops pushing jobs through the gateways, however they come and go, and what became of them."""
+"""A producer that never stops pushing jobs through the gateways, however they come and go, and what
+became of them."""
 
 from __future__ import annotations
 
@@ -50,7 +51,13 @@ class Load:
 
     def _post(self, job_id: UUID, max_tokens: int) -> None:
         prompt = f"sort: {self._random.randrange(100)}, {self._random.randrange(100)} ="
-        request = {"id": str(job_id), "model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+        request = {
+            "id": str(job_id),
+            "model": MODEL,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+        }
         url = f"{self._random.choice(self.gateways)}/v1/jobs"
         answer = httpx.post(url, json=request, headers=self._key, timeout=10)
         if answer.status_code in {429, 502, 503, 504}:
@@ -69,7 +76,10 @@ class Load:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._ending.set()
         self._thread.join()
@@ -90,7 +100,9 @@ def num_unfinished(stack: Stack) -> int:
 
 def once_each(load: Load) -> dict[str, tuple[str, ...]]:
     """What `ends` must be."""
-    return {str(job): ("succeeded", str(num_tokens), "1") for job, num_tokens in load.accepted.items()}
+    return {
+        str(job): ("succeeded", str(num_tokens), "1") for job, num_tokens in load.accepted.items()
+    }
 
 
 def ends(stack: Stack, load: Load) -> dict[str, tuple[str, ...]]:

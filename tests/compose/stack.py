@@ -1,4 +1,5 @@
-"""Shardline under Compose, as a project of its own: built, started, scaled, asked and removed. Knows no test's aim."""
+"""Shardline under Compose, as a project of its own: built, started, scaled, asked and removed.
+Knows no test's aim."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ class Stack:
     """One Compose project on one engine."""
 
     def __init__(
-        self, docker: Docker, folder: Path, *, project: str = PROJECT, overlays: Sequence[str] = (), **settings: str
+        self,
+        docker: Docker,
+        folder: Path,
+        *,
+        project: str = PROJECT,
+        overlays: Sequence[str] = (),
+        **settings: str,
     ) -> None:
         """The two stages of the profile pipeline, unless the settings name another one."""
         self.secrets = folder / "secrets"
@@ -42,7 +49,9 @@ class Stack:
             # A user's .env is for the user's own stack.
             "COMPOSE_DISABLE_ENV_FILE": "1",
             "COMPOSE_PROFILES": "pipeline",
-            "SHARDLINE_MODEL_DIR": str(REPOSITORY / "services" / "standalone" / "demo" / "clerk" / "model"),
+            "SHARDLINE_MODEL_DIR": str(
+                REPOSITORY / "services" / "standalone" / "demo" / "clerk" / "model"
+            ),
             "SHARDLINE_MODEL_NAME": MODEL,
             "SHARDLINE_SECRETS_DIR": str(self.secrets),
             # Replicas on one machine: more stages than cores.
@@ -61,11 +70,21 @@ class Stack:
     def compose(self, *arguments: str) -> str:
         """`docker compose …`. Returns what it printed."""
         files = [part for file in self._files for part in ("-f", file)]
-        command = ("docker", "compose", "-p", self.project, "--progress", "quiet", *files, *arguments)
+        command = (
+            "docker",
+            "compose",
+            "-p",
+            self.project,
+            "--progress",
+            "quiet",
+            *files,
+            *arguments,
+        )
         return run(*command, env=self._environment).stdout.strip()
 
     def build(self) -> None:
-        """The images, and the secrets. What a killed run left behind is removed first: its secrets were others."""
+        """The images, and the secrets. What a killed run left behind is removed first: its secrets
+        were others."""
         run(str(REPOSITORY / "docker" / "secrets.sh"), str(self.secrets))
         self.compose("down", "--volumes", "--remove-orphans")
         self.compose("build")
@@ -83,11 +102,17 @@ class Stack:
 
     def containers(self) -> list[Mapping[str, Any]]:
         """Each with `Service`, `Name`, `State`, `Health`, `ExitCode`."""
-        return [json.loads(line) for line in self.compose("ps", "--all", "--format", "json").splitlines()]
+        return [
+            json.loads(line)
+            for line in self.compose("ps", "--all", "--format", "json").splitlines()
+        ]
 
     def names(self, service: str) -> list[str]:
         """Of the service's containers, whatever their state."""
-        filters = (f"--filter=label={self.label}", f"--filter=label=com.docker.compose.service={service}")
+        filters = (
+            f"--filter=label={self.label}",
+            f"--filter=label=com.docker.compose.service={service}",
+        )
         return self.docker.run("ps", "--all", *filters, "--format={{.Names}}").stdout.split()
 
     def exits(self, *, since_s: float) -> list[str]:
@@ -103,13 +128,19 @@ class Stack:
 
     def gateways(self) -> list[str]:
         """A URL for each."""
-        ports = [self.docker.run("port", name, "8000/tcp").stdout.split()[0] for name in self.names("gateway")]
+        ports = [
+            self.docker.run("port", name, "8000/tcp").stdout.split()[0]
+            for name in self.names("gateway")
+        ]
         return [f"http://{port}" for port in ports]
 
     def flower(self) -> httpx.Client:
-        """Flower's API. It is asked without credentials when `auth=None` is given with a request."""
+        """Flower's API. It is asked without credentials when `auth=None` is given with a
+        request."""
         user, _, password = (self.secrets / "flower_auth").read_text().partition(":")
-        return httpx.Client(base_url=f"http://{self.compose('port', 'flower', '5555')}", auth=(user, password))
+        return httpx.Client(
+            base_url=f"http://{self.compose('port', 'flower', '5555')}", auth=(user, password)
+        )
 
     def inside(self, service: str, *command: str) -> str:
         """Run in the service's first container."""
@@ -122,7 +153,8 @@ class Stack:
         until(lambda: self.num_restarts(container) > before)
 
     def kill_inside(self, container: str) -> None:
-        """SIGKILL to everything in it: to Docker it has crashed. What kills may be killed on its way out."""
+        """SIGKILL to everything in it: to Docker it has crashed. What kills may be killed on its
+        way out."""
         self.docker.run("exec", container, "sh", "-c", "kill -9 -1", check=False)
 
     def num_restarts(self, container: str) -> int:
@@ -131,7 +163,9 @@ class Stack:
 
     def sql(self, query: str) -> list[Sequence[str]]:
         """Rows straight from Postgres."""
-        answer = self.inside("postgres", "psql", "-U", "shardline", "-d", "shardline", "-AtF", "|", "-c", query)
+        answer = self.inside(
+            "postgres", "psql", "-U", "shardline", "-d", "shardline", "-AtF", "|", "-c", query
+        )
         return [line.split("|") for line in answer.splitlines()]
 
     def number(self, query: str) -> int:

@@ -1,4 +1,5 @@
-"""Shardline under Docker Compose: images, health, users, secrets, a completion, and scaling out and back under load."""
+"""Shardline under Docker Compose: images, health, users, secrets, a completion, and scaling out and
+back under load."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ def test_no_image_contains_a_compiler(stack: Stack, name: str) -> None:
 
 
 def test_the_stack_is_healthy_and_its_migration_has_ended(stack: Stack) -> None:
-    states = {each["Service"]: (each["State"], each["Health"], each["ExitCode"]) for each in stack.containers()}
+    states = {
+        each["Service"]: (each["State"], each["Health"], each["ExitCode"])
+        for each in stack.containers()
+    }
     assert states.pop("migrate") == ("exited", "", 0)
     assert set(states) == {"redis", "postgres", "gateway", "relay", "stage-0", "stage-1", "flower"}
     assert set(states.values()) == {("running", "healthy", 0)}
@@ -55,7 +59,10 @@ def test_no_service_is_root_and_each_has_its_own_secrets_alone(stack: Stack, ser
     names = SECRETS[service]
     assert stack.inside(service, "ls", "/run/secrets").split() == names
     for name in names:
-        assert stack.inside(service, "cat", f"/run/secrets/{name}") == (stack.secrets / name).read_text()
+        assert (
+            stack.inside(service, "cat", f"/run/secrets/{name}")
+            == (stack.secrets / name).read_text()
+        )
     assert ("SHARDLINE_DATABASE_URL" in stack.inside(service, "env")) == ("database_url" in names)
 
 
@@ -68,7 +75,13 @@ def test_no_secret_is_in_a_containers_settings(stack: Stack) -> None:
 
 def test_a_prompt_over_http_is_answered_through_both_stages(stack: Stack) -> None:
     (gateway,) = stack.gateways()
-    request = {"model": MODEL, "prompt": "sort: 3, 1, 2 =", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    request = {
+        "model": MODEL,
+        "prompt": "sort: 3, 1, 2 =",
+        "max_tokens": 16,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     url = f"{gateway}/v1/completions"
     assert httpx.post(url, json=request, timeout=60).status_code == 401
     answer = httpx.post(url, json=request, headers=bearer(stack.api_key), timeout=60)
@@ -81,7 +94,9 @@ def test_a_prompt_over_http_is_answered_through_both_stages(stack: Stack) -> Non
 def test_flower_shows_every_worker_only_with_the_password(stack: Stack) -> None:
     with stack.flower() as flower:
         assert flower.get("/api/workers", auth=None).status_code == 401
-        until(lambda: len(flower.get("/api/workers", params={"refresh": "1"}, timeout=30).json()) == 3)
+        until(
+            lambda: len(flower.get("/api/workers", params={"refresh": "1"}, timeout=30).json()) == 3
+        )
 
 
 def test_a_crashed_stage_is_restarted_and_running_jobs_succeed(stack: Stack) -> None:
@@ -107,7 +122,12 @@ def test_every_accepted_job_succeeds_once_while_the_stack_scales_out_and_back(st
         until(lambda: stack.number(f"SELECT count(*) FROM pipelines WHERE {LIVE}") == 2)
         for _ in range(NUM_LONG):
             load.push(LONG_TOKENS)
-        until(lambda: stack.number("SELECT count(DISTINCT pipeline) FROM jobs WHERE state = 'running'") == 2)
+        until(
+            lambda: (
+                stack.number("SELECT count(DISTINCT pipeline) FROM jobs WHERE state = 'running'")
+                == 2
+            )
+        )
         stack.up(gateway=1, relay=1, stage_0=1, stage_1=1)
         push_on(load)
         load.gateways = stack.gateways()

@@ -1,4 +1,5 @@
-"""A short chaos run against containers from a fixed seed: every invariant holds. `make chaos-compose` runs for long."""
+"""A short chaos run against containers from a fixed seed: every invariant holds. `make
+chaos-compose` runs for long."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ def test_every_invariant_holds_after_faults_in_containers_under_load(docker: Doc
     report = run(Options(seed=SEED, minutes=10), faults, docker, print, max_faults=len(KINDS))
 
     assert report.findings == []
-    assert (report.lost, report.duplicated, report.token_mismatches, report.stale_commits) == (0, 0, 0, 0)
+    assert (report.lost, report.duplicated, report.token_mismatches, report.stale_commits) == (
+        0,
+        0,
+        0,
+        0,
+    )
     assert (report.kv_blocks_leaked, report.orphans, report.retracted, report.stuck) == (0, 0, 0, 0)
     assert report.num_faults == len(KINDS)
     assert report.not_run == {}

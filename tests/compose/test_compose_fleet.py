@@ -1,4 +1,5 @@
-"""Workers without a number under Docker Compose: `--scale stage=N` is all that an operator says, also under load."""
+"""Workers without a number under Docker Compose: `--scale stage=N` is all that an operator says,
+also under load."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def test_the_workers_of_the_profile_form_a_fleet_on_devices_of_their_own(fleet: 
     assert len({memory for _, memory in devices}) == 1, "containers of one host share its memory"
 
 
-def test_every_accepted_job_succeeds_once_while_the_fleet_grows_crashes_and_shrinks(fleet: Stack) -> None:
+def test_every_accepted_job_succeeds_once_while_the_fleet_grows_crashes_and_shrinks(
+    fleet: Stack,
+) -> None:
     with Load(fleet.gateways(), fleet.api_key, seed=11) as load:
         push_on(load)
         fleet.up(stage=5)

@@ -1,6 +1,8 @@
-"""The whole matrix of exact rows on this processor, a process for each cell. Non-zero if rows said to be exact are not.
+"""The whole matrix of exact rows on this processor, a process for each cell. Non-zero if rows said
+to be exact are not.
 
-python -m tests.conformance [--prompts 300] [--isa AVX2 …] [--model clerk wide] [--dtype …] [--threads 1 2] [--stages …]
+python -m tests.conformance [--prompts 300] [--isa AVX2 …] [--model clerk wide] [--dtype …]
+[--threads 1 2] [--stages …]
 
 Cells run beside each other, each on cores of its own.
 """
@@ -28,15 +30,20 @@ def main() -> int:
     parser.add_argument("--threads", nargs="+", type=int, choices=THREADS, default=THREADS)
     parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3])
     options = parser.parse_args()
-    print(f"{'instruction set':<17} {'model':<6} {'dtype':<9} threads stages jobs  exact  changed among 64, 32, 3, 1")
+    print(
+        f"{'instruction set':<17} {'model':<6} {'dtype':<9} threads stages jobs  exact  changed among 64, 32, 3, 1"
+    )
     kept = [is_held for threads in options.threads for is_held in run(threads, options)]
     missing = sorted(set(ISAS) - set(offered_isas()))
-    print(f"ran: {', '.join(options.isa)}; not offered by this processor: {', '.join(missing) or 'none'}")
+    print(
+        f"ran: {', '.join(options.isa)}; not offered by this processor: {', '.join(missing) or 'none'}"
+    )
     return 0 if all(kept) else 1
 
 
 def run(threads: int, options: argparse.Namespace) -> Iterator[bool]:
-    """All cells with so many threads, as many at once as there are cores for; whether each kept its promise."""
+    """All cells with so many threads, as many at once as there are cores for; whether each kept its
+    promise."""
     cores = usable_cores()
     num_at_once = len(cores) // threads
     if not num_at_once:
@@ -46,18 +53,24 @@ def run(threads: int, options: argparse.Namespace) -> Iterator[bool]:
     for place in range(num_at_once):
         free.put(cores[place * threads :][:threads])
     kinds = itertools.product(options.isa, options.model, options.dtype)
-    cells = [Cell(isa=isa, model=model, dtype=dtype, threads=threads) for isa, model, dtype in kinds]
+    cells = [
+        Cell(isa=isa, model=model, dtype=dtype, threads=threads) for isa, model, dtype in kinds
+    ]
     with ThreadPoolExecutor(num_at_once) as pool:
         yield from pool.map(partial(run_cell, free, options), cells)
 
 
 def run_cell(free: SimpleQueue[list[int]], options: argparse.Namespace, cell: Cell) -> bool:
     """One of them, told line by line."""
-    cores, is_held = free.get(), True
+    cores = free.get()
+    is_held = True
     try:
         for verdict in cell.verdicts(prompts=options.prompts, stages=options.stages, cores=cores):
             is_held &= verdict.is_held
-            print(f"{cell.isa:<17} {cell.model:<6} {cell.dtype:<9} {cell.threads:>7} {verdict}", flush=True)
+            print(
+                f"{cell.isa:<17} {cell.model:<6} {cell.dtype:<9} {cell.threads:>7} {verdict}",
+                flush=True,
+            )
     finally:
         free.put(cores)
     return is_held

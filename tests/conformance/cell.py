@@ -1,9 +1,12 @@
-"""One cell of the matrix of exact rows: the same jobs in crowds of several sizes and over several stages, bit by bit.
+"""One cell of the matrix of exact rows: the same jobs in crowds of several sizes and over several
+stages, bit by bit.
 
-python -m tests.conformance.cell --model clerk|wide --dtype bfloat16 --cores 0-1 [--prompts 300] [--stages 1 2 3]
+python -m tests.conformance.cell --model clerk|wide --dtype bfloat16 --cores 0-1 [--prompts 300]
+[--stages 1 2 3]
 
-A process of its own for each, since oneDNN reads ONEDNN_MAX_CPU_ISA once. Prints one JSON line for each number of
-stages: whether the pipeline says that it is exact, and how many jobs had other tokens or log-probabilities.
+A process of its own for each, since oneDNN reads ONEDNN_MAX_CPU_ISA once. Prints one JSON line for
+each number of stages: whether the pipeline says that it is exact, and how many jobs had other
+tokens or log-probabilities.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from tests.repository import REPOSITORY
 CLERK = REPOSITORY / "services" / "standalone" / "demo" / "clerk" / "model"
 FEW = 3
 CROWDS = (64, 32, FEW, 1)
-"""Jobs at a time. The last run in one stage, each job alone, is what all others are compared with."""
+"""Jobs at a time. The last run in one stage, each job alone, is what all others are compared
+with."""
 LENGTHS = (4, 300)
 """The shortest and the longest prompt. As many lie below their geometric mean as above it."""
 NUM_COMMON = 150
@@ -74,7 +78,13 @@ def verdicts(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, An
     expected: list[Outcome] | None = None
     for num_stages in options.stages:
         stages = load_chain(
-            model, num_stages, device, folder, dtype=options.dtype, kv_bytes=KV_BYTES, max_open=2 * CROWDS[0]
+            model,
+            num_stages,
+            device,
+            folder,
+            dtype=options.dtype,
+            kv_bytes=KV_BYTES,
+            max_open=2 * CROWDS[0],
         )
         runs = {crowd: outcomes(stages, jobs, crowd) for crowd in CROWDS}
         expected = expected or runs[1]
@@ -82,27 +92,38 @@ def verdicts(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, An
             "stages": num_stages,
             "jobs": len(jobs),
             "exact": all(stage.exact for stage in stages),
-            "changed": {crowd: sum(a != b for a, b in zip(run, expected, strict=True)) for crowd, run in runs.items()},
+            "changed": {
+                crowd: sum(a != b for a, b in zip(run, expected, strict=True))
+                for crowd, run in runs.items()
+            },
         }
 
 
 def outcomes(stages: Sequence[Executor], jobs: Sequence[Request], crowd: int) -> list[Outcome]:
-    """Of all jobs, so many at a time; alone, each computes its whole prompt, and nothing is guessed."""
+    """Of all jobs, so many at a time; alone, each computes its whole prompt, and nothing is
+    guessed."""
     guesses = Guesses() if crowd > 1 else None
-    ends = complete(stages, jobs, budget=MAX_BUDGET, seats=crowd, prefix_cache=crowd > 1, guesses=guesses)
+    ends = complete(
+        stages, jobs, budget=MAX_BUDGET, seats=crowd, prefix_cache=crowd > 1, guesses=guesses
+    )
     assert any(end.num_cached for end in ends) or crowd != FEW, "jobs that come later find KV"
-    assert crowd != FEW or (guesses is not None and guesses.num_made > guesses.num_true > 0), "some guesses come true"
+    assert crowd != FEW or (guesses is not None and guesses.num_made > guesses.num_true > 0), (
+        "some guesses come true"
+    )
     return [(end.output_ids, end.logprobs) for end in ends]
 
 
 def requests(num: int, *, vocab_size: int) -> list[Request]:
-    """Prompts of all lengths in any order, half of them greedy, all with log-probabilities. Every other one has
-    its first tokens in common with the others, every fourth says a few tokens over and over and is greedy."""
+    """Prompts of all lengths in any order, half of them greedy, all with log-probabilities. Every
+    other one has its first tokens in common with the others, every fourth says a few tokens over
+    and over and is greedy."""
     generator = torch.Generator().manual_seed(6)
     shortest, longest = LENGTHS
     shares = (torch.randperm(num, generator=generator) / max(1, num - 1)).tolist()
     sizes = [round(shortest * (longest / shortest) ** share) for share in shares]
-    prompts = [torch.randint(3, vocab_size, (size,), generator=generator).tolist() for size in sizes]
+    prompts = [
+        torch.randint(3, vocab_size, (size,), generator=generator).tolist() for size in sizes
+    ]
     common = torch.randint(3, vocab_size, (NUM_COMMON,), generator=generator).tolist()
     for prompt in prompts[::2]:
         prompt[:NUM_COMMON] = common[: len(prompt)]

@@ -1,4 +1,5 @@
-"""What stages make of every family of causal LMs that transformers has: the table of docs/models.md.
+"""What stages make of every family of causal LMs that transformers has: the table of
+docs/models.md.
 
 python -m tests.conformance.families   # tries all of them and writes the table, in two minutes
 """
@@ -27,13 +28,16 @@ from tests.pinned import first_core
 from tests.repository import REPOSITORY
 
 PAGE = REPOSITORY / "docs/models.md"
-BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+BEGIN = "<!-- families: begin -->"
+END = "<!-- families: end -->"
 HEADER = "| what was found | families |\n|---|---|"
 FAMILIES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 TESTED = {make().model_type: make for make in CONFIGS.values()}
 NUM_RANKS = 2
 AS_RELEASED: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10_000.0}}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10_000.0}}
+    },
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "deepseek_v2": {"num_experts_per_tok": 6},
@@ -42,13 +46,19 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
     "lfm2": {"full_attn_idxs": [2, 5, 8, 10, 12, 14]},
     "ministral": {"head_dim": 128},
 }
-"""What a family's models have and its default config leaves out, so that it makes no model or another one."""
+"""What a family's models have and its default config leaves out, so that it makes no model or
+another one."""
 
 
 def outcome_of(family: str, folder: Path, device: Device) -> str:
-    """Tries the miniature of a family's default config in two stages, from its folder to its logits."""
+    """Tries the miniature of a family's default config in two stages, from its folder to its
+    logits."""
     try:
-        config = TESTED[family]() if family in TESTED else tf.CONFIG_MAPPING[family](**AS_RELEASED.get(family, {}))
+        config = (
+            TESTED[family]()
+            if family in TESTED
+            else tf.CONFIG_MAPPING[family](**AS_RELEASED.get(family, {}))
+        )
         check_can_be_sharded(config)
         check_split(config, folder)
         path = folder / family
@@ -82,7 +92,11 @@ def outcomes() -> dict[str, str]:
     """What the page's table says, by family."""
     table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
     lines = [line.strip("| ").split(" | ") for line in table.splitlines() if "`" in line]
-    return {family: found for found, families in lines for family in families.replace("`", "").split(", ")}
+    return {
+        family: found
+        for found, families in lines
+        for family in families.replace("`", "").split(", ")
+    }
 
 
 def main() -> None:
@@ -92,9 +106,16 @@ def main() -> None:
     by_outcome: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as folder, first_core(Path(folder)) as device:
         for family in FAMILIES:
-            by_outcome.setdefault(outcome_of(family, Path(folder), device), []).append(f"`{family}`")
-    lines = [f"| {found} | {', '.join(by_outcome[found])} |" for found in sorted(by_outcome, reverse=True)]
-    PAGE.write_text("\n".join([f"{before}{BEGIN}\n", HEADER, *lines, f"\n{END}{after}"]), encoding="utf-8")
+            by_outcome.setdefault(outcome_of(family, Path(folder), device), []).append(
+                f"`{family}`"
+            )
+    lines = [
+        f"| {found} | {', '.join(by_outcome[found])} |"
+        for found in sorted(by_outcome, reverse=True)
+    ]
+    PAGE.write_text(
+        "\n".join([f"{before}{BEGIN}\n", HEADER, *lines, f"\n{END}{after}"]), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -50,7 +50,9 @@ class Cell:
     dtype: str
     threads: int
 
-    def verdicts(self, *, prompts: int, stages: Sequence[int], cores: Sequence[int] | None = None) -> Iterator[Verdict]:
+    def verdicts(
+        self, *, prompts: int, stages: Sequence[int], cores: Sequence[int] | None = None
+    ) -> Iterator[Verdict]:
         """Runs it, by default on the first cores that there are; as its answers come."""
         names = ",".join(map(str, cores or usable_cores()[: self.threads]))
         options = {"model": self.model, "dtype": self.dtype, "cores": names, "prompts": prompts}

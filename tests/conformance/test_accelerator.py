@@ -1,4 +1,5 @@
-"""An accelerator, alone and between CPU stages, gives token for token what transformers' `generate` gives.
+"""An accelerator, alone and between CPU stages, gives token for token what transformers' `generate`
+gives.
 
 It is the test accelerator, unless SHARDLINE_TEST_DEVICE names a real one (`make test-gpu`).
 """
@@ -43,7 +44,9 @@ def accelerator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
 
 
 @pytest.mark.parametrize(
-    "places", [("accelerator",), ("cpu", "accelerator", "cpu"), ("accelerator", "cpu")], ids="-".join
+    "places",
+    [("accelerator",), ("cpu", "accelerator", "cpu"), ("accelerator", "cpu")],
+    ids="-".join,
 )
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_pipeline_over_an_accelerator_generates_the_tokens_of_generate(
@@ -58,12 +61,21 @@ def test_a_pipeline_over_an_accelerator_generates_the_tokens_of_generate(
     limits = Limits(kv_bytes=KV_BYTES, token_budget=MAX_BUDGET, max_open=MAX_OPEN)
     stages = [
         Executor.load(
-            model=info, layers=layers, device=devices[place], dtype="float32", limits=limits, cache_folder=model_folder
+            model=info,
+            layers=layers,
+            device=devices[place],
+            dtype="float32",
+            limits=limits,
+            cache_folder=model_folder,
         )
         for layers, place in zip(even_split(info.num_layers, len(places)), places, strict=True)
     ]
 
-    found = generate(stages, requests(prompts(), SamplingParams(max_tokens=NUM_NEW, temperature=0.0)), budget=BUDGET)
+    found = generate(
+        stages,
+        requests(prompts(), SamplingParams(max_tokens=NUM_NEW, temperature=0.0)),
+        budget=BUDGET,
+    )
 
     assert found == expected
 
@@ -79,24 +91,40 @@ def test_parts_on_the_cpu_change_no_token_and_take_no_memory_there(
         save_model(model_folder, name)
     info = ModelInfo.read(path)
     limits = Limits(kv_bytes=KV_BYTES, token_budget=MAX_BUDGET, max_open=MAX_OPEN)
-    options: Any = {"device": accelerator, "dtype": "float32", "limits": limits, "cache_folder": model_folder}
+    options: Any = {
+        "device": accelerator,
+        "dtype": "float32",
+        "limits": limits,
+        "cache_folder": model_folder,
+    }
     stages = [
         Executor.load(
-            model=info, layers=layers, on_accelerator=AcceleratorOptions(cpu_parts=parse_parts(parts)), **options
+            model=info,
+            layers=layers,
+            on_accelerator=AcceleratorOptions(cpu_parts=parse_parts(parts)),
+            **options,
         )
         for layers in even_split(info.num_layers, num_stages)
     ]
 
-    found = generate(stages, requests(prompts(), SamplingParams(max_tokens=NUM_NEW, temperature=0.0)), budget=BUDGET)
+    found = generate(
+        stages,
+        requests(prompts(), SamplingParams(max_tokens=NUM_NEW, temperature=0.0)),
+        budget=BUDGET,
+    )
 
     assert found == reference(path)
-    head, tail = stages[0].forward.shard, stages[-1].forward.shard
+    head = stages[0].forward.shard
+    tail = stages[-1].forward.shard
     on_cpu = {
         CpuPart.EMBEDDING: head.model.get_input_embeddings().weight.device.type == "cpu",
         CpuPart.OUTPUT: tail.output_device.type == "cpu",
     }
     assert {part for part, is_on_cpu in on_cpu.items() if is_on_cpu} == parse_parts(parts)
-    assert all(next(layer.parameters()).device == accelerator.torch_device for layer in head.layer_modules.values())
+    assert all(
+        next(layer.parameters()).device == accelerator.torch_device
+        for layer in head.layer_modules.values()
+    )
 
 
 @pytest.mark.parametrize("places", [("accelerator",), ("cpu", "accelerator")], ids="-".join)
@@ -109,11 +137,17 @@ def test_jobs_with_adapters_on_an_accelerator_get_the_tokens_that_cores_give(
         save_adapter(model, tmp_path / "adapters" / name, rank=3 + seed, seed=seed)
     adapters: Any = {"adapters_folder": tmp_path / "adapters", "max_adapters": 1}
     on_cores = load_chain(model, 2, device, tmp_path, **adapters)
-    info, devices = ModelInfo.read(model), {"cpu": device, "accelerator": accelerator}
+    info = ModelInfo.read(model)
+    devices = {"cpu": device, "accelerator": accelerator}
     limits = Limits(kv_bytes=KV_BYTES, token_budget=MAX_BUDGET, max_open=MAX_OPEN, **adapters)
     stages = [
         Executor.load(
-            model=info, layers=layers, device=devices[place], dtype="float32", limits=limits, cache_folder=tmp_path
+            model=info,
+            layers=layers,
+            device=devices[place],
+            dtype="float32",
+            limits=limits,
+            cache_folder=tmp_path,
         )
         for layers, place in zip(even_split(info.num_layers, len(places)), places, strict=True)
     ]
@@ -125,20 +159,40 @@ def test_jobs_with_adapters_on_an_accelerator_get_the_tokens_that_cores_give(
 
     # Then they have the tokens that cores give, which are not those of the bare model
     assert found == generate(on_cores, wanted, budget=BUDGET)
-    assert [found[place] == tokens for place, tokens in enumerate(reference(model))] == [False, False, True] * 2
+    assert [found[place] == tokens for place, tokens in enumerate(reference(model))] == [
+        False,
+        False,
+        True,
+    ] * 2
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-def test_streamed_layers_change_no_token(name: str, model_folder: Path, accelerator: Device) -> None:
+def test_streamed_layers_change_no_token(
+    name: str, model_folder: Path, accelerator: Device
+) -> None:
     path = model_folder / name
     if not path.exists():
         save_model(model_folder, name)
     info = ModelInfo.read(path)
-    limits = Limits(kv_bytes=KV_BYTES, token_budget=MAX_BUDGET, max_open=MAX_OPEN, streamed_layers=2)
-    options: Any = {"device": accelerator, "dtype": "float32", "limits": limits, "cache_folder": model_folder}
-    stages = [Executor.load(model=info, layers=layers, **options) for layers in even_split(info.num_layers, 2)]
+    limits = Limits(
+        kv_bytes=KV_BYTES, token_budget=MAX_BUDGET, max_open=MAX_OPEN, streamed_layers=2
+    )
+    options: Any = {
+        "device": accelerator,
+        "dtype": "float32",
+        "limits": limits,
+        "cache_folder": model_folder,
+    }
+    stages = [
+        Executor.load(model=info, layers=layers, **options)
+        for layers in even_split(info.num_layers, 2)
+    ]
 
-    found = generate(stages, requests(prompts(), SamplingParams(max_tokens=NUM_NEW, temperature=0.0)), budget=BUDGET)
+    found = generate(
+        stages,
+        requests(prompts(), SamplingParams(max_tokens=NUM_NEW, temperature=0.0)),
+        budget=BUDGET,
+    )
 
     assert found == reference(path)
     assert [len(stage.forward.shard.streamed_layers) for stage in stages] == [2, 2]

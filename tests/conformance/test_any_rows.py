@@ -1,6 +1,8 @@
-"""A share of the matrix of exact rows: the processor's own instruction set, and one below, in processes of their own.
+"""A share of the matrix of exact rows: the processor's own instruction set, and one below, in
+processes of their own.
 
-All of it: `python -m tests.conformance`. Without AMX no number of rows changes a bit that we know of.
+All of it: `python -m tests.conformance`. Without AMX no number of rows changes a bit that we know
+of.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Pipelines of 1, 2 and 3 stages give token for token what transformers' `generate` gives, in every architecture."""
+"""Pipelines of 1, 2 and 3 stages give token for token what transformers' `generate` gives, in every
+architecture."""
 
 from __future__ import annotations
 
@@ -25,12 +26,15 @@ LENGTHS = (1, 3, 17, 70, 41, 130)
 def prompts() -> list[list[int]]:
     """The same every time."""
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS]
+    return [
+        torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS
+    ]
 
 
 @cache
 def reference(path: Path) -> list[tuple[int, ...]]:
-    """Each prompt alone through transformers' greedy `generate` in float32, by its plainest code."""
+    """Each prompt alone through transformers' greedy `generate` in float32, by its plainest
+    code."""
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = tf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **plain).eval()
     model.generation_config.eos_token_id = None
@@ -38,7 +42,11 @@ def reference(path: Path) -> list[tuple[int, ...]]:
     for prompt in prompts():
         ids = torch.tensor([prompt])
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_NEW,
+            do_sample=False,
+            pad_token_id=0,
         )
         outputs.append(tuple(out[0, len(prompt) :].tolist()))
     return outputs
@@ -59,18 +67,28 @@ def test_a_pipeline_generates_the_tokens_of_generate(
     together = generate(stages, requests(prompts(), greedy), budget=BUDGET)
 
     assert together == expected
-    assert len({token for output in expected for token in output}) > len(LENGTHS), "outputs too dull to tell"
+    assert len({token for output in expected for token in output}) > len(LENGTHS), (
+        "outputs too dull to tell"
+    )
     assert all(stage.exact for stage in stages)
 
 
-@pytest.mark.parametrize(("name", "norms"), [("stablelm", "qk_layernorm"), ("cohere", "use_qk_norm")])
-def test_a_norm_for_each_head_is_no_layer_and_no_product(name: str, norms: str, tmp_path: Path, device: Device) -> None:
+@pytest.mark.parametrize(
+    ("name", "norms"), [("stablelm", "qk_layernorm"), ("cohere", "use_qk_norm")]
+)
+def test_a_norm_for_each_head_is_no_layer_and_no_product(
+    name: str, norms: str, tmp_path: Path, device: Device
+) -> None:
     # Given as many heads as layers, whose norms are lists as long, or weights of two dimensions
     changes: dict[str, Any] = {norms: True}
     path = save_model(tmp_path, name, **changes)
     stages = load_chain(path, 2, device, tmp_path)
 
-    found = generate(stages, requests(prompts(), SamplingParams(max_tokens=NUM_NEW, temperature=0.0)), budget=BUDGET)
+    found = generate(
+        stages,
+        requests(prompts(), SamplingParams(max_tokens=NUM_NEW, temperature=0.0)),
+        budget=BUDGET,
+    )
 
     assert found == reference(path)
     assert all(stage.exact for stage in stages)

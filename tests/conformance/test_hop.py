@@ -1,4 +1,5 @@
-"""What every hop must do, on each of its transports. A new implementation joins by a line in TRANSPORTS."""
+"""What every hop must do, on each of its transports. A new implementation joins by a line in
+TRANSPORTS."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def _ipc(folder: Path) -> Sockets:
 
 def _curve(_folder: Path) -> Sockets:
     public, secret = zmq.curve_keypair()
-    return Sockets(bind="tcp://127.0.0.1", curve=CurveKeys(public=public, secret=secret, server=public))
+    return Sockets(
+        bind="tcp://127.0.0.1", curve=CurveKeys(public=public, secret=secret, server=public)
+    )
 
 
 TRANSPORTS: dict[str, Callable[[Path], Sockets]] = {"tcp": _tcp, "ipc": _ipc, "curve": _curve}
@@ -145,8 +148,12 @@ def test_a_wake_after_close_does_nothing(receiver: Receiver) -> None:
     receiver.wake()
 
 
-@pytest.mark.parametrize("steps", [[1], [0, 0], [0, 2], [0, 1, 0]], ids=["late start", "repeat", "gap", "step back"])
-def test_steps_that_are_not_contiguous_lose_the_link(sender: Sender, receiver: Receiver, steps: list[int]) -> None:
+@pytest.mark.parametrize(
+    "steps", [[1], [0, 0], [0, 2], [0, 1, 0]], ids=["late start", "repeat", "gap", "step back"]
+)
+def test_steps_that_are_not_contiguous_lose_the_link(
+    sender: Sender, receiver: Receiver, steps: list[int]
+) -> None:
     for step in steps:
         sender.send(plan(step))
     for step in steps[:-1]:
@@ -201,7 +208,9 @@ def test_sending_to_a_closed_receiver_loses_the_link(sender: Sender, receiver: R
         send_many(sender, 1_000_000)
 
 
-def test_sending_more_than_the_peer_takes_loses_the_link_instead_of_blocking(sender: Sender) -> None:
+def test_sending_more_than_the_peer_takes_loses_the_link_instead_of_blocking(
+    sender: Sender,
+) -> None:
     with pytest.raises(LinkLost, match="takes nothing more"):
         send_many(sender, 10_000, num_bytes=1 << 20)
 
@@ -228,8 +237,12 @@ def test_a_sender_without_a_receiver_is_refused(hop: Hop, receiver: Receiver) ->
         hop.open_sender(CHANNEL, nobody, PATIENCE_S)
 
 
-@pytest.mark.parametrize("parts", [[b"x"], [b"x"] * 2, [b"x"] * 3, [b"x"] * 50, [b""], [b"\0" * 72, b"", b""]])
-def test_garbage_is_refused_and_the_process_lives(sockets: Sockets, receiver: Receiver, parts: list[bytes]) -> None:
+@pytest.mark.parametrize(
+    "parts", [[b"x"], [b"x"] * 2, [b"x"] * 3, [b"x"] * 50, [b""], [b"\0" * 72, b"", b""]]
+)
+def test_garbage_is_refused_and_the_process_lives(
+    sockets: Sockets, receiver: Receiver, parts: list[bytes]
+) -> None:
     intruder, watch = sockets.connect(zmq.PUSH, receiver.address, {}, PATIENCE_S)
     intruder.send_multipart(parts)
 
@@ -239,14 +252,19 @@ def test_garbage_is_refused_and_the_process_lives(sockets: Sockets, receiver: Re
     intruder.close()
 
 
-def test_a_stranger_who_speaks_no_zeromq_disturbs_nobody(sender: Sender, receiver: Receiver) -> None:
+def test_a_stranger_who_speaks_no_zeromq_disturbs_nobody(
+    sender: Sender, receiver: Receiver
+) -> None:
     strangers = "import sys, socket; kind, endpoint = sys.argv[1:]; " + (
         "s = socket.socket(getattr(socket, kind)); "
         "s.connect(endpoint if kind == 'AF_UNIX' else (endpoint.split(':')[0], int(endpoint.split(':')[1]))); "
         "s.sendall(b'GET / HTTP/1.0\\r\\n\\r\\n' * 10); s.close()"
     )
     scheme, _, endpoint = receiver.address.partition("://")
-    subprocess.run([sys.executable, "-c", strangers, "AF_UNIX" if scheme == "ipc" else "AF_INET", endpoint], check=True)
+    subprocess.run(
+        [sys.executable, "-c", strangers, "AF_UNIX" if scheme == "ipc" else "AF_INET", endpoint],
+        check=True,
+    )
 
     assert receiver.receive(A_MOMENT_S * 10) is None
     sender.send(plan(0))
@@ -254,7 +272,9 @@ def test_a_stranger_who_speaks_no_zeromq_disturbs_nobody(sender: Sender, receive
 
 
 def test_without_the_keys_nobody_connects(tmp_path: Path) -> None:
-    guarded, stranger, unkeyed = _curve(tmp_path), _curve(tmp_path), _tcp(tmp_path)
+    guarded = _curve(tmp_path)
+    stranger = _curve(tmp_path)
+    unkeyed = _tcp(tmp_path)
     receiver = ZeroMqHop(guarded, Times()).open_receiver(CHANNEL)
 
     for sockets in (stranger, unkeyed):

@@ -1,4 +1,5 @@
-"""A model with trained weights: transformers' tokens in float32, and what the narrower dtypes cost in quality."""
+"""A model with trained weights: transformers' tokens in float32, and what the narrower dtypes cost
+in quality."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ BUDGET = 64
 """Below most prompts, so that these take several chunks."""
 KV_BYTES = 96 * 2**20
 LOGPROB_ERROR = 1e-3
-"""4e-5 was measured in float32; a row of another sequence, position or scale is off by 0.1 and more."""
+"""4e-5 was measured in float32; a row of another sequence, position or scale is off by 0.1 and
+more."""
 WINDOW = 256
 NUM_WINDOWS = 4
 PROMPTS = (
@@ -91,14 +93,19 @@ def test_a_pipeline_gives_the_tokens_and_log_probabilities_of_transformers(
 
 
 @torch.inference_mode()
-def log_probabilities(model: tf.PreTrainedModel, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
-    """What transformers gives for each place of the output, [len(output), vocabulary], when the tokens before it are
-    those: a greedy output is transformers' own exactly if each token is the likeliest of its row."""
+def log_probabilities(
+    model: tf.PreTrainedModel, prompt: Sequence[int], output: Sequence[int]
+) -> Tensor:
+    """What transformers gives for each place of the output, [len(output), vocabulary], when the
+    tokens before it are those: a greedy output is transformers' own exactly if each token is the
+    likeliest of its row."""
     logits = model(torch.tensor([[*prompt, *output[:-1]]])).logits[0, len(prompt) - 1 :]
     return logits.float().log_softmax(-1)
 
 
-@pytest.mark.parametrize(("dtype", "most"), [("float32", 1.0001), ("bfloat16", 1.005), ("int8", 1.08)])
+@pytest.mark.parametrize(
+    ("dtype", "most"), [("float32", 1.0001), ("bfloat16", 1.005), ("int8", 1.08)]
+)
 def test_a_narrower_dtype_costs_no_more_perplexity_than_documented(
     dtype: str, most: float, device: Device, tmp_path: Path, reference: tf.PreTrainedModel
 ) -> None:
@@ -122,7 +129,9 @@ def text_windows() -> Iterator[Tensor]:
 def stage_logits(stage: Executor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """The window, and logits of all its places but the last."""
     span = Span(start=0, length=len(ids), blocks=list(range(blocks_for(len(ids)))))
-    return ids, stage.forward.sampled_outputs([span], ids, list(range(len(ids) - 1))).float().clone()
+    return ids, stage.forward.sampled_outputs(
+        [span], ids, list(range(len(ids) - 1))
+    ).float().clone()
 
 
 @torch.inference_mode()
@@ -133,5 +142,8 @@ def reference_logits(model: tf.PreTrainedModel, ids: Tensor) -> tuple[Tensor, Te
 
 def perplexity(scored: Iterator[tuple[Tensor, Tensor]]) -> float:
     """Over every token of the windows but their first."""
-    losses = [torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none") for ids, logits in scored]
+    losses = [
+        torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+        for ids, logits in scored
+    ]
     return float(torch.cat(losses).double().mean().exp())

@@ -1,7 +1,8 @@
-"""The simulation's twins of statements against a real Postgres: the same random operations of the store on both, the
-same answers, the same rows.
+"""The simulation's twins of statements against a real Postgres: the same random operations of the
+store on both, the same answers, the same rows.
 
-So the model cannot drift, and a condition that is lost from a statement of the store is seen here too.
+So the model cannot drift, and a condition that is lost from a statement of the store is seen here
+too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ MINUTE_S = 60.0
 TICK_S = 25 * MINUTE_S
 LEASE_S = RESEND_S = 60 * MINUTE_S
 EXACT_WAIT_S = 120 * MINUTE_S
-"""Time passes in ticks that never meet these on the minute: what the real clock adds does not matter."""
+"""Time passes in ticks that never meet these on the minute: what the real clock adds does not
+matter."""
 
 NUM_OPERATIONS = 80
 SEQUENCES = range(40)
@@ -62,7 +64,9 @@ FROM jobs LEFT JOIN results ON results.job_id = jobs.id ORDER BY jobs.created_at
 ATTEMPTS = text(
     "SELECT job_id, fence, pipeline, epoch, tokens, num_resumed, outcome, parked FROM attempts ORDER BY 1, 2"
 )
-PIPELINES = text("SELECT id, epoch, head, ready_at IS NOT NULL, seats, exact, kv_tokens FROM pipelines ORDER BY id")
+PIPELINES = text(
+    "SELECT id, epoch, head, ready_at IS NOT NULL, seats, exact, kv_tokens FROM pipelines ORDER BY id"
+)
 
 
 def decode(partial: Partial) -> str:
@@ -120,15 +124,29 @@ def _plain(answer: Any) -> Any:
 def _told(one: Any) -> tuple[Any, ...]:
     if isinstance(one, outbox.Send):
         return one.model, one.priority, one.num_sends
-    return one.fence, one.output_ids, one.prompt_ids, one.crashes, one.exact, one.priority, one.max_tokens, one.seed
+    return (
+        one.fence,
+        one.output_ids,
+        one.prompt_ids,
+        one.crashes,
+        one.exact,
+        one.priority,
+        one.max_tokens,
+        one.seed,
+    )
 
 
 def _job_row(pair: Pair, job: Job) -> tuple[Any, ...]:
     result = pair.tables.results.get(job.id)
     lease_s = None if job.lease_s is None else round((job.lease_s - pair.now_s) / MINUTE_S)
-    told = (None,) * 4 if result is None else (result.fence, list(result.token_ids), result.finish_reason, result.exact)
+    told = (
+        (None,) * 4
+        if result is None
+        else (result.fence, list(result.token_ids), result.finish_reason, result.exact)
+    )
     error = None if job.error is None else job.error["code"]
-    sent, cancelled = job.sent_s is not None, job.cancel_s is not None
+    sent = job.sent_s is not None
+    cancelled = job.cancel_s is not None
     numbers = (job.fence, job.crashes, job.num_sends)
     return (
         job.id, job.state, *numbers, sent, cancelled, job.worker, job.pipeline, job.exact, job.exactness, error,
@@ -159,15 +177,21 @@ def _pipeline_rows(pair: Pair) -> list[tuple[Any, ...]]:
     ]
 
 
-# Operations ---------------------------------------------------------------------------------------------------------
+# Operations
+# ---------------------------------------------------------------------------------------------------------
 
 
 def submit(pair: Pair) -> None:
     rng = pair.rng
-    job_id, max_tokens, seed = UUID(int=rng.getrandbits(128)), rng.randint(1, 9), rng.getrandbits(31)
-    adapter, delay_s = rng.choice([None, "a", "b"]), rng.choice([0.0, 0.0, 40 * MINUTE_S])
+    job_id = UUID(int=rng.getrandbits(128))
+    max_tokens = rng.randint(1, 9)
+    seed = rng.getrandbits(31)
+    adapter = rng.choice([None, "a", "b"])
+    delay_s = rng.choice([0.0, 0.0, 40 * MINUTE_S])
     deadline_s = rng.choice([None, None, 90 * MINUTE_S])
-    max_crashes, priority, exact = rng.choice([1, 2, 3]), rng.choice([1, 5]), rng.random() < 0.2
+    max_crashes = rng.choice([1, 2, 3])
+    priority = rng.choice([1, 5])
+    exact = rng.random() < 0.2
     request = JobRequest(
         model=MODEL,
         prompt=(5, 6),
@@ -188,7 +212,9 @@ def submit(pair: Pair) -> None:
             id=job_id,
             number=next(pair.numbers),
             prompt_ids=(5, 6),
-            params=msgspec.to_builtins(SamplingParams(max_tokens=max_tokens, exact=exact, adapter=adapter)),
+            params=msgspec.to_builtins(
+                SamplingParams(max_tokens=max_tokens, exact=exact, adapter=adapter)
+            ),
             max_tokens=max_tokens,
             seed=seed,
             created_s=pair.now_s,
@@ -206,14 +232,22 @@ def pass_time(pair: Pair) -> None:
     pair.now_s += TICK_S
     with pair.engine.begin() as connection:
         for table, columns in TIMES.items():
-            shifts = ", ".join(f"{column} = {column} - make_interval(secs => {TICK_S})" for column in columns)
+            shifts = ", ".join(
+                f"{column} = {column} - make_interval(secs => {TICK_S})" for column in columns
+            )
             connection.execute(text(f"UPDATE {table} SET {shifts}"))
 
 
 def take_epoch(pair: Pair) -> None:
     name, epoch = _pipeline(pair)
     held = pair.rng.choice([epoch, epoch, 0])
-    head = {"model": MODEL, "fingerprint": "w", "head": pair.rng.choice("gh"), "lease_s": LEASE_S, "held": held}
+    head = {
+        "model": MODEL,
+        "fingerprint": "w",
+        "head": pair.rng.choice("gh"),
+        "lease_s": LEASE_S,
+        "held": held,
+    }
     pair.both(pipelines.take_epoch, name, **head)
     pair.both(pipelines.holder, name)
 
@@ -223,7 +257,11 @@ def leave(pair: Pair) -> None:
 
 
 def announce(pair: Pair) -> None:
-    stages: dict[str, Any] = {"stages": [], "seats": pair.rng.choice([4, 20]), "exact": pair.rng.random() < 0.8}
+    stages: dict[str, Any] = {
+        "stages": [],
+        "seats": pair.rng.choice([4, 20]),
+        "exact": pair.rng.random() < 0.8,
+    }
     stages["kv_tokens"] = pair.rng.choice([64, 64, 64, 3])
     pair.both(pipelines.ready, *_pipeline(pair), **stages)
     pair.both(pipelines.longest)
@@ -264,7 +302,9 @@ def _claimant(pair: Pair) -> Claimant:
 
 
 def claim(pair: Pair) -> None:
-    pair.both(claims.claim, _some(pair), _claimant(pair), lease_s=LEASE_S, exact_wait_s=EXACT_WAIT_S)
+    pair.both(
+        claims.claim, _some(pair), _claimant(pair), lease_s=LEASE_S, exact_wait_s=EXACT_WAIT_S
+    )
 
 
 def postpone(pair: Pair) -> None:
@@ -301,7 +341,8 @@ def release(pair: Pair) -> None:
 
 def expire(pair: Pair) -> None:
     pair.both(leases.expire_held_by, worker="h", pipeline=_pipeline(pair)[0])
-    pass_time(pair)  # Between its clock's ticks Postgres sees a lease of now as over, the model does not.
+    # Between its clock's ticks Postgres sees a lease of now as over, the model does not.
+    pass_time(pair)
 
 
 def requeue_or_fail(pair: Pair) -> None:
@@ -355,7 +396,9 @@ def _pipeline(pair: Pair) -> tuple[str, int]:
 
 
 def _end(pair: Pair, job_id: UUID) -> End:
-    state = pair.rng.choice([JobState.SUCCEEDED, JobState.SUCCEEDED, JobState.CANCELLED, JobState.FAILED])
+    state = pair.rng.choice(
+        [JobState.SUCCEEDED, JobState.SUCCEEDED, JobState.CANCELLED, JobState.FAILED]
+    )
     fence = _fence(pair, job_id)
     if state is JobState.FAILED:
         return End(job_id=job_id, fence=fence, state=state, error={"code": "engine"})
@@ -363,7 +406,9 @@ def _end(pair: Pair, job_id: UUID) -> End:
     ids = tuple(pair.rng.randrange(100) for _ in range(pair.rng.randint(1, 4)))
     usage = Usage(prompt_tokens=2, completion_tokens=len(ids))
     exact = pair.rng.random() < 0.8
-    result = Result(job_id=job_id, text="t", token_ids=ids, usage=usage, finish_reason=reason, exact=exact)
+    result = Result(
+        job_id=job_id, text="t", token_ids=ids, usage=usage, finish_reason=reason, exact=exact
+    )
     return End(job_id=job_id, fence=fence, state=state, result=result)
 
 

@@ -1,4 +1,5 @@
-"""The same prompt and seed give the same tokens however they run: alone, crowded, cut otherwise, resumed, sharded."""
+"""The same prompt and seed give the same tokens however they run: alone, crowded, cut otherwise,
+resumed, sharded."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ WARM = SamplingParams(max_tokens=NUM_NEW, temperature=0.8)
 MODELS = ("llama", "gemma2", "qwen3-moe")
 """Dense; sliding window with softcaps; experts."""
 
-KINDS = [*((name, dtype) for name in MODELS for dtype in ("float32", "bfloat16")), ("llama", "int8")]
+KINDS = [
+    *((name, dtype) for name in MODELS for dtype in ("float32", "bfloat16")),
+    ("llama", "int8"),
+]
 
 pytestmark = pytest.mark.parametrize(("name", "dtype"), KINDS)
 
@@ -36,7 +40,9 @@ def batch() -> list[Request]:
     """32 prompts of 1 to 156 tokens, each with its own seed."""
     generator = torch.Generator().manual_seed(2)
     lengths = range(1, 5 * NUM_PROMPTS, 5)
-    return requests((torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in lengths), WARM)
+    return requests(
+        (torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in lengths), WARM
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +51,13 @@ def chains(model_folder: Path, device: Device) -> dict[tuple[str, str, int], lis
     paths = {name: save_model(model_folder / "same", name) for name in MODELS}
     return {
         (name, dtype, num_stages): load_chain(
-            paths[name], num_stages, device, model_folder, dtype=dtype, offload_bytes=MIB, offload_folder=folder
+            paths[name],
+            num_stages,
+            device,
+            model_folder,
+            dtype=dtype,
+            offload_bytes=MIB,
+            offload_folder=folder,
         )
         for name, dtype in KINDS
         for num_stages, folder in ((1, None), (3, model_folder / "offload"))
@@ -69,7 +81,10 @@ def outputs() -> dict[tuple[str, str], list[tuple[int, ...]]]:
 
 @pytest.fixture
 def expected(
-    one: list[Executor], name: str, dtype: str, outputs: dict[tuple[str, str], list[tuple[int, ...]]]
+    one: list[Executor],
+    name: str,
+    dtype: str,
+    outputs: dict[tuple[str, str], list[tuple[int, ...]]],
 ) -> list[tuple[int, ...]]:
     """All prompts in a batch of 32."""
     if (name, dtype) not in outputs:
@@ -77,7 +92,9 @@ def expected(
     return outputs[name, dtype]
 
 
-def test_prompts_alone_have_the_tokens_of_the_batch(one: list[Executor], expected: list[tuple[int, ...]]) -> None:
+def test_prompts_alone_have_the_tokens_of_the_batch(
+    one: list[Executor], expected: list[tuple[int, ...]]
+) -> None:
     assert [generate(one, [request], budget=BUDGET)[0] for request in batch()[::4]] == expected[::4]
 
 
@@ -93,7 +110,13 @@ def test_resumed_jobs_go_on_with_the_same_tokens(
     num_kept: int, one: list[Executor], expected: list[tuple[int, ...]]
 ) -> None:
     resumed = [
-        Request(key=r.key, prompt_ids=r.prompt_ids, params=r.params, seed=r.seed, output_ids=output[:num_kept])
+        Request(
+            key=r.key,
+            prompt_ids=r.prompt_ids,
+            params=r.params,
+            seed=r.seed,
+            output_ids=output[:num_kept],
+        )
         for r, output in zip(batch(), expected, strict=True)
     ]
 
@@ -112,7 +135,9 @@ def test_prompts_that_find_kv_of_others_have_the_same_bits(
     found = complete(chains[name, dtype, num_stages], jobs, budget=BUDGET, seats=3)
 
     assert {end.num_cached for end in found[3:]} == {2 * BLOCK_TOKENS}
-    assert [(end.output_ids, end.logprobs) for end in found] == [(end.output_ids, end.logprobs) for end in expected]
+    assert [(end.output_ids, end.logprobs) for end in found] == [
+        (end.output_ids, end.logprobs) for end in expected
+    ]
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])
@@ -123,13 +148,18 @@ def test_jobs_whose_kv_was_offloaded_have_the_same_bits(
     jobs = [replace(job, prompt_ids=job.prompt_ids * 2, params=params) for job in batch()[20:]]
     expected = complete(one, jobs, budget=BUDGET, seats=12, prefix_cache=False)
     pressure = Pressure(
-        num_blocks=16, num_slots=min(stage.offload.num_slots for stage in chains[name, dtype, num_stages])
+        num_blocks=16,
+        num_slots=min(stage.offload.num_slots for stage in chains[name, dtype, num_stages]),
     )
 
-    found = complete(chains[name, dtype, num_stages], jobs, budget=BUDGET, seats=12, pressure=pressure)
+    found = complete(
+        chains[name, dtype, num_stages], jobs, budget=BUDGET, seats=12, pressure=pressure
+    )
 
     assert {move.is_out for move in pressure.moves} == {True, False}
-    assert [(end.output_ids, end.logprobs) for end in found] == [(end.output_ids, end.logprobs) for end in expected]
+    assert [(end.output_ids, end.logprobs) for end in found] == [
+        (end.output_ids, end.logprobs) for end in expected
+    ]
 
 
 @cache
@@ -139,11 +169,24 @@ def repetitive() -> list[Request]:
         {"temperature": 0.0},
         {"temperature": 0.05},
         {"temperature": 0.1, "top_p": 0.9, "logprobs": 3},
-        {"temperature": 0.0, "logprobs": 2, "min_tokens": 20, "stop_token_ids": tuple(range(3, 40))},
-        {"temperature": 0.0, "repetition_penalty": 1.05, "presence_penalty": 0.05, "frequency_penalty": 0.01},
+        {
+            "temperature": 0.0,
+            "logprobs": 2,
+            "min_tokens": 20,
+            "stop_token_ids": tuple(range(3, 40)),
+        },
+        {
+            "temperature": 0.0,
+            "repetition_penalty": 1.05,
+            "presence_penalty": 0.05,
+            "frequency_penalty": 0.01,
+        },
     ]
     generator = torch.Generator().manual_seed(5)
-    rounds = [torch.randint(3, VOCAB_SIZE, (2 + place % 7,), generator=generator).tolist() for place in range(10)]
+    rounds = [
+        torch.randint(3, VOCAB_SIZE, (2 + place % 7,), generator=generator).tolist()
+        for place in range(10)
+    ]
     return [
         Request(
             key=(str(place), 1),
@@ -159,12 +202,17 @@ def repetitive() -> list[Request]:
 def test_guesses_that_come_true_or_not_change_no_bit(
     num_stages: int, chains: Chains, name: str, dtype: str, one: list[Executor]
 ) -> None:
-    expected, guesses = complete(one, repetitive(), budget=BUDGET, seats=10), Guesses()
+    expected = complete(one, repetitive(), budget=BUDGET, seats=10)
+    guesses = Guesses()
 
-    found = complete(chains[name, dtype, num_stages], repetitive(), budget=BUDGET, seats=3, guesses=guesses)
+    found = complete(
+        chains[name, dtype, num_stages], repetitive(), budget=BUDGET, seats=3, guesses=guesses
+    )
 
     assert 0 < guesses.num_true < guesses.num_made
-    assert [(end.output_ids, end.logprobs) for end in found] == [(end.output_ids, end.logprobs) for end in expected]
+    assert [(end.output_ids, end.logprobs) for end in found] == [
+        (end.output_ids, end.logprobs) for end in expected
+    ]
 
 
 def test_three_stages_give_the_same_tokens(
@@ -177,8 +225,12 @@ def test_three_stages_give_the_same_tokens(
     assert len({stage.fingerprint for stage in (*three, *chains[name, dtype, 1])}) == 1
 
 
-def test_other_seeds_give_other_tokens(one: list[Executor], expected: list[tuple[int, ...]]) -> None:
+def test_other_seeds_give_other_tokens(
+    one: list[Executor], expected: list[tuple[int, ...]]
+) -> None:
     request = batch()[8]
-    other = Request(key=request.key, prompt_ids=request.prompt_ids, params=request.params, seed=request.seed + 1)
+    other = Request(
+        key=request.key, prompt_ids=request.prompt_ids, params=request.params, seed=request.seed + 1
+    )
 
     assert generate(one, [other], budget=BUDGET) != [expected[8]]

@@ -1,4 +1,5 @@
-"""Builds this folder's extensions with torch's own headers, once for each version of a source and of torch."""
+"""Builds this folder's extensions with torch's own headers, once for each version of a source and
+of torch."""
 
 from __future__ import annotations
 
@@ -13,17 +14,27 @@ from torch.utils.cpp_extension import include_paths, library_paths
 
 HERE = Path(__file__).parent
 FOLDER = Path(__file__).parents[2] / ".build"
-FLAGS = ("-O1", "-std=c++20", "-fPIC", "-shared", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={torch.compiled_with_cxx11_abi():d}")
+FLAGS = (
+    "-O1",
+    "-std=c++20",
+    "-fPIC",
+    "-shared",
+    "-w",
+    f"-D_GLIBCXX_USE_CXX11_ABI={torch.compiled_with_cxx11_abi():d}",
+)
 LIBRARIES = ("-lc10", "-ltorch_cpu")
 
 
 def build(name: str) -> Path:
-    """Returns the path of the library built from `name`.cpp. Processes that call this at the same time build it once.
+    """Returns the path of the library built from `name`.cpp. Processes that call this at the same
+    time build it once.
 
     Raises CalledProcessError if the compiler fails; its words are on standard error.
     """
     source = HERE / f"{name}.cpp"
-    digest = hashlib.sha256(source.read_bytes() + repr((FLAGS, torch.__version__)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(
+        source.read_bytes() + repr((FLAGS, torch.__version__)).encode()
+    ).hexdigest()[:16]
     path = FOLDER / f"{name}-{digest}.so"
     FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / f"{name}.lock").open("w") as lock:

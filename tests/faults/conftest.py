@@ -1,4 +1,5 @@
-"""The small stack that the tests of single faults share. Each leaves it whole; it ends with the session."""
+"""The small stack that the tests of single faults share. Each leaves it whole; it ends with the
+session."""
 
 from __future__ import annotations
 
@@ -18,5 +19,6 @@ def hurt() -> Iterator[Hurt]:
 
 @pytest.fixture(scope="session")
 def undisturbed(hurt: Hurt) -> list[tuple[int, ...]]:
-    """The MAX_TOKENS tokens of every request while nobody dies; of fewer tokens it is the beginning."""
+    """The MAX_TOKENS tokens of every request while nobody dies; of fewer tokens it is the
+    beginning."""
     return hurt.undisturbed(MAX_TOKENS)

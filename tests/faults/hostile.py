@@ -1,4 +1,5 @@
-"""Bytes that no head of ours sends, from a seed: frames, plans, control messages, connections. Knows no socket."""
+"""Bytes that no head of ours sends, from a seed: frames, plans, control messages, connections.
+Knows no socket."""
 
 from __future__ import annotations
 
@@ -17,8 +18,21 @@ from shardline.contract.job import SamplingParams
 from shardline_scheduler.step_plan import Move, Open, Row, StepPlan, encode
 
 CHECKSUM_BYTES = 4
-FIELDS = {"magic": (0, 4), "version": (4, 2), "kind": (6, 1), "dtype": (7, 1), "pipeline": (8, 16), "epoch": (24, 8)}
-FIELDS |= {"step": (32, 8), "message": (40, 4), "tensor": (44, 8), "dims": (52, 1), "shape": (56, 16)}
+FIELDS = {
+    "magic": (0, 4),
+    "version": (4, 2),
+    "kind": (6, 1),
+    "dtype": (7, 1),
+    "pipeline": (8, 16),
+    "epoch": (24, 8),
+}
+FIELDS |= {
+    "step": (32, 8),
+    "message": (40, 4),
+    "tensor": (44, 8),
+    "dims": (52, 1),
+    "shape": (56, 16),
+}
 LENGTHS = (0, 1, MAX_MESSAGE_BYTES + 1, MAX_TENSOR_BYTES + 1, (1 << 32) - 1, 1 << 31)
 DEEP = 20_000
 PROMPT = (5, 6, 7)
@@ -40,7 +54,9 @@ def broken(rng: random.Random, parts: Sequence[Buffer]) -> list[bytes]:
 
 
 def _noise(rng: random.Random, parts: list[bytes]) -> list[bytes]:
-    return [rng.randbytes(rng.choice((0, 3, HEADER_BYTES, 500))) for _ in range(rng.randrange(1, 6))]
+    return [
+        rng.randbytes(rng.choice((0, 3, HEADER_BYTES, 500))) for _ in range(rng.randrange(1, 6))
+    ]
 
 
 def _cut(rng: random.Random, parts: list[bytes]) -> list[bytes]:
@@ -67,7 +83,9 @@ def _misleading(rng: random.Random, parts: list[bytes]) -> list[bytes]:
     if len(parts[0]) != HEADER_BYTES:
         return _flipped(rng, parts)
     begin, size = FIELDS[rng.choice(list(FIELDS))]
-    value = rng.choice((rng.randbytes(size), rng.choice(LENGTHS).to_bytes(8, "little")[:size].ljust(size, b"\0")))
+    value = rng.choice(
+        (rng.randbytes(size), rng.choice(LENGTHS).to_bytes(8, "little")[:size].ljust(size, b"\0"))
+    )
     return sealed(parts[0][:begin] + value + parts[0][begin + size :], parts[1:])
 
 
@@ -161,7 +179,8 @@ def damaged_messages() -> dict[str, bytes]:
 
 
 def control_messages() -> list[bytes]:
-    """Control messages that are right but for their sender, to be broken; and some that are broken already."""
+    """Control messages that are right but for their sender, to be broken; and some that are broken
+    already."""
     stranger = uuid4()
     hello = messages.Hello(
         pipeline=stranger,
@@ -207,7 +226,12 @@ def calls(rng: random.Random, socket_type: bytes) -> bytes:
         lambda: b"GET / HTTP/1.1\r\nHost: stage\r\n\r\n",
         lambda: GREETING[: rng.randrange(64)],
         lambda: GREETING + rng.randbytes(rng.randrange(100)),
-        lambda: met + b"\x02" + struct.pack(">Q", rng.choice((1 << 28, 1 << 40, (1 << 63) + 1))) + b"x" * 100,
+        lambda: (
+            met
+            + b"\x02"
+            + struct.pack(">Q", rng.choice((1 << 28, 1 << 40, (1 << 63) + 1)))
+            + b"x" * 100
+        ),
         lambda: met + rng.randbytes(rng.randrange(300)),
     )
     return rng.choice(ways)()

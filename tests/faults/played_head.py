@@ -1,4 +1,5 @@
-"""A head that a test plays itself, towards one real tail: it binds, wires and sends steps. Knows no scheduler."""
+"""A head that a test plays itself, towards one real tail: it binds, wires and sends steps. Knows no
+scheduler."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ class PlayedHead:
         self._call.send(self.hello())
         welcome = self._call.expect(messages.Welcome, PATIENCE_S)
         self.hop_address = welcome.address
-        channel = Channel(pipeline=self.pipeline, epoch=self.epoch, kind=Kind.RESULT, num_lanes=NUM_LANES)
+        channel = Channel(
+            pipeline=self.pipeline, epoch=self.epoch, kind=Kind.RESULT, num_lanes=NUM_LANES
+        )
         self._results = self._hop.open_receiver(channel)
         self._call.send(
             messages.Start(
@@ -60,7 +63,9 @@ class PlayedHead:
             )
         )
         self._call.expect(messages.Ready, PATIENCE_S)
-        self._plans, watch = self._sockets.connect(zmq.PUSH, welcome.address, {zmq.SNDHWM: 1000}, PATIENCE_S)
+        self._plans, watch = self._sockets.connect(
+            zmq.PUSH, welcome.address, {zmq.SNDHWM: 1000}, PATIENCE_S
+        )
         watch.close()
 
     def hello(self) -> messages.Hello:
@@ -121,7 +126,9 @@ class PlayedHead:
             if isinstance(message, messages.Pong) and message.epoch == self.epoch and message.error:
                 return message.error
             if message is None:
-                assert poller.poll(int(PATIENCE_S * 1000)), "the stage says nothing of its lost epoch"
+                assert poller.poll(int(PATIENCE_S * 1000)), (
+                    "the stage says nothing of its lost epoch"
+                )
 
     def close(self) -> None:
         """Releases the stage."""

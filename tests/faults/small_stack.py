@@ -1,4 +1,5 @@
-"""One real stack for tests of single faults: quick times, failpoints, producers at four doors, tokens to compare."""
+"""One real stack for tests of single faults: quick times, failpoints, producers at four doors,
+tokens to compare."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ DOORS = ("python", "stream", "celery", "http")
 
 
 def request(number: int, max_tokens: int = MAX_TOKENS) -> dict[str, Any]:
-    """One of NUM_REQUESTS: half greedy, half sampled under their own seeds; long enough for several heartbeats."""
+    """One of NUM_REQUESTS: half greedy, half sampled under their own seeds; long enough for several
+    heartbeats."""
     number %= NUM_REQUESTS
     return {
         "model": "clerk",
@@ -96,7 +98,9 @@ class Hurt:
     def undisturbed(self, max_tokens: int) -> list[tuple[int, ...]]:
         """The tokens of every request while nobody dies."""
         with self.client() as client:
-            ids = client.submit_many([request(number, max_tokens) for number in range(NUM_REQUESTS)])
+            ids = client.submit_many(
+                [request(number, max_tokens) for number in range(NUM_REQUESTS)]
+            )
             return [tokens_of(job) for job in client.wait(ids, timeout_s=END_S)]
 
 
@@ -159,7 +163,9 @@ class Producer:
 
     def num_open(self) -> int:
         """Jobs asked for that have not ended."""
-        return len(self.asked) - sum(job.state.terminal for job in self._client.get_many(list(self.asked)))
+        return len(self.asked) - sum(
+            job.state.terminal for job in self._client.get_many(list(self.asked))
+        )
 
     def ended(self) -> dict[UUID, Job]:
         """All of them, ended: also those whose rows are still to be made."""
@@ -182,7 +188,8 @@ class Producer:
         def is_taken() -> bool:
             with suppress(httpx.TransportError):
                 body = {**request, "id": str(job_id)}
-                url, key = f"{self._gateway}/v1/jobs", bearer(self._api_key)
+                url = f"{self._gateway}/v1/jobs"
+                key = bearer(self._api_key)
                 return httpx.post(url, json=body, headers=key, timeout=10).is_success
             return False
 

@@ -1,4 +1,5 @@
-"""Heads and stages over a bad network: a link that is bad enough is lost, never silently wrong, and forms again."""
+"""Heads and stages over a bad network: a link that is bad enough is lost, never silently wrong, and
+forms again."""
 
 from __future__ import annotations
 
@@ -146,11 +147,14 @@ def test_the_receiver_of_a_bad_hop_notices_the_missing_heartbeat(
     receiver.close()
 
 
-def test_no_frame_is_skipped_in_silence_when_its_connection_breaks(net: HopNet, hop: ZeroMqHop) -> None:
+def test_no_frame_is_skipped_in_silence_when_its_connection_breaks(
+    net: HopNet, hop: ZeroMqHop
+) -> None:
     receiver = hop.open_receiver(CHANNEL)
     sender = hop.open_sender(CHANNEL, receiver.address, PATIENCE_S)
     sender.send(frame(0))
-    assert receiver.receive(PATIENCE_S) is not None  # Now both know each other: a sender is ready a moment before.
+    # Now both know each other: a sender is ready a moment before.
+    assert receiver.receive(PATIENCE_S) is not None
     proxy = behind(net, receiver.address)
     deaf(proxy)
     sender.send(frame(1))

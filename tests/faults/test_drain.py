@@ -1,4 +1,5 @@
-"""SIGTERM of each service under load: nothing is lost, no lease is left to expire, every caller is answered."""
+"""SIGTERM of each service under load: nothing is lost, no lease is left to expire, every caller is
+answered."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ MORE_THAN_DRAINS = 80
 """More than a head has seats, and those it has take longer than it may drain."""
 
 RUNNING = "SELECT count(*) FROM jobs WHERE id = ANY(:ids) AND state = 'running'"
-EXPIRED_LEASES = "SELECT count(*) FROM attempts WHERE job_id = ANY(:ids) AND outcome IN ('lost', 'crashed')"
+EXPIRED_LEASES = (
+    "SELECT count(*) FROM attempts WHERE job_id = ANY(:ids) AND outcome IN ('lost', 'crashed')"
+)
 
 
 def terminate(hurt: Hurt, name: str) -> None:
@@ -50,14 +53,18 @@ def test_all_jobs_succeed_and_no_lease_expires_when_a_service_is_stopped(
     assert hurt.count(EXPIRED_LEASES, ids) == 0
 
 
-def test_a_stopping_head_releases_the_leases_it_cannot_finish(hurt: Hurt, undisturbed: list[tuple[int, ...]]) -> None:
+def test_a_stopping_head_releases_the_leases_it_cannot_finish(
+    hurt: Hurt, undisturbed: list[tuple[int, ...]]
+) -> None:
     numbers = range(MORE_THAN_DRAINS)
     with hurt.client() as client:
         ids = client.submit_many([request(number) for number in numbers])
         until(lambda: hurt.count(RUNNING, ids) > NUM_JOBS)
         terminate(hurt, "stage-0")
         jobs = client.wait(ids, timeout_s=END_S)
-    assert [tokens_of(job) for job in jobs] == [undisturbed[number % len(undisturbed)] for number in numbers]
+    assert [tokens_of(job) for job in jobs] == [
+        undisturbed[number % len(undisturbed)] for number in numbers
+    ]
     assert hurt.count(EXPIRED_LEASES, ids) == 0
 
 

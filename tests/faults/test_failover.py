@@ -24,7 +24,12 @@ from tests.polling import until
 from tests.postgres_pair import PostgresPair
 from tests.stack import Stack
 
-REQUEST: dict[str, Any] = {"model": "clerk", "prompt": "sort: 3, 1, 2 =", "temperature": 0, "max_tokens": 16}
+REQUEST: dict[str, Any] = {
+    "model": "clerk",
+    "prompt": "sort: 3, 1, 2 =",
+    "temperature": 0,
+    "max_tokens": 16,
+}
 LONG: dict[str, Any] = {**REQUEST, "max_tokens": 400, "ignore_eos": True}
 
 
@@ -57,7 +62,10 @@ def answers(stack: Stack) -> bool:
     """Whether the HTTP door gives a completion; what it gives meanwhile is 503."""
     up = stack.look()
     reply = httpx.post(
-        f"{up['urls']['gateway']}/v1/completions", json=REQUEST, headers=bearer(up["api_key"]), timeout=60
+        f"{up['urls']['gateway']}/v1/completions",
+        json=REQUEST,
+        headers=bearer(up["api_key"]),
+        timeout=60,
     )
     assert reply.status_code in (200, 503), reply.text
     return reply.status_code == 200
@@ -80,7 +88,9 @@ def has_succeeded(client: Client, job_id: str) -> bool:
         return False
 
 
-def test_every_door_and_head_goes_on_after_a_failover_and_back(stack: Stack, pair: PostgresPair) -> None:
+def test_every_door_and_head_goes_on_after_a_failover_and_back(
+    stack: Stack, pair: PostgresPair
+) -> None:
     processes = stack.look()["processes"]
     is_one_name = stack.urls["database"] == pair.url_of_name()
     with Client(database_url=stack.urls["database"], redis_url=stack.urls["redis"]) as client:
@@ -91,7 +101,8 @@ def test_every_door_and_head_goes_on_after_a_failover_and_back(stack: Stack, pai
             pair.fail_over()
             pair.rejoin()
             if is_one_name:
-                # The name still leads to what is a standby now: pools fill with sessions that read only.
+                # The name still leads to what is a standby now: pools fill with sessions that read
+                # only.
                 assert not any(answers(stack) for _ in range(8))
                 pair.move_name()
 

@@ -1,4 +1,5 @@
-"""A process dies at each failpoint, under load through four doors: every job ends once, with the same tokens."""
+"""A process dies at each failpoint, under load through four doors: every job ends once, with the
+same tokens."""
 
 from __future__ import annotations
 
@@ -29,9 +30,13 @@ def test_a_process_killed_at_a_failpoint_leaves_each_job_ended_once_and_unchange
             keep_asking(producer, striking)
             striking.result()
         jobs = producer.ended()
-        expected = {job_id: undisturbed[number][:MAX_TOKENS] for job_id, number in producer.asked.items()}
+        expected = {
+            job_id: undisturbed[number][:MAX_TOKENS] for job_id, number in producer.asked.items()
+        }
     assert {job_id: tokens_of(job) for job_id, job in jobs.items()} == expected
-    assert hurt.count("SELECT count(*) FROM results WHERE job_id = ANY(:ids)", list(jobs)) == len(jobs)
+    assert hurt.count("SELECT count(*) FROM results WHERE job_id = ANY(:ids)", list(jobs)) == len(
+        jobs
+    )
 
 
 def keep_asking(producer: Producer, striking: Future[None]) -> None:

@@ -1,4 +1,5 @@
-"""Hops of a whole stack over tcp: whoever lacks the stack's key gets no handshake, at any port of any stage."""
+"""Hops of a whole stack over tcp: whoever lacks the stack's key gets no handshake, at any port of
+any stage."""
 
 from __future__ import annotations
 
@@ -27,7 +28,12 @@ REFUSED_S = 3.0
 def stack() -> Iterator[Stack]:
     """Two stages over tcp, as `make up` starts them: nobody has named a key."""
     folder = Path(tempfile.mkdtemp(prefix="shardline-hops-"))
-    stack = Stack(folder, SHARDLINE_HOP_TRANSPORT="tcp", SHARDLINE_HOP_BIND=LOOPBACK, SHARDLINE_HOP_HOST=LOOPBACK)
+    stack = Stack(
+        folder,
+        SHARDLINE_HOP_TRANSPORT="tcp",
+        SHARDLINE_HOP_BIND=LOOPBACK,
+        SHARDLINE_HOP_HOST=LOOPBACK,
+    )
     try:
         stack.start()
         yield stack
@@ -46,7 +52,11 @@ def ports(stack: Stack) -> list[str]:
     up = stack.look()
     pids = [pid for name, pid in up["processes"].items() if name.startswith("stage-")]
     sockets = [each for pid in pids for each in psutil.Process(pid).net_connections("tcp4")]
-    return [f"tcp://{each.laddr.ip}:{each.laddr.port}" for each in sockets if each.status == psutil.CONN_LISTEN]
+    return [
+        f"tcp://{each.laddr.ip}:{each.laddr.port}"
+        for each in sockets
+        if each.status == psutil.CONN_LISTEN
+    ]
 
 
 def is_let_in(address: str, curve: CurveKeys | None, timeout_s: float) -> bool:
@@ -65,7 +75,8 @@ def is_let_in(address: str, curve: CurveKeys | None, timeout_s: float) -> bool:
 
 
 def test_a_stranger_gets_no_handshake_over_tcp_and_the_stack_works_on(stack: Stack) -> None:
-    own, foreign = key_of(stack), CurveKeys.of("ab" * 32)
+    own = key_of(stack)
+    foreign = CurveKeys.of("ab" * 32)
     assert stat.S_IMODE((stack.home.folder / "hop_secret_key").stat().st_mode) == 0o600
     # Who knows the stack's public key and proves another one of its own.
     guest = CurveKeys(public=foreign.public, secret=foreign.secret, server=own.public)

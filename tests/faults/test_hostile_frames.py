@@ -1,4 +1,5 @@
-"""More than 100,000 hostile frames, messages and connections at a real stage's ports: it drops them and serves on."""
+"""More than 100,000 hostile frames, messages and connections at a real stage's ports: it drops them
+and serves on."""
 
 from __future__ import annotations
 
@@ -46,12 +47,14 @@ NUM_LINKS = 300
 BURST = 400
 GROWTH_MAX_BYTES = 96 << 20
 CONFIG = json.loads((CLERK / "config.json").read_text())
-WIDTH, NUM_LAYERS = CONFIG["hidden_size"], CONFIG["num_hidden_layers"]
+WIDTH = CONFIG["hidden_size"]
+NUM_LAYERS = CONFIG["num_hidden_layers"]
 HIDDEN = [((7 * place) % 13 - 6) / 8 for place in range(len(PROMPT) * WIDTH)]
 
 
 class Tail:
-    """The tail of the demo model, as `python -m services.stage` runs it, and a head that the test plays."""
+    """The tail of the demo model, as `python -m services.stage` runs it, and a head that the test
+    plays."""
 
     def __init__(self, redis_url: str, folder: Path) -> None:
         settings = {
@@ -187,7 +190,9 @@ def unharmed(tail: Tail) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("unharmed")
-@pytest.mark.parametrize("message", hostile.damaged_messages().values(), ids=hostile.damaged_messages())
+@pytest.mark.parametrize(
+    "message", hostile.damaged_messages().values(), ids=hostile.damaged_messages()
+)
 def test_a_plan_that_does_not_fit_loses_its_epoch(tail: Tail, message: bytes) -> None:
     tail.head.wire()
 
@@ -200,8 +205,14 @@ def test_a_plan_that_does_not_fit_loses_its_epoch(tail: Tail, message: bytes) ->
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"tensor": None, "dtype": "", "shape": ()}, "activations of float32 are needed, the frame has none"),
-        ({"dtype": "bfloat16", "shape": (6, WIDTH)}, "activations of float32 are needed, the frame has bfloat16"),
+        (
+            {"tensor": None, "dtype": "", "shape": ()},
+            "activations of float32 are needed, the frame has none",
+        ),
+        (
+            {"dtype": "bfloat16", "shape": (6, WIDTH)},
+            "activations of float32 are needed, the frame has bfloat16",
+        ),
         ({"shape": (1, 3 * WIDTH)}, "activations .* are needed, not"),
         ({"step": 1}, "step 1 came where step 0 was due"),
         ({"epoch": 1 << 40}, "a frame of epoch"),
@@ -209,7 +220,9 @@ def test_a_plan_that_does_not_fit_loses_its_epoch(tail: Tail, message: bytes) ->
         ({"kind": Kind.RESULT}, "a RESULT frame on a link for PLAN frames"),
     ],
 )
-def test_a_frame_that_does_not_fit_loses_its_epoch(tail: Tail, change: dict[str, Any], reason: str) -> None:
+def test_a_frame_that_does_not_fit_loses_its_epoch(
+    tail: Tail, change: dict[str, Any], reason: str
+) -> None:
     tail.head.wire()
 
     tail.head.send(encode(replace(tail.frame(encode_step(GOOD)), **change)))
@@ -240,13 +253,17 @@ def test_no_hostile_control_message_is_obeyed(tail: Tail, rng: random.Random) ->
             intruder.send(rng.choice((message, hostile.broken(rng, message))))
         until(lambda: intruder.is_answered(last))
 
-    assert len(tail.head.compute(tail.frame(encode_step(GOOD))).tokens) == 1, "the bound epoch did not survive it"
+    assert len(tail.head.compute(tail.frame(encode_step(GOOD))).tokens) == 1, (
+        "the bound epoch did not survive it"
+    )
 
 
 @pytest.mark.usefixtures("unharmed")
 def test_ports_serve_on_after_nonsense_of_strangers(tail: Tail, rng: random.Random) -> None:
     for _ in range(NUM_CALLS):
-        address, kind = rng.choice(((tail.card.control, b"DEALER"), (tail.head.hop_address, b"PUSH")))
+        address, kind = rng.choice(
+            ((tail.card.control, b"DEALER"), (tail.head.hop_address, b"PUSH"))
+        )
         host, _, port = address.removeprefix("tcp://").partition(":")
         try:
             connection = socket.create_connection((host, int(port)), PATIENCE_S)
@@ -270,7 +287,8 @@ def test_a_receiver_goes_on_after_broken_frames(rng: random.Random) -> None:
                 intruder.send(hostile.broken(rng, good))
             intruder.send(good)
             refused, passed = take(receiver, num_passed)
-            num_refused, num_passed = num_refused + refused, num_passed + passed
+            num_refused = num_refused + refused
+            num_passed = num_passed + passed
     receiver.close()
     sockets.close()
 

@@ -1,4 +1,5 @@
-"""kill -9 of each process under load, one after the other: every accepted job ends once, with the same tokens."""
+"""kill -9 of each process under load, one after the other: every accepted job ends once, with the
+same tokens."""
 
 from __future__ import annotations
 
@@ -36,10 +37,14 @@ def test_a_killed_process_leaves_each_job_ended_once_and_unchanged(
 
         jobs = client.wait(ids, timeout_s=END_S)
 
-    assert [tokens_of(job) for job in jobs] == [undisturbed[number % len(undisturbed)] for number in range(NUM_JOBS)]
+    assert [tokens_of(job) for job in jobs] == [
+        undisturbed[number % len(undisturbed)] for number in range(NUM_JOBS)
+    ]
     assert hurt.count("SELECT count(*) FROM results WHERE job_id = ANY(:ids)", ids) == NUM_JOBS
     until(lambda: is_whole_again(hurt, victim, before[victim]))
-    assert {**hurt.stack.look()["processes"], victim: before[victim]} == before, "another process died with it"
+    assert {**hurt.stack.look()["processes"], victim: before[victim]} == before, (
+        "another process died with it"
+    )
 
 
 def is_whole_again(hurt: Hurt, victim: str, dead_pid: int) -> bool:

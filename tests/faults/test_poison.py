@@ -1,4 +1,5 @@
-"""Poison jobs on a real stack: whatever one does to its process, it ends `failed` alone and its neighbors succeed."""
+"""Poison jobs on a real stack: whatever one does to its process, it ends `failed` alone and its
+neighbors succeed."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ class Poison:
     def arm(self, hurt: Hurt) -> Arming:
         """From now on."""
         when = {"place": self.place, "seed": SEED}
-        return arm(hurt.failpoints, Point.MID_PREFILL, self.action, when=when, pause_s=600, times=None)
+        return arm(
+            hurt.failpoints, Point.MID_PREFILL, self.action, when=when, pause_s=600, times=None
+        )
 
 
 POISONS = (
@@ -70,7 +73,9 @@ def neighbors() -> list[dict[str, Any]]:
 
 def submit_poison(client: Client) -> UUID:
     """First in its line, among good jobs."""
-    return client.submit_many([{**request(1), "seed": SEED, "priority": 0, "max_crashes": MAX_CRASHES}])[0]
+    return client.submit_many(
+        [{**request(1), "seed": SEED, "priority": 0, "max_crashes": MAX_CRASHES}]
+    )[0]
 
 
 @pytest.mark.parametrize("poison", POISONS, ids=lambda poison: poison.what)
@@ -100,7 +105,10 @@ def check_dead_letter(client: Client, dead: Job) -> None:
     assert (error.get("code"), error.get("crashes")) == ("crashed", MAX_CRASHES), error
     outcomes = [attempt.outcome for attempt in client.get_dead(dead.id).attempts]
     # A slow machine may not form the pipeline anew in time: then leases are given back meanwhile.
-    assert [outcome for outcome in outcomes if outcome != "released"] == ["failed", *["crashed"] * (MAX_CRASHES - 1)]
+    assert [outcome for outcome in outcomes if outcome != "released"] == [
+        "failed",
+        *["crashed"] * (MAX_CRASHES - 1),
+    ]
     assert dead.id in [job.id for job in client.list_dead()]
 
 

@@ -1,4 +1,5 @@
-"""A stack to which private things are sent through every door, most of them wrong: none of them gets into a log."""
+"""A stack to which private things are sent through every door, most of them wrong: none of them
+gets into a log."""
 
 from __future__ import annotations
 
@@ -16,14 +17,21 @@ from celery import Celery
 from shardline.base.config import Settings
 from shardline.contract.api_key import bearer, new_key
 from shardline.contract.keys import INTAKE, INTAKE_DEAD
-from shardline.contract.queues import GENERATE_TASK, INTAKE_QUEUE, SUBMIT_TASK, celery_settings, generate_queue
+from shardline.contract.queues import (
+    GENERATE_TASK,
+    INTAKE_QUEUE,
+    SUBMIT_TASK,
+    celery_settings,
+    generate_queue,
+)
 from tests.chaos.judge.secrecy import passwords, told
 from tests.poisoned_messages import SECRET, poisons
 from tests.polling import until
 from tests.stack import Stack
 
 MODEL = "clerk"
-TOKEN, PASSWORD = "token-of-a-source-4711", "sesame-of-a-source-4712"
+TOKEN = "token-of-a-source-4711"
+PASSWORD = "sesame-of-a-source-4712"
 FOREIGN_KEY = new_key()
 PRIVATE = {"model": MODEL, "prompt": SECRET}
 UNREACHABLE = f"http://someone:{PASSWORD}@127.0.0.1:1/rates?securityToken={TOKEN}"
@@ -60,7 +68,14 @@ def test_nothing_private_gets_into_logs_or_command_lines(stack: Stack) -> None:
     stack.process.wait()
 
     secret_of_key = urls["api_key"].rpartition("-")[2]
-    secrets = {SECRET, TOKEN, PASSWORD, secret_of_key, FOREIGN_KEY.rpartition("-")[2], *passwords(urls.values())}
+    secrets = {
+        SECRET,
+        TOKEN,
+        PASSWORD,
+        secret_of_key,
+        FOREIGN_KEY.rpartition("-")[2],
+        *passwords(urls.values()),
+    }
     logs = stack.home.folder / "logs"
     files = [*logs.iterdir(), stack.output]
     assert len(files) > 6
@@ -85,7 +100,9 @@ def by_http(url: str, key: str) -> None:
             [SECRET],
         ):
             httpx.post(url + path, json=body, headers=headers, timeout=60)
-        httpx.post(url + path, json=PRIVATE, headers={**headers, "traceparent": "0" * 300}, timeout=60)
+        httpx.post(
+            url + path, json=PRIVATE, headers={**headers, "traceparent": "0" * 300}, timeout=60
+        )
         httpx.post(url + path, content=b"{" + SECRET.encode(), headers=headers, timeout=60)
         httpx.post(url + path, json=PRIVATE, headers=bearer(FOREIGN_KEY), timeout=60)
         httpx.post(f"{url}{path}?api_key={FOREIGN_KEY}", json=PRIVATE, headers=headers, timeout=60)
@@ -103,14 +120,19 @@ def by_sql(url: str) -> None:
             with pytest.raises(psycopg.Error):
                 connection.execute(statement)
         connection.execute(
-            "INSERT INTO jobs (model, prompt, params) VALUES (%s, %s, '{\"top_p\": 9}')", (MODEL, SECRET)
+            "INSERT INTO jobs (model, prompt, params) VALUES (%s, %s, '{\"top_p\": 9}')",
+            (MODEL, SECRET),
         )
         connection.execute("INSERT INTO jobs (model, prompt) VALUES ('nobody', %s)", (SECRET,))
 
 
 def by_redis(server: redis.Redis) -> None:
     """Entries and messages that no row can be made of, at the door and in a head's queue."""
-    for entry in (SECRET, f'{{"prompt": "{SECRET}"}}', f'{{"model": "{MODEL}", "prompt": "{SECRET}", "top_k": "a"}}'):
+    for entry in (
+        SECRET,
+        f'{{"prompt": "{SECRET}"}}',
+        f'{{"model": "{MODEL}", "prompt": "{SECRET}", "top_k": "a"}}',
+    ):
         server.xadd(INTAKE, {"request": entry})
     for task, queue in ((SUBMIT_TASK, INTAKE_QUEUE), (GENERATE_TASK, generate_queue(MODEL))):
         for poison in poisons(task, queue).values():

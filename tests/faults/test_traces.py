@@ -1,4 +1,5 @@
-"""One connected trace for each job of a real stack: from its door to its COMMIT, also after a kill."""
+"""One connected trace for each job of a real stack: from its door to its COMMIT, also after a
+kill."""
 
 from __future__ import annotations
 
@@ -23,7 +24,17 @@ from tests.polling import until
 from tests.stack import Stack
 
 CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-OF_EVERY_JOB = ["attempt", "claim", "commit", "decode", "prefill", "publish", "queue", "stage", "stage"]
+OF_EVERY_JOB = [
+    "attempt",
+    "claim",
+    "commit",
+    "decode",
+    "prefill",
+    "publish",
+    "queue",
+    "stage",
+    "stage",
+]
 JOB = "text_completion clerk"
 END_S = 300
 
@@ -40,7 +51,9 @@ def failpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory, failpoints: Path, collector: Collector) -> Iterator[Stack]:
+def stack(
+    tmp_path_factory: pytest.TempPathFactory, failpoints: Path, collector: Collector
+) -> Iterator[Stack]:
     """Two stages that trace."""
     stack = Stack(
         tmp_path_factory.mktemp("traces"),
@@ -57,12 +70,20 @@ def stack(tmp_path_factory: pytest.TempPathFactory, failpoints: Path, collector:
 
 
 def request(max_tokens: int) -> dict[str, object]:
-    return {"model": "clerk", "prompt": "sort: 3, 1, 2 =", "max_tokens": max_tokens, "ignore_eos": True}
+    return {
+        "model": "clerk",
+        "prompt": "sort: 3, 1, 2 =",
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+    }
 
 
 def whole(collector: Collector, trace: str, num: int) -> list[Seen]:
     """The trace once it has so many spans and the job's own."""
-    until(lambda: len(collector.of_trace(trace)) >= num and find(collector.of_trace(trace), JOB), timeout_s=END_S)
+    until(
+        lambda: len(collector.of_trace(trace)) >= num and find(collector.of_trace(trace), JOB),
+        timeout_s=END_S,
+    )
     return collector.of_trace(trace)
 
 
@@ -78,7 +99,9 @@ def unconnected(spans: Sequence[Seen]) -> list[Seen]:
 
 def is_whole(spans: Sequence[Seen], num_attempts: int) -> bool:
     """All attempts are there, and the parents of all spans."""
-    return len(find(spans, "attempt")) == num_attempts and unconnected(spans) == find(spans, JOB) != []
+    return (
+        len(find(spans, "attempt")) == num_attempts and unconnected(spans) == find(spans, JOB) != []
+    )
 
 
 def submit_by_sql(stack: Stack, max_tokens: int) -> UUID:
@@ -91,7 +114,9 @@ def submit_by_sql(stack: Stack, max_tokens: int) -> UUID:
     return job_id
 
 
-def test_a_request_by_http_is_one_trace_below_its_callers_span(stack: Stack, collector: Collector) -> None:
+def test_a_request_by_http_is_one_trace_below_its_callers_span(
+    stack: Stack, collector: Collector
+) -> None:
     trace, parent = CALLER
     headers = {**bearer(stack.urls["api_key"]), "traceparent": f"00-{trace}-{parent}-01"}
     url = f"{stack.urls['gateway']}/v1/completions"
@@ -102,14 +127,18 @@ def test_a_request_by_http_is_one_trace_below_its_callers_span(stack: Stack, col
     assert sorted(span.name for span in spans) == sorted([*OF_EVERY_JOB, "accept", JOB])
     (job,) = unconnected(spans)
     assert (job.name, job.parent) == (JOB, parent)
-    assert {span.service for span in spans} == {f"shardline-{name}" for name in ("gateway", "relay", "head", "stage")}
+    assert {span.service for span in spans} == {
+        f"shardline-{name}" for name in ("gateway", "relay", "head", "stage")
+    }
     assert {span.service for span in find(spans, "stage")} == {"shardline-head", "shardline-stage"}
     assert job.attributes[genai.REQUEST_MODEL] == "clerk"
     assert job.attributes[genai.OUTPUT_TOKENS] == reply["usage"]["completion_tokens"] == 12
     assert job.attributes[genai.INPUT_TOKENS] == reply["usage"]["prompt_tokens"]
     assert job.attributes[genai.FINISH_REASONS] == ["length"]
     assert find(spans, "stage")[0].attributes[genai.STEPS]
-    logs = "".join(path.read_text(encoding="utf-8") for path in (stack.home.folder / "logs").iterdir())
+    logs = "".join(
+        path.read_text(encoding="utf-8") for path in (stack.home.folder / "logs").iterdir()
+    )
     assert f'"trace_id": "{trace}"' in logs
 
 
@@ -124,7 +153,9 @@ def test_a_row_by_sql_has_the_trace_of_its_id(stack: Stack, collector: Collector
     assert all(job.began_ns <= span.ended_ns for span in spans)
 
 
-def test_a_row_that_can_never_run_has_a_trace_that_says_so(stack: Stack, collector: Collector) -> None:
+def test_a_row_that_can_never_run_has_a_trace_that_says_so(
+    stack: Stack, collector: Collector
+) -> None:
     job_id = submit_by_sql(stack, 1_000_000)
 
     prepare, job = sorted(whole(collector, job_id.hex, 2), key=lambda span: span.name)
@@ -146,8 +177,16 @@ def test_a_job_that_lost_its_head_is_one_trace_with_both_attempts(
     until(lambda: is_whole(collector.of_trace(job_id.hex), num_attempts=2), timeout_s=END_S)
     spans = collector.of_trace(job_id.hex)
     lost, last = sorted(find(spans, "attempt"), key=lambda span: span.began_ns)
-    assert (lost.service, lost.is_error, lost.attributes[genai.OUTCOME]) == ("shardline-relay", True, "lost")
-    assert (last.service, last.is_error, last.attributes[genai.OUTCOME]) == ("shardline-head", False, "succeeded")
+    assert (lost.service, lost.is_error, lost.attributes[genai.OUTCOME]) == (
+        "shardline-relay",
+        True,
+        "lost",
+    )
+    assert (last.service, last.is_error, last.attributes[genai.OUTCOME]) == (
+        "shardline-head",
+        False,
+        "succeeded",
+    )
     assert {span.attributes[genai.FENCE] for span in (lost, last)} == {1, 2}
     assert int(str(last.attributes[genai.NUM_RESUMED])) > 0
     assert len(find(spans, JOB)) == 1

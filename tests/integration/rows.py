@@ -1,4 +1,5 @@
-"""What the store's and the relay's tests share: one model, one head, and jobs in any state. Knows no service."""
+"""What the store's and the relay's tests share: one model, one head, and jobs in any state. Knows
+no service."""
 
 from __future__ import annotations
 
@@ -27,8 +28,12 @@ def database_with_head(database_url: str) -> Iterator[Engine]:
     try:
         with engine.begin() as connection:
             models.register_model(connection, model_row(MODEL))
-            pipelines.take_epoch(connection, "p", model=MODEL, fingerprint="w", head="h", lease_s=LONG_S)
-            pipelines.ready(connection, "p", 1, seats=4, stages=[{"worker": "h"}], exact=True, kv_tokens=4096)
+            pipelines.take_epoch(
+                connection, "p", model=MODEL, fingerprint="w", head="h", lease_s=LONG_S
+            )
+            pipelines.ready(
+                connection, "p", 1, seats=4, stages=[{"worker": "h"}], exact=True, kv_tokens=4096
+            )
         yield engine
     finally:
         engine.dispose()
@@ -55,11 +60,15 @@ def request(**fields: Any) -> JobRequest:
 def submit(engine: Engine, num: int = 1, **fields: Any) -> list[UUID]:
     """Prepared jobs, as a door commits them."""
     with engine.begin() as connection:
-        stored = jobs.insert_jobs(connection, [request(**fields)] * num, prepared=[((5, 6), 8)] * num)
+        stored = jobs.insert_jobs(
+            connection, [request(**fields)] * num, prepared=[((5, 6), 8)] * num
+        )
     return [one.job_id for one in stored]
 
 
-def claim(engine: Engine, ids: list[UUID], *, head: Claimant = HEAD, **values: Any) -> list[ClaimedJob]:
+def claim(
+    engine: Engine, ids: list[UUID], *, head: Claimant = HEAD, **values: Any
+) -> list[ClaimedJob]:
     """By head `p`, with a lease that outlives the test unless told."""
     times = {"lease_s": LONG_S, "exact_wait_s": LONG_S}
     with engine.begin() as connection:
@@ -115,7 +124,9 @@ def cell(engine: Engine, query: str, **values: Any) -> Any:
 
 def num_blocked(database: Engine) -> int:
     """Statements that wait for another transaction's lock."""
-    return int(cell(database, "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"))
+    return int(
+        cell(database, "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'")
+    )
 
 
 def change(engine: Engine, statement: str, **values: Any) -> None:
@@ -126,4 +137,6 @@ def change(engine: Engine, statement: str, **values: Any) -> None:
 
 def pass_time(connection: Connection, job_id: UUID, column: str) -> None:
     """Move one of a job's times an hour back: tests do not wait."""
-    connection.execute(text(f"UPDATE jobs SET {column} = now() - interval '1 hour' WHERE id = :id"), {"id": job_id})
+    connection.execute(
+        text(f"UPDATE jobs SET {column} = now() - interval '1 hour' WHERE id = :id"), {"id": job_id}
+    )

@@ -1,4 +1,5 @@
-"""What README and docs/examples show, run as written: a real gateway and relay, and a head that echoes prompts.
+"""What README and docs/examples show, run as written: a real gateway and relay, and a head that
+echoes prompts.
 
 Only the addresses are put in: documents name those of a stack on its usual ports.
 """
@@ -60,7 +61,8 @@ class Stack:
         return text
 
     async def python(self, *arguments: str) -> str:
-        """What a program of a producer prints. It has Shardline's library and nothing of its services."""
+        """What a program of a producer prints. It has Shardline's library and nothing of its
+        services."""
         environment = {
             **os.environ,
             "PYTHONPATH": str(REPOSITORY / "shared"),
@@ -70,7 +72,12 @@ class Stack:
         }
         command = [sys.executable, *arguments]
         ran = await asyncio.to_thread(
-            subprocess.run, command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+            subprocess.run,
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
         )
         assert ran.returncode == 0, f"{arguments}\n{ran.stderr}"
         return str(ran.stdout)
@@ -102,7 +109,9 @@ async def stack(database_url: str, redis_url: str, tmp_path: Path) -> AsyncItera
             running_gateway(database_url, redis_url) as gateway,
             AsyncClient(database_url=database_url, redis_url=redis_url) as client,
         ):
-            yield Stack(database_url=database_url, redis_url=redis_url, gateway=gateway, client=client)
+            yield Stack(
+                database_url=database_url, redis_url=redis_url, gateway=gateway, client=client
+            )
 
 
 def blocks(language: str) -> list[str]:
@@ -133,11 +142,16 @@ async def test_the_python_of_the_readme_runs_as_written(stack: Stack) -> None:
 async def test_the_sql_of_the_readme_runs_as_written(stack: Stack) -> None:
     (block,) = blocks("sql")
     insert, read = block.strip().splitlines()
-    async with await psycopg.AsyncConnection.connect(stack.database_url, autocommit=True) as connection:
+    async with await psycopg.AsyncConnection.connect(
+        stack.database_url, autocommit=True
+    ) as connection:
         row = await (await connection.execute(insert)).fetchone()
         assert row is not None
         await stack.until_succeeded(str(row[0]))
-        assert await (await connection.execute(read)).fetchone() == ("succeeded", "sort: 31, 4, 15 =")
+        assert await (await connection.execute(read)).fetchone() == (
+            "succeeded",
+            "sort: 31, 4, 15 =",
+        )
 
 
 async def test_the_http_request_of_the_readme_is_answered(stack: Stack) -> None:
@@ -149,12 +163,18 @@ async def test_the_http_request_of_the_readme_is_answered(stack: Stack) -> None:
     headers = dict(value.split(": ") for option, value in options if option == "-H")
     async with httpx.AsyncClient() as anybody:
         answer = await anybody.post(url, content=content, headers=headers, timeout=60)
-    assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "date: 3 March 2021 =")
+    assert (answer.status_code, answer.json()["choices"][0]["text"]) == (
+        200,
+        "date: 3 March 2021 =",
+    )
 
 
 async def test_the_commands_of_the_readme_run_as_written(stack: Stack) -> None:
     (block,) = [block for block in blocks("sh") if block.startswith("shardline")]
-    printed = [await stack.python("-m", "shardline.cli", *shlex.split(line)[1:]) for line in block.splitlines()]
+    printed = [
+        await stack.python("-m", "shardline.cli", *shlex.split(line)[1:])
+        for line in block.splitlines()
+    ]
     assert printed[0] == "date: 3 March 2021 =\n"
     assert printed[2].startswith("job "), "nothing is dead"
     assert "tiny" in printed[-1]

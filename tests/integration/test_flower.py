@@ -1,4 +1,5 @@
-"""Flower on a whole stack: every worker, every job under its id, Terminate and revoke that reach rows and KV."""
+"""Flower on a whole stack: every worker, every job under its id, Terminate and revoke that reach
+rows and KV."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ from shardline.base.config import Settings
 from shardline.cli.commands import cli
 from shardline.client import Client
 from shardline.contract.job import JobState
-from shardline.contract.queues import GENERATE_TASK, INTAKE_QUEUE, SUBMIT_TASK, celery_settings, generate_queue
+from shardline.contract.queues import (
+    GENERATE_TASK,
+    INTAKE_QUEUE,
+    SUBMIT_TASK,
+    celery_settings,
+    generate_queue,
+)
 from tests.polling import until
 from tests.stack import Stack
 
@@ -41,12 +48,15 @@ NUM_WORKERS = 3
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    """The demo model under a longer context: what it says there is nonsense, but it goes on saying it."""
+    """The demo model under a longer context: what it says there is nonsense, but it goes on saying
+    it."""
     folder = Path(tempfile.mkdtemp(prefix="shardline-flower-"))
     model = shutil.copytree(CLERK, folder / MODEL)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
-    stack = Stack(folder, SHARDLINE_MODEL=str(model), SHARDLINE_MODEL_NAME=MODEL, SHARDLINE_KV_MIB="256")
+    stack = Stack(
+        folder, SHARDLINE_MODEL=str(model), SHARDLINE_MODEL_NAME=MODEL, SHARDLINE_KV_MIB="256"
+    )
     stack.start()
     yield stack
     stack.end()
@@ -87,7 +97,9 @@ class Flower:
     def revoke(self, job_id: UUID, *, terminate: bool) -> None:
         """What its buttons do."""
         parameters = {"terminate": "true"} if terminate else {}
-        httpx.post(f"{self.url}/api/task/revoke/{job_id}", params=parameters, timeout=10).raise_for_status()
+        httpx.post(
+            f"{self.url}/api/task/revoke/{job_id}", params=parameters, timeout=10
+        ).raise_for_status()
 
 
 @pytest.fixture
@@ -112,7 +124,9 @@ def state(client: Client, job_id: UUID) -> JobState:
     return client.get(job_id).state
 
 
-def test_flower_shows_every_worker_and_remote_control_answers(flower: Flower, producer: Celery) -> None:
+def test_flower_shows_every_worker_and_remote_control_answers(
+    flower: Flower, producer: Celery
+) -> None:
     until(lambda: len(flower.get("workers?refresh=1") or {}) == NUM_WORKERS)
     inspect = producer.control.inspect(timeout=5, limit=NUM_WORKERS)
 
@@ -121,7 +135,9 @@ def test_flower_shows_every_worker_and_remote_control_answers(flower: Flower, pr
     until(lambda: len(inspect.active() or {}) == NUM_WORKERS)
     until(lambda: len(inspect.stats() or {}) == NUM_WORKERS)
     names = list(flower.get("workers"))
-    until(lambda: all(name in httpx.get(f"{flower.url}/workers", timeout=60).text for name in names))
+    until(
+        lambda: all(name in httpx.get(f"{flower.url}/workers", timeout=60).text for name in names)
+    )
     anybody = httpx.URL(flower.url).copy_with(username=None, password=None)
     assert httpx.get(anybody, timeout=60).status_code == 401
 
@@ -146,7 +162,9 @@ def test_a_job_delivered_twice_ends_cancelled_when_terminated_in_flower(
 ) -> None:
     job_id = client.submit(**LONG)
     until(lambda: flower.state(job_id) == "STARTED")
-    producer.send_task(GENERATE_TASK, args=[str(job_id)], task_id=str(job_id), queue=generate_queue(MODEL))
+    producer.send_task(
+        GENERATE_TASK, args=[str(job_id)], task_id=str(job_id), queue=generate_queue(MODEL)
+    )
     until(lambda: is_taken(stack))
 
     flower.revoke(job_id, terminate=True)
@@ -155,26 +173,37 @@ def test_a_job_delivered_twice_ends_cancelled_when_terminated_in_flower(
     until(lambda: blocks_used(producer) == [0, 0])
 
 
-def test_the_command_writes_a_trace_of_both_stages(stack: Stack, client: Client, tmp_path: Path) -> None:
-    job = client.wait(client.submit(MODEL, "sort: 3, 1, 2 =", max_tokens=16, temperature=0), timeout_s=60)
+def test_the_command_writes_a_trace_of_both_stages(
+    stack: Stack, client: Client, tmp_path: Path
+) -> None:
+    job = client.wait(
+        client.submit(MODEL, "sort: 3, 1, 2 =", max_tokens=16, temperature=0), timeout_s=60
+    )
     file = tmp_path / "trace.json"
 
     ran = traced(stack, "--output", str(file))
 
     assert ran.exit_code == 0, ran.output
     assert "of 2 stages" in ran.stdout
-    computed = [event for event in json.loads(file.read_text())["traceEvents"] if event["name"] == "compute"]
+    computed = [
+        event for event in json.loads(file.read_text())["traceEvents"] if event["name"] == "compute"
+    ]
     head, tail = ([event for event in computed if event["pid"] == place] for place in (0, 1))
     assert job.result is not None
     assert sum(event["args"]["sampled"] for event in head) >= job.result.usage.completion_tokens
     starts = {event["args"]["step"]: event["ts"] for event in head}
     assert tail
-    assert all(event["ts"] >= starts[event["args"]["step"]] for event in tail), "one clock for a host"
+    assert all(event["ts"] >= starts[event["args"]["step"]] for event in tail), (
+        "one clock for a host"
+    )
 
 
 def test_a_trace_of_an_unknown_model_says_so(stack: Stack, tmp_path: Path) -> None:
     ran = traced(stack, "--model", "nobody", "--output", str(tmp_path / "x.json"))
-    assert (ran.exit_code, ran.stderr) == (3, "no pipeline of nobody is ready: see `shardline pipelines`\n")
+    assert (ran.exit_code, ran.stderr) == (
+        3,
+        "no pipeline of nobody is ready: see `shardline pipelines`\n",
+    )
 
 
 def traced(stack: Stack, *options: str) -> Result:
@@ -192,7 +221,9 @@ def test_a_queued_job_revoked_in_flower_ends_cancelled(flower: Flower, client: C
     until(lambda: state(client, job_id) is JobState.CANCELLED)
 
 
-def test_flower_shows_success_and_run_time_of_a_finished_job(flower: Flower, client: Client) -> None:
+def test_flower_shows_success_and_run_time_of_a_finished_job(
+    flower: Flower, client: Client
+) -> None:
     job_id = client.submit(MODEL, "sort: 3, 1, 2 =", max_tokens=16, temperature=0)
     assert client.wait(job_id, timeout_s=60).state is JobState.SUCCEEDED
 

@@ -1,6 +1,8 @@
-"""Every loop of the product with a bad item among good ones: the bad one ends alone, and the loop goes on.
+"""Every loop of the product with a bad item among good ones: the bad one ends alone, and the loop
+goes on.
 
-The loops are found in the code: a new one fails here until it has its poison, or a reason why it needs none."""
+The loops are found in the code: a new one fails here until it has its poison, or a reason why it
+needs none."""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ POISONS = {
     "services.relay.statistics.energy_rates.EnergyRates": (
         f"{RELAY}/test_energy_rates.py::test_whatever_a_source_answers_the_other_one_is_read_and_no_address_is_logged"
     ),
-    "services.relay.intake.Intake": (f"{RELAY}/test_doors.py::test_each_intake_entry_ends_as_a_row_or_a_dead_letter"),
+    "services.relay.intake.Intake": (
+        f"{RELAY}/test_doors.py::test_each_intake_entry_ends_as_a_row_or_a_dead_letter"
+    ),
     "services.relay.outbox.Outbox": f"{HERE}::test_a_job_that_cannot_be_sent_holds_up_no_other",
     "services.relay.preparer.Preparer": (
         f"{RELAY}/test_doors.py::test_invalid_rows_inserted_by_hand_fail_with_a_reason_and_block_nothing"
@@ -197,7 +201,8 @@ async def test_a_refused_statement_ends_no_task_of_the_keyring(
     database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keyring, "USES_EVERY_S", 0.01)
-    database, owner = connect_async(database_url), connect(database_url)
+    database = connect_async(database_url)
+    owner = connect(database_url)
     ring = Keyring(database, fresh_s=60)
     key = parse_key(make_key(database_url)).key_id
     change(owner, "ALTER TABLE api_keys RENAME TO hidden")
@@ -213,14 +218,18 @@ async def test_a_refused_statement_ends_no_task_of_the_keyring(
     owner.dispose()
 
 
-async def test_a_request_that_conflicts_fails_its_caller_alone(engine: Engine, database_url: str) -> None:
+async def test_a_request_that_conflicts_fails_its_caller_alone(
+    engine: Engine, database_url: str
+) -> None:
     client = GatewayClient(database_url=database_url)
     batcher = InsertBatcher(client, GatewayMetrics(CollectorRegistry()))
     (taken,) = submit(engine)
     requests = [request(), request(id=taken, prompt="another"), request()]
     encoded = [encode_request(one, ((5, 6), 8)) for one in requests]
     batcher.start()
-    found = await asyncio.gather(*(batcher.insert(MODEL, one) for one in encoded), return_exceptions=True)
+    found = await asyncio.gather(
+        *(batcher.insert(MODEL, one) for one in encoded), return_exceptions=True
+    )
     assert [isinstance(one, Exception) for one in found] == [False, True, False]
     assert isinstance(found[1], Conflict)
     await batcher.insert(MODEL, encode_request(request(), ((5, 6), 8)))
@@ -243,14 +252,21 @@ async def test_a_question_that_fails_fails_its_caller_alone(database_url: str) -
 
 
 async def test_a_key_that_is_no_stream_costs_no_other_its_deltas(redis_url: str) -> None:
-    good, bad = uuid4(), uuid4()
-    reader, writer, buffer = DeltaReader(redis_url), DeltaWriter(redis_url), DeltaBuffer()
+    good = uuid4()
+    bad = uuid4()
+    reader = DeltaReader(redis_url)
+    writer = DeltaWriter(redis_url)
+    buffer = DeltaBuffer()
     with redis.Redis.from_url(redis_url) as server:
         server.set(job_stream(bad), "no stream")
         reader.start()
         with reader.watch(bad, DeltaBuffer()), reader.watch(good, buffer):
-            writer.write([(job_id, Delta(fence=1, start=0, ids=(1,), text="a")) for job_id in (bad, good)])
-            writer.write([(job_id, Delta(fence=1, start=1, ids=(2,), text="b")) for job_id in (bad, good)])
+            writer.write(
+                [(job_id, Delta(fence=1, start=0, ids=(1,), text="a")) for job_id in (bad, good)]
+            )
+            writer.write(
+                [(job_id, Delta(fence=1, start=1, ids=(2,), text="b")) for job_id in (bad, good)]
+            )
             found: list[Delta] = []
             while len(found) < 2:
                 found += await buffer.wait(1.0)
@@ -285,11 +301,16 @@ def test_an_end_that_a_result_backend_refuses_costs_no_other_its_own(engine: Eng
 def test_a_refused_message_of_any_bytes_costs_no_other_its_reason(engine: Engine) -> None:
     loop = CeleryResults(context(engine), backend_app=Celery("poisoned", set_as_current=False))
     for name, problem in (("bad", "no task is named \x00 \ud800"), ("good", "it names no task")):
-        loop.note_refused(CeleryTask(task_id=name, request="{}"), {"code": "invalid_request", "problem": problem})
+        loop.note_refused(
+            CeleryTask(task_id=name, request="{}"), {"code": "invalid_request", "problem": problem}
+        )
 
     loop.turn()
 
-    assert cell(engine, "SELECT array_agg(task_id ORDER BY task_id) FROM celery_tasks") == ["bad", "good"]
+    assert cell(engine, "SELECT array_agg(task_id ORDER BY task_id) FROM celery_tasks") == [
+        "bad",
+        "good",
+    ]
 
 
 def test_a_card_that_is_none_hides_no_other(redis_url: str) -> None:
@@ -335,9 +356,18 @@ def test_no_question_of_a_peer_ends_its_server(tmp_path: Path) -> None:
         peer.linger = 0
         peer.connect(server.address)
         good = msgspec.msgpack.encode(ReadFile(model=MODEL, name="weights", offset=0, length=4))
-        far = msgspec.msgpack.encode(ReadFile(model=MODEL, name="weights", offset=2**64 - 1, length=4))
+        far = msgspec.msgpack.encode(
+            ReadFile(model=MODEL, name="weights", offset=2**64 - 1, length=4)
+        )
         deep = b"\x82\xa4type\xa4echo\xa1x" + b"\x91" * 100_000
-        for bad in (far, deep, b"", b"\xc1", b"\x91" * 100_000, msgspec.msgpack.encode({"model": []})):
+        for bad in (
+            far,
+            deep,
+            b"",
+            b"\xc1",
+            b"\x91" * 100_000,
+            msgspec.msgpack.encode({"model": []}),
+        ):
             peer.send(bad)
             assert peer.recv_multipart()[0] != OK
             peer.send(good)

@@ -50,7 +50,9 @@ def test_a_release_has_wheels_sources_images_and_checksums(clone: Path, tmp_path
         f"shardline-{VERSION}-images.tar.gz",
         "SHA256SUMS",
     }
-    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=tmp_path / "dist", check=True)
+    subprocess.run(
+        ["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=tmp_path / "dist", check=True
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Draws a dashboard's panels by what a Prometheus answers: `picture PROMETHEUS MINUTES FILE`. Needs matplotlib."""
+"""Draws a dashboard's panels by what a Prometheus answers: `picture PROMETHEUS MINUTES FILE`. Needs
+matplotlib."""
 
 from __future__ import annotations
 
@@ -28,8 +29,12 @@ COLUMNS = 4
 
 def main() -> None:
     """One picture of a dozen panels."""
-    prometheus, minutes, path = sys.argv[1], float(sys.argv[2]), Path(sys.argv[3])
-    panels = [panel for board, titles in SHOWN.items() for panel in board.panels if panel.title in titles]
+    prometheus = sys.argv[1]
+    minutes = float(sys.argv[2])
+    path = Path(sys.argv[3])
+    panels = [
+        panel for board, titles in SHOWN.items() for panel in board.panels if panel.title in titles
+    ]
     figure, grid = plt.subplots(-(-len(panels) // COLUMNS), COLUMNS, figsize=(14, 7.5))
     for axes, panel in zip(grid.flat, panels, strict=False):
         draw(axes, panel, prometheus, minutes * 60)
@@ -45,7 +50,9 @@ def draw(axes: Any, panel: Panel, prometheus: str, seconds: float) -> None:
     for legend, query in panel.queries:
         for series in over(prometheus, query, start_s=end_s - seconds, end_s=end_s, step_s=5):
             points = [((when - end_s) / 60, float(value)) for when, value in series["values"]]
-            axes.plot(*zip(*points, strict=True), label=_filled(legend, series["metric"]), linewidth=1.2)
+            axes.plot(
+                *zip(*points, strict=True), label=_filled(legend, series["metric"]), linewidth=1.2
+            )
     axes.set_title(f"{panel.title} [{panel.unit}]", fontsize=9)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("minutes", fontsize=7)
@@ -54,7 +61,9 @@ def draw(axes: Any, panel: Panel, prometheus: str, seconds: float) -> None:
 
 
 def _filled(legend: str, labels: Mapping[str, str]) -> str:
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: labels.get(found[1], "").partition("@")[0], legend)
+    return re.sub(
+        r"\{\{(\w+)\}\}", lambda found: labels.get(found[1], "").partition("@")[0], legend
+    )
 
 
 if __name__ == "__main__":

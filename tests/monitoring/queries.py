@@ -1,4 +1,5 @@
-"""Asks a Prometheus what Grafana's panels ask: for the live test and for the picture in docs/monitoring.md."""
+"""Asks a Prometheus what Grafana's panels ask: for the live test and for the picture in
+docs/monitoring.md."""
 
 from __future__ import annotations
 
@@ -19,11 +20,14 @@ def expression(query: str) -> str:
 
 
 def instant(prometheus: str, query: str) -> Sequence[Mapping[str, Any]]:
-    """The series that a query has now. Raises httpx.HTTPStatusError for one that Prometheus refuses."""
+    """The series that a query has now. Raises httpx.HTTPStatusError for one that Prometheus
+    refuses."""
     return _asked(prometheus, "query", query=expression(query))
 
 
-def over(prometheus: str, query: str, *, start_s: float, end_s: float, step_s: float) -> Sequence[Mapping[str, Any]]:
+def over(
+    prometheus: str, query: str, *, start_s: float, end_s: float, step_s: float
+) -> Sequence[Mapping[str, Any]]:
     """The series of a query in an interval of Unix time."""
     times = {"start": start_s, "end": end_s, "step": step_s}
     return _asked(prometheus, "query_range", query=expression(query), **times)

@@ -1,4 +1,5 @@
-"""A real Prometheus scrapes a real stack under load, and no panel is empty. Needs Debian's prometheus."""
+"""A real Prometheus scrapes a real stack under load, and no panel is empty. Needs Debian's
+prometheus."""
 
 from __future__ import annotations
 
@@ -24,14 +25,19 @@ from tests.stack import Stack
 
 PATIENCE_S = 240.0
 OF_SEVERAL = ("fleet: Latency of links", "fleet: Bandwidth of links")
-"""Measured when a worker joins and finds another one: of two that start together, perhaps by none."""
+"""Measured when a worker joins and finds another one: of two that start together, perhaps by
+none."""
 CONFIG = REPOSITORY / "docker/monitoring/prometheus/local.yaml"
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A fleet of two workers that shows its metrics and knows what a kWh costs."""
-    settings = {"SHARDLINE_METRICS_PORT": str(free_port()), "SHARDLINE_WORKERS": "2", "SHARDLINE_ENERGY_PRICE": "0.3"}
+    settings = {
+        "SHARDLINE_METRICS_PORT": str(free_port()),
+        "SHARDLINE_WORKERS": "2",
+        "SHARDLINE_ENERGY_PRICE": "0.3",
+    }
     stack = Stack(tmp_path_factory.mktemp("stack"), **settings)
     del stack.settings["SHARDLINE_SPLIT"]
     stack.start()
@@ -41,7 +47,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @contextmanager
 def prometheus(stack: Stack, folder: Path) -> Iterator[str]:
-    """The address of one that scrapes it each second, as docker/monitoring/prometheus/local.yaml says."""
+    """The address of one that scrapes it each second, as docker/monitoring/prometheus/local.yaml
+    says."""
     program = shutil.which("prometheus")
     assert program, "no prometheus on PATH: apt-get install prometheus"
     config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
@@ -51,7 +58,11 @@ def prometheus(stack: Stack, folder: Path) -> Iterator[str]:
     scraped["file_sd_configs"] = [{"files": [str(stack.home.folder / TARGETS_FILE)]}]
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     address = f"127.0.0.1:{free_port()}"
-    options = {"config.file": folder / "prometheus.yaml", "web.listen-address": address, "storage.tsdb.path": folder}
+    options = {
+        "config.file": folder / "prometheus.yaml",
+        "web.listen-address": address,
+        "storage.tsdb.path": folder,
+    }
     argv = [program, *(f"--{name}={value}" for name, value in options.items())]
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -97,4 +108,6 @@ def empty_panels(address: str) -> list[str]:
 def complete(urls: Mapping[str, str], **fields: object) -> None:
     """Ask the gateway and read the whole answer, whatever it is."""
     body = {"model": "clerk", "prompt": "sort: 3, 1, 2 =", "max_tokens": 16, **fields}
-    httpx.post(f"{urls['gateway']}/v1/completions", json=body, headers=bearer(urls["api_key"]), timeout=60)
+    httpx.post(
+        f"{urls['gateway']}/v1/completions", json=body, headers=bearer(urls["api_key"]), timeout=60
+    )

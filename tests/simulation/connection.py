@@ -1,7 +1,7 @@
 """A connection to the tables in memory: the store's own functions run over it. Knows no row.
 
-A statement is looked up among the twins, its parameters are those that Postgres would get, and its answer reads as
-SQLAlchemy's.
+A statement is looked up among the twins, its parameters are those that Postgres would get, and its
+answer reads as SQLAlchemy's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from sqlalchemy.sql import Executable
 from tests.simulation import pipeline_statements, relay_statements, statements
 from tests.simulation.rows import Rows, Tables, Twin
 
-TWINS: Mapping[Executable, Twin] = {**statements.TWINS, **relay_statements.TWINS, **pipeline_statements.TWINS}
+TWINS: Mapping[Executable, Twin] = {
+    **statements.TWINS,
+    **relay_statements.TWINS,
+    **pipeline_statements.TWINS,
+}
 
 NOTHING = ("nothing",)
 """The columns of no rows."""
@@ -43,10 +47,14 @@ class Connection:
         """As SQLAlchemy's. Raises NotImplementedError for a statement that has no twin."""
         twin = TWINS.get(statement)
         if twin is None:
-            raise NotImplementedError(f"no twin of the statement: {' '.join(str(statement).split())[:200]}")
+            raise NotImplementedError(
+                f"no twin of the statement: {' '.join(str(statement).split())[:200]}"
+            )
         return Answer(twin(self.tables, **(parameters or {})))
 
-    def scalars(self, statement: Executable, parameters: Mapping[str, Any] | None = None) -> ScalarResult[Any]:
+    def scalars(
+        self, statement: Executable, parameters: Mapping[str, Any] | None = None
+    ) -> ScalarResult[Any]:
         """The first column of each row."""
         return self.execute(statement, parameters).scalars()
 

@@ -1,6 +1,8 @@
-"""Virtual time for real threads: each runs as a greenlet, and only one at a time, in an order that the seed decides.
+"""Virtual time for real threads: each runs as a greenlet, and only one at a time, in an order that
+the seed decides.
 
-Owns the clock, the processes and what it means to pause or kill one. Knows nothing of what runs in them.
+Owns the clock, the processes and what it means to pause or kill one. Knows nothing of what runs in
+them.
 """
 
 from __future__ import annotations
@@ -197,7 +199,8 @@ class Event:
     def set(self) -> None:
         """Wakes all who wait."""
         self._flag = True
-        waiters, self._waiters = self._waiters, []
+        waiters = self._waiters
+        self._waiters = []
         for task in waiters:
             task.wake()
 

@@ -1,4 +1,5 @@
-"""Processes that run the product's own heads, later stages and relays. Knows how they are made, not what happens."""
+"""Processes that run the product's own heads, later stages and relays. Knows how they are made, not
+what happens."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ TIMES = Times(
 
 SEATS = 4
 HUB_POLL_MS = 250
-TOKENIZER = Tokenizer(WordLevel({f"<{number}>": number for number in range(VOCAB_SIZE)}, unk_token="<0>")).to_str()
+TOKENIZER = Tokenizer(
+    WordLevel({f"<{number}>": number for number in range(VOCAB_SIZE)}, unk_token="<0>")
+).to_str()
 METRICS = RelayMetrics(CollectorRegistry())
 SERVER_ERRORS = (DBAPIError, RedisError, BrokerError)
 
@@ -134,7 +137,8 @@ class SimulatedBackends:
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
-    """Celery's, as a head's subscription sees it between two connections: the choice of queues is kept."""
+    """Celery's, as a head's subscription sees it between two connections: the choice of queues is
+    kept."""
 
     queues: Queues = field(default_factory=Queues)
     task_consumer: None = None
@@ -179,7 +183,9 @@ class Machine:
 class StageMachine(Machine):
     """Parts that heads and later stages share."""
 
-    def __init__(self, site: Site, name: str, layers: range, *, restart_s: float, is_deadly: bool) -> None:
+    def __init__(
+        self, site: Site, name: str, layers: range, *, restart_s: float, is_deadly: bool
+    ) -> None:
         self.layers = layers
         self.is_deadly = is_deadly
         """A poisoned prompt kills it."""
@@ -255,13 +261,17 @@ class HeadMachine(StageMachine):
 
     def run(self) -> None:
         """Celery's thread."""
-        self.is_draining, self.num_deliveries = False, 0
-        loaded, consumer = self.load(), Consumer()
+        self.is_draining = False
+        self.num_deliveries = 0
+        loaded = self.load()
+        consumer = Consumer()
         backends = SimulatedBackends(self.site, self.process)
         head = self.head = Head(loaded, backends)
         name = pipeline_of(loaded.settings, loaded.worker, loaded.device)
         try:
-            end_leases_of_predecessor(backends.open_database("starts"), worker=loaded.worker, pipeline=name)
+            end_leases_of_predecessor(
+                backends.open_database("starts"), worker=loaded.worker, pipeline=name
+            )
             head.start()
         except Unavailable:
             self.process.kill()
@@ -325,7 +335,9 @@ class HeadMachine(StageMachine):
             job_id, fence = sequence.request.key
             until_s = granted_s[UUID(job_id), fence]
             if now_s() > until_s:
-                self.site.unfenced.append(f"{self.name}: {job_id} at fence {fence}, {now_s() - until_s:.2f} s late")
+                self.site.unfenced.append(
+                    f"{self.name}: {job_id} at fence {fence}, {now_s() - until_s:.2f} s late"
+                )
 
 
 class RelayMachine(Machine):
@@ -334,7 +346,9 @@ class RelayMachine(Machine):
     def run(self) -> None:
         """Two loops; what fails is tried again."""
         site = self.site
-        context = LoopContext(database=cast(Any, site.postgres), times=TIMES, metrics=cast(Any, METRICS))
+        context = LoopContext(
+            database=cast(Any, site.postgres), times=TIMES, metrics=cast(Any, METRICS)
+        )
         outbox = Outbox(context, publisher=cast(Any, site.redis), redis=cast(Any, site.redis))
         sweeper = Sweeper(context, results=CeleryResults(context, backend_app=None))
         self.process.spawn(lambda: self._loop(sweeper.turn, Event()), "sweeper")

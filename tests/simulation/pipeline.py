@@ -1,7 +1,8 @@
 """A pipeline without a model: it obeys StepPlans to the letter and asserts that they make sense.
 
-Its cells hold token ids where KV would be, and the next token is a hash of the cells that a sequence's block table
-reaches: a wrong table, a block used twice or a lost token changes the output.
+Its cells hold token ids where KV would be, and the next token is a hash of the cells that a
+sequence's block table reaches: a wrong table, a block used twice or a lost token changes the
+output.
 """
 
 from __future__ import annotations
@@ -95,13 +96,16 @@ def request(
     repeats: bool = False,
     **fields: Any,
 ) -> Request:
-    """A request whose prompt and seed follow from its name; the first `num_common` ids are those of all that have as
-    many. The output of one that `repeats` can be guessed, mostly."""
+    """A request whose prompt and seed follow from its name; the first `num_common` ids are those of
+    all that have as many. The output of one that `repeats` can be guessed, mostly."""
     seed = zlib.crc32(name.encode())
     common = [(7 * place + 1) % NUM_TOKENS for place in range(min(num_common, num_prompt))]
     return Request(
         key=(name, 1),
-        prompt_ids=(*common, *((seed + place) % NUM_TOKENS for place in range(len(common), num_prompt))),
+        prompt_ids=(
+            *common,
+            *((seed + place) % NUM_TOKENS for place in range(len(common), num_prompt)),
+        ),
         params=SamplingParams(max_tokens=max_tokens, logprobs=logprobs),
         seed=seed + REPEATS * repeats,
         **fields,
@@ -138,8 +142,15 @@ class Stages:
         plan = decode_plan(encode(plan))
         assert plan.step == self.num_steps, "step numbers are contiguous"
         self.num_steps += 1
-        held = {block for seq, table in self.tables.items() if seq not in plan.closes for block in table.blocks}
-        assert max(Counter((move.block, move.is_out) for move in plan.moves).values(), default=0) <= 1
+        held = {
+            block
+            for seq, table in self.tables.items()
+            if seq not in plan.closes
+            for block in table.blocks
+        }
+        assert (
+            max(Counter((move.block, move.is_out) for move in plan.moves).values(), default=0) <= 1
+        )
         for move in plan.moves:
             assert move.block not in held, "nobody holds what is moved"
             self._move(move)
@@ -147,7 +158,9 @@ class Stages:
             self._open(record)
         adapters = {table.record.adapter for table in self.tables.values()} - {""}
         assert len(adapters) <= self.max_adapters, "stages hold no more adapters"
-        assert len({row.seq for row in plan.rows}) == len(plan.rows), "one row per sequence and step"
+        assert len({row.seq for row in plan.rows}) == len(plan.rows), (
+            "one row per sequence and step"
+        )
         tokens = [run for row in plan.rows if (run := self._compute(row))]
         for seq in plan.closes:
             del self.tables[seq]
@@ -170,7 +183,9 @@ class Stages:
         self.num_opened = record.seq + 1
         assert record.num_cached % BLOCK_TOKENS == 0, "whole blocks are shared"
         assert record.num_cached < len(record.ids), "a token is left to compute"
-        table = Table(record, list(record.ids), num_computed=record.num_cached, num_true=record.num_cached)
+        table = Table(
+            record, list(record.ids), num_computed=record.num_cached, num_true=record.num_cached
+        )
         self.tables[record.seq] = table
 
     def _compute(self, row: Row) -> tuple[int, ...]:
@@ -182,12 +197,18 @@ class Stages:
         end = row.start + row.length
         assert row.length >= 1
         assert row.start == table.num_true, "rows of a sequence are contiguous"
-        assert not row.drafts or (row.wants and row.length == 1 + len(row.drafts)), "decodes have drafts"
-        assert blocks_for(end) <= len(table.blocks) <= table.record.num_blocks, "a block for every place, within bounds"
+        assert not row.drafts or (row.wants and row.length == 1 + len(row.drafts)), (
+            "decodes have drafts"
+        )
+        assert blocks_for(end) <= len(table.blocks) <= table.record.num_blocks, (
+            "a block for every place, within bounds"
+        )
         assert row.wants == (end == len(table.ids)), "a token is wanted from the last known place"
         if row.start == table.record.num_cached:
             cached = self.cells[table.blocks].ravel()[: row.start]
-            assert list(cached) == table.ids[: row.start], "shared blocks hold the sequence's own tokens"
+            assert list(cached) == table.ids[: row.start], (
+                "shared blocks hold the sequence's own tokens"
+            )
         for place in range(row.start, end):
             self.cells[table.blocks[place // BLOCK_TOKENS], place % BLOCK_TOKENS] = table.ids[place]
         table.num_computed = table.num_true = end
@@ -195,8 +216,11 @@ class Stages:
 
     def _sample(self, row: Row, table: Table) -> tuple[int, ...]:
         """Tokens up to the first that is not the next draft."""
-        cells, tokens = self.cells[table.blocks].ravel().tolist(), list[int]()
-        for num_known, draft in enumerate((*row.drafts, None), table.num_computed - len(row.drafts)):
+        cells = self.cells[table.blocks].ravel().tolist()
+        tokens = list[int]()
+        for num_known, draft in enumerate(
+            (*row.drafts, None), table.num_computed - len(row.drafts)
+        ):
             table.num_true = num_known
             tokens.append(next_token(cells[:num_known], table.record.seed))
             if tokens[-1] != draft:
@@ -205,7 +229,8 @@ class Stages:
 
 
 class Pipeline:
-    """A scheduler with its stages, and what it told about each job. Steps are answered when `deliver` is called."""
+    """A scheduler with its stages, and what it told about each job. Steps are answered when
+    `deliver` is called."""
 
     def __init__(self, settings: SchedulerConfig) -> None:
         self.scheduler = Scheduler(settings)
@@ -234,7 +259,9 @@ class Pipeline:
             before = {row.seq: self.stages.tables.get(row.seq) for row in plan.rows}
             result = self.stages.run(plan, bad)
             tables = [before[row.seq] or self.stages.tables.get(row.seq) for row in plan.rows]
-            used = frozenset(block for table in tables if table is not None for block in table.blocks)
+            used = frozenset(
+                block for table in tables if table is not None for block in table.blocks
+            )
             self.flights.append((plan, result, used))
         self.hear(self.scheduler.may_begin())
         return plan
@@ -252,7 +279,9 @@ class Pipeline:
             self.hear([finished])
         return finished
 
-    def rebuild(self, num_blocks: int, num_lanes: int | None = None, offload: OffloadTerms | None = None) -> None:
+    def rebuild(
+        self, num_blocks: int, num_lanes: int | None = None, offload: OffloadTerms | None = None
+    ) -> None:
         """A new epoch with new stages."""
         self.flights.clear()
         self.hear(self.scheduler.rebuild(num_blocks, num_lanes, offload))
@@ -273,7 +302,11 @@ class Pipeline:
         assert self.scheduler.schedule() is None
         assert not self.stages.tables, "every sequence was closed"
         assert (self.scheduler.blocks_used, self.scheduler.slots_used) == (0, 0)
-        assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.num_in_flight) == (0, 0, 0)
+        assert (
+            self.scheduler.num_running,
+            self.scheduler.num_waiting,
+            self.scheduler.num_in_flight,
+        ) == (0, 0, 0)
 
     def hear(self, events: list[Event]) -> None:
         """Checks that what is told of each job fits together."""

@@ -11,11 +11,19 @@ from sqlalchemy.sql import Executable
 from shardline.store import models, pipelines
 from tests.simulation.rows import PipelineRow, Rows, Tables, Twin
 
-# shardline.store.pipelines -------------------------------------------------------------------------------------------
+# shardline.store.pipelines
+# -------------------------------------------------------------------------------------------
 
 
 def take_epoch(
-    tables: Tables, *, pipeline: str, model: str, fingerprint: str, head: str, lease_s: float, held: int
+    tables: Tables,
+    *,
+    pipeline: str,
+    model: str,
+    fingerprint: str,
+    head: str,
+    lease_s: float,
+    held: int,
 ) -> Rows:
     """Of a row that is free, of the epoch that is held, or of the head's own name."""
     before = tables.pipelines.get(pipeline)
@@ -49,12 +57,23 @@ def renew(tables: Tables, *, pipeline: str, epoch: int, lease_s: float) -> int:
     return int(row is not None)
 
 
-def ready(tables: Tables, *, pipeline: str, epoch: int, seats: int, stages: str, exact: bool, kv_tokens: int) -> int:
+def ready(
+    tables: Tables,
+    *,
+    pipeline: str,
+    epoch: int,
+    seats: int,
+    stages: str,
+    exact: bool,
+    kv_tokens: int,
+) -> int:
     """All stages are bound."""
     row = _of_epoch(tables, pipeline, epoch)
     if row is not None:
         row.ready_s = tables.now_s if row.ready_s is None else row.ready_s
-        row.seats, row.exact, row.kv_tokens = seats, exact, kv_tokens
+        row.seats = seats
+        row.exact = exact
+        row.kv_tokens = kv_tokens
     return int(row is not None)
 
 
@@ -70,13 +89,16 @@ def release(tables: Tables, *, pipeline: str, epoch: int) -> int:
     """The head goes."""
     row = _of_epoch(tables, pipeline, epoch)
     if row is not None:
-        row.ready_s, row.lease_s = None, tables.now_s
+        row.ready_s = None
+        row.lease_s = tables.now_s
     return int(row is not None)
 
 
 def longest(tables: Tables) -> Rows:
     """By model, of those whose lease ran of late."""
-    recent = [row for row in tables.pipelines.values() if row.lease_s > tables.now_s - pipelines.LATELY_S]
+    recent = [
+        row for row in tables.pipelines.values() if row.lease_s > tables.now_s - pipelines.LATELY_S
+    ]
     most: dict[str, int] = {}
     for row in recent:
         if row.kv_tokens is not None:
@@ -89,7 +111,8 @@ def _of_epoch(tables: Tables, pipeline: str, epoch: int) -> PipelineRow | None:
     return row if row is not None and row.epoch == epoch else None
 
 
-# shardline.store.models ----------------------------------------------------------------------------------------------
+# shardline.store.models
+# ----------------------------------------------------------------------------------------------
 
 
 def register(tables: Tables, **row: Any) -> int:
@@ -105,7 +128,9 @@ def model(tables: Tables, *, name: str) -> Rows:
 
 def versions(tables: Tables) -> Rows:
     """Fingerprints by name."""
-    return [{"name": name, "fingerprint": row["fingerprint"]} for name, row in tables.models.items()]
+    return [
+        {"name": name, "fingerprint": row["fingerprint"]} for name, row in tables.models.items()
+    ]
 
 
 def adapters(tables: Tables) -> Rows:

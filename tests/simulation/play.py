@@ -1,4 +1,5 @@
-"""Plays seeds one after the other and says what became of each. Knows no invariant: those are the world's."""
+"""Plays seeds one after the other and says what became of each. Knows no invariant: those are the
+world's."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def play(seeds: Iterable[int]) -> Iterator[Outcome]:
             except Exception as error:  # noqa: BLE001 (an error of the product is a finding like any other)
                 problem = _describe(error)
             world.stop()
-            yield Outcome(seed=seed, problem=problem, faults=tuple(world.faults), tally=world.tally())
+            yield Outcome(
+                seed=seed, problem=problem, faults=tuple(world.faults), tally=world.tally()
+            )
 
 
 def _describe(error: Exception) -> str:

@@ -1,4 +1,5 @@
-"""Twins of the statements with which relays send, sweep and cancel jobs; see `statements` for those of claims."""
+"""Twins of the statements with which relays send, sweep and cancel jobs; see `statements` for those
+of claims."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from shardline.store.outbox import MAX_BATCH, MAX_DOUBLINGS, WINDOW_MIN, WINDOW_
 from shardline.store.statistics import reports
 from tests.simulation.rows import Job, Rows, Tables, Twin
 
-# shardline.store.outbox ----------------------------------------------------------------------------------------------
+# shardline.store.outbox
+# ----------------------------------------------------------------------------------------------
 
 
 def take_turn(_tables: Tables) -> Rows:
@@ -26,7 +28,10 @@ def take_turn(_tables: Tables) -> Rows:
 def stamp(tables: Tables, *, resend_s: float) -> Rows:
     """Those that are due for the first time within their window, or again."""
     now_s = tables.now_s
-    queued = sorted((job for job in tables.jobs.values() if job.state is JobState.QUEUED), key=lambda job: job.order)
+    queued = sorted(
+        (job for job in tables.jobs.values() if job.state is JobState.QUEUED),
+        key=lambda job: job.order,
+    )
     due = _within_window(tables, queued)
     lost = [
         job
@@ -36,26 +41,41 @@ def stamp(tables: Tables, *, resend_s: float) -> Rows:
     ]
     stamped = sorted((job for job in due + lost if job.cancel_s is None), key=lambda job: job.order)
     for job in stamped:
-        job.sent_s, job.num_sends = now_s, job.num_sends + 1
+        job.sent_s = now_s
+        job.num_sends = job.num_sends + 1
     return [
-        {"id": job.id, "model": job.model, "priority": job.priority, "num_sends": job.num_sends, "traceparent": None}
+        {
+            "id": job.id,
+            "model": job.model,
+            "priority": job.priority,
+            "num_sends": job.num_sends,
+            "traceparent": None,
+        }
         for job in stamped
     ]
 
 
 def unstamp(tables: Tables, *, ids: Collection[UUID]) -> int:
     """Sending failed."""
-    sent = [job for job in tables.select(ids) if job.state is JobState.QUEUED and job.sent_s is not None]
+    sent = [
+        job for job in tables.select(ids) if job.state is JobState.QUEUED and job.sent_s is not None
+    ]
     for job in sent:
-        job.sent_s, job.num_sends = None, max(job.num_sends - 1, 0)
+        job.sent_s = None
+        job.num_sends = max(job.num_sends - 1, 0)
     return len(sent)
 
 
 def unstamp_sent(tables: Tables) -> int:
     """Redis lost everything."""
-    sent = [job for job in tables.jobs.values() if job.state is JobState.QUEUED and job.sent_s is not None]
+    sent = [
+        job
+        for job in tables.jobs.values()
+        if job.state is JobState.QUEUED and job.sent_s is not None
+    ]
     for job in sent[:MAX_BATCH]:
-        job.sent_s, job.num_sends = None, 0
+        job.sent_s = None
+        job.num_sends = 0
     return len(sent[:MAX_BATCH])
 
 
@@ -69,7 +89,9 @@ def _within_window(tables: Tables, queued: Sequence[Job]) -> list[Job]:
     for job in queued:
         line = (job.model, job.priority)
         if line not in room:
-            num_out = sum((one.model, one.priority) == line and one.sent_s is not None for one in queued)
+            num_out = sum(
+                (one.model, one.priority) == line and one.sent_s is not None for one in queued
+            )
             room[line] = max(WINDOW_MIN, WINDOW_PER_SEAT * seats.get(job.model, 0)) - num_out
         is_new = job.sent_s is None and job.cancel_s is None and job.model in tables.models
         if is_new and job.not_before_s <= tables.now_s and room[line] > 0:
@@ -78,7 +100,8 @@ def _within_window(tables: Tables, queued: Sequence[Job]) -> list[Job]:
     return due
 
 
-# shardline.store.sweeps ----------------------------------------------------------------------------------------------
+# shardline.store.sweeps
+# ----------------------------------------------------------------------------------------------
 
 
 def fix_now(_tables: Tables) -> Rows:
@@ -89,7 +112,9 @@ def fix_now(_tables: Tables) -> Rows:
 def lock_stopped(tables: Tables, *, max_batch: int) -> Rows:
     """Queued ones that were cancelled or are too late."""
     queued = [job for job in tables.jobs.values() if job.state is JobState.QUEUED]
-    stopped = [job.id for job in queued if job.cancel_s is not None or tables.is_past(job.deadline_s)]
+    stopped = [
+        job.id for job in queued if job.cancel_s is not None or tables.is_past(job.deadline_s)
+    ]
     return [{"id": job_id} for job_id in sorted(stopped)[:max_batch]]
 
 
@@ -100,7 +125,9 @@ def lock_expired(tables: Tables, *, lease_s: float, max_batch: int) -> Rows:
     running = [job for job in tables.jobs.values() if job.state is JobState.RUNNING]
     expired = [job for job in running if job.lease_s is not None and job.lease_s < tables.now_s]
     tables.audit_leases(expired)
-    return [{"id": job.id} for job in sorted(expired, key=lambda job: job.lease_s or 0.0)[:max_batch]]
+    return [
+        {"id": job.id} for job in sorted(expired, key=lambda job: job.lease_s or 0.0)[:max_batch]
+    ]
 
 
 def partials(tables: Tables, *, ids: Collection[UUID], max_bytes: int, num_prompt_end: int) -> Rows:
@@ -121,7 +148,8 @@ def partials(tables: Tables, *, ids: Collection[UUID], max_bytes: int, num_promp
     ]
 
 
-# shardline.store.jobs, reports, notify --------------------------------------------------------------------------------
+# shardline.store.jobs, reports, notify
+# --------------------------------------------------------------------------------
 
 
 def cancel(tables: Tables, *, ids: Collection[UUID], running: bool) -> Rows:

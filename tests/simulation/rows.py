@@ -1,4 +1,5 @@
-"""The tables in memory, and an audit beside them. Knows no statement: their twins are in `statements`."""
+"""The tables in memory, and an audit beside them. Knows no statement: their twins are in
+`statements`."""
 
 from __future__ import annotations
 
@@ -174,7 +175,9 @@ class Tables:
     def end(self, job: Job, one: EndRow) -> None:
         """A job ends, with its attempt and its result."""
         self.audit(job, one.fence, f"end {one.state}")
-        job.state, job.error, job.lease_s = one.state, one.error, None
+        job.state = one.state
+        job.error = one.error
+        job.lease_s = None
         attempt = self.attempts.get((job.id, job.fence))
         if attempt is not None:
             attempt.outcome = attempt.outcome or one.state
@@ -197,16 +200,21 @@ class Tables:
             is_over = self.renewed_s[job.id, job.fence] + self.lease_s < self.clock()
             if is_over != (job in expired):
                 what = "is not over" if job in expired else "goes on"
-                self.wrong_leases.append(f"{job.id} at fence {job.fence}: its lease {what} at {self.clock():.1f} s")
+                self.wrong_leases.append(
+                    f"{job.id} at fence {job.fence}: its lease {what} at {self.clock():.1f} s"
+                )
 
     def audit(self, job: Job, fence: int, what: str) -> None:
         """Every write by a claim's holder, or in its place, passes here."""
         if job.fence != fence or job.state.terminal:
-            self.stale_writes.append(f"{what} under fence {fence} of a {job.state} job at fence {job.fence}")
+            self.stale_writes.append(
+                f"{what} under fence {fence} of a {job.state} job at fence {job.fence}"
+            )
 
 
 Rows = list[dict[str, Any]]
 """What a statement returns."""
 
 Twin = Callable[..., Rows | int]
-"""Does what a statement does: gets the tables and the statement's parameters. An int is the number of changed rows."""
+"""Does what a statement does: gets the tables and the statement's parameters. An int is the number
+of changed rows."""

@@ -1,6 +1,7 @@
 """What the simulation replaces in the standard library: threads and the clock.
 
-Servers and sockets it gives to the product as `Backends` and `SocketFactory`: see `machines`. All else is the product.
+Servers and sockets it gives to the product as `Backends` and `SocketFactory`: see `machines`. All
+else is the product.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Postgres and Redis as processes see them: slow, away now and then, with answers that get lost on their way back."""
+"""Postgres and Redis as processes see them: slow, away now and then, with answers that get lost on
+their way back."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Away(Exception):
 
 @dataclass(eq=False, slots=True)
 class Postgres:
-    """The tables behind a connection. `lost_answers` is how often a COMMIT is done and its answer lost."""
+    """The tables behind a connection. `lost_answers` is how often a COMMIT is done and its answer
+    lost."""
 
     loom: Loom
     tables: Tables
@@ -38,7 +40,8 @@ class Postgres:
 
     @contextmanager
     def begin(self) -> Iterator[Connection]:
-        """One transaction. It is done at one moment; the process may be paused or killed before and after it."""
+        """One transaction. It is done at one moment; the process may be paused or killed before and
+        after it."""
         elapse(self.loom.rng.uniform(0.0005, MAX_STATEMENT_S))
         self._check()
         yield Connection(self.tables)
@@ -50,7 +53,8 @@ class Postgres:
 
     def restart(self) -> None:
         """Heads get a lease to beat again."""
-        self.is_up, self.tables.started_s = True, self.loom.now_s
+        self.is_up = True
+        self.tables.started_s = self.loom.now_s
 
     def dispose(self) -> None:
         """Nothing to close."""
@@ -118,7 +122,9 @@ class Redis:
         self.check()
         self.messages.append((priority, task_id))
         if self.loom.rng.random() < self.repeats:
-            self.loom.after(self.loom.rng.uniform(0.0, 20.0), lambda: self.messages.append((priority, task_id)))
+            self.loom.after(
+                self.loom.rng.uniform(0.0, 20.0), lambda: self.messages.append((priority, task_id))
+            )
 
     def take(self) -> str | None:
         """BRPOP by a worker, the most urgent first."""

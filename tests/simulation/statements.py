@@ -1,8 +1,9 @@
-"""Twins of the statements with which jobs are claimed, renewed and ended: what the SQL does, done to tables in memory.
+"""Twins of the statements with which jobs are claimed, renewed and ended: what the SQL does, done
+to tables in memory.
 
-The store's own functions make the parameters and read the rows. `tests/conformance/test_rows.py` runs the same random
-operations here and on a real Postgres. A transaction is one moment here: that rows are locked, and in which order, is
-the store's own tests' business.
+The store's own functions make the parameters and read the rows. `tests/conformance/test_rows.py`
+runs the same random operations here and on a real Postgres. A transaction is one moment here: that
+rows are locked, and in which order, is the store's own tests' business.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class BeatRow(msgspec.Struct):
     ids: tuple[int, ...]
 
 
-# shardline.store.claims ----------------------------------------------------------------------------------------------
+# shardline.store.claims
+# ----------------------------------------------------------------------------------------------
 
 
 def lock_claimable(
@@ -61,16 +63,21 @@ def lock_claimable(
     ]
 
 
-def lock_unfit(tables: Tables, *, ids: Collection[str], pipeline: str, exactness: str, adapters: str) -> Rows:
+def lock_unfit(
+    tables: Tables, *, ids: Collection[str], pipeline: str, exactness: str, adapters: str
+) -> Rows:
     """Those that no pipeline of this KV can hold, or of this exactness may run."""
     row = tables.pipelines.get(pipeline)
     if row is None:
         return []
-    queued = [job for job in tables.select(ids) if job.state is JobState.QUEUED and job.model == row.model]
+    queued = [
+        job for job in tables.select(ids) if job.state is JobState.QUEUED and job.model == row.model
+    ]
     return [
         {"id": job.id}
         for job in queued
-        if _is_too_long(tables, job, row) or _lacks_exact_rows(job, row, _exactness(job, exactness, adapters))
+        if _is_too_long(tables, job, row)
+        or _lacks_exact_rows(job, row, _exactness(job, exactness, adapters))
     ]
 
 
@@ -78,11 +85,15 @@ def defer(tables: Tables, *, ids: Collection[UUID], wait_s: float) -> int:
     """Out of the window, for a while."""
     queued = [job for job in tables.select(ids) if job.state is JobState.QUEUED]
     for job in queued:
-        job.not_before_s, job.sent_s, job.num_sends = tables.now_s + wait_s, None, 0
+        job.not_before_s = tables.now_s + wait_s
+        job.sent_s = None
+        job.num_sends = 0
     return len(queued)
 
 
-def claim(tables: Tables, *, ids: Collection[UUID], lease_s: float, adapters: str, **claimant: Any) -> Rows:
+def claim(
+    tables: Tables, *, ids: Collection[UUID], lease_s: float, adapters: str, **claimant: Any
+) -> Rows:
     """The next fence of each, with an attempt that goes on from what the one before it saved."""
     head = Claimant(**claimant)
     is_exact = tables.pipelines[head.pipeline].exact
@@ -90,10 +101,13 @@ def claim(tables: Tables, *, ids: Collection[UUID], lease_s: float, adapters: st
     for job in sorted(tables.select(ids), key=lambda job: job.order):
         if job.state is not JobState.QUEUED:
             continue
-        before, exactness = tables.attempts.get((job.id, job.fence)), _exactness(job, head.exactness, adapters)
+        before = tables.attempts.get((job.id, job.fence))
+        exactness = _exactness(job, head.exactness, adapters)
         tokens = before.tokens if before else ()
-        job.state, job.fence = JobState.RUNNING, job.fence + 1
-        job.worker, job.pipeline = head.worker, head.pipeline
+        job.state = JobState.RUNNING
+        job.fence = job.fence + 1
+        job.worker = head.worker
+        job.pipeline = head.pipeline
         job.exact = job.exact and job.exactness in (None, exactness) and is_exact
         job.exactness = job.exactness or exactness
         tables.grant(job, tables.now_s + lease_s)
@@ -125,7 +139,8 @@ def begin(tables: Tables, *, keys: str) -> Rows:
     return [{"job_id": job.id} for job in held]
 
 
-# shardline.store.leases ----------------------------------------------------------------------------------------------
+# shardline.store.leases
+# ----------------------------------------------------------------------------------------------
 
 
 def heartbeat(tables: Tables, *, beats: str, lease_s: float) -> Rows:
@@ -142,7 +157,10 @@ def heartbeat(tables: Tables, *, beats: str, lease_s: float) -> Rows:
         tables.grant(job, tables.now_s + lease_s)
         if beat.ids:
             tables.save((job.id, job.fence), saved[: beat.start] + beat.ids)
-        asked = {"cancel_requested": job.cancel_s is not None, "expired": tables.is_past(job.deadline_s)}
+        asked = {
+            "cancel_requested": job.cancel_s is not None,
+            "expired": tables.is_past(job.deadline_s),
+        }
         replies.append({"id": job.id, "fence": job.fence, **asked})
     return replies
 
@@ -150,13 +168,16 @@ def heartbeat(tables: Tables, *, beats: str, lease_s: float) -> Rows:
 def expire(tables: Tables, *, worker: str, pipeline: str) -> int:
     """Leases that run under this worker's name end now."""
     mine = [job for job in tables.jobs.values() if (job.worker, job.pipeline) == (worker, pipeline)]
-    held = [job for job in mine if job.state is JobState.RUNNING and (job.lease_s or 0.0) > tables.now_s]
+    held = [
+        job for job in mine if job.state is JobState.RUNNING and (job.lease_s or 0.0) > tables.now_s
+    ]
     for job in held:
         tables.cut_short(job)
     return len(held)
 
 
-# shardline.store.ends ------------------------------------------------------------------------------------------------
+# shardline.store.ends
+# ------------------------------------------------------------------------------------------------
 
 
 def end(tables: Tables, *, ends: str, left: JobState) -> Rows:
@@ -173,7 +194,9 @@ def end(tables: Tables, *, ends: str, left: JobState) -> Rows:
 def ended_under(tables: Tables, *, keys: str) -> Rows:
     """Those that ended before, under the same fence."""
     fences = {key.job_id: key.fence for key in _keys(keys)}
-    over = [job for job in tables.select(fences) if job.fence == fences[job.id] and job.state.terminal]
+    over = [
+        job for job in tables.select(fences) if job.fence == fences[job.id] and job.state.terminal
+    ]
     return [{"id": job.id, "state": job.state} for job in over]
 
 
@@ -186,19 +209,24 @@ def requeue(tables: Tables, *, keys: str, outcome: str) -> Rows:
             continue
         tables.audit(job, key.fence, outcome)
         tables.attempts[job.id, job.fence].outcome = outcome
-        job.state, job.crashes = JobState.QUEUED, {"crashed": job.crashes + 1, "lost": 0}.get(outcome, job.crashes)
+        job.state = JobState.QUEUED
+        job.crashes = {"crashed": job.crashes + 1, "lost": 0}.get(outcome, job.crashes)
         job.lease_s = job.worker = job.pipeline = job.sent_s = None
-        job.requeued_s, job.num_sends = tables.now_s, 0
+        job.requeued_s = tables.now_s
+        job.num_sends = 0
         requeued.append({"id": job.id})
     return requeued
 
 
-# shardline.store.crashes ---------------------------------------------------------------------------------------------
+# shardline.store.crashes
+# ---------------------------------------------------------------------------------------------
 
 
 def quarantined(tables: Tables, *, ids: Collection[str]) -> Rows:
     """Those that an engine died under, in their order."""
-    waiting = [job for job in tables.select(ids) if job.state is JobState.QUEUED and job.crashes > 0]
+    waiting = [
+        job for job in tables.select(ids) if job.state is JobState.QUEUED and job.crashes > 0
+    ]
     return [{"id": job.id} for job in sorted(waiting, key=lambda job: job.order)]
 
 
@@ -256,7 +284,8 @@ TWINS: Mapping[Executable, Twin] = {
     crashes.HISTORY: history,
 }
 
-# Conditions ----------------------------------------------------------------------------------------------------------
+# Conditions
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _keys(keys: str) -> list[KeyRow]:
@@ -271,10 +300,14 @@ def _held(tables: Tables, keys: str) -> list[Job]:
 def _exactness(job: Job, exactness: str, adapters: str) -> str:
     if (adapter := job.params.get("adapter")) is None:
         return exactness
-    return f"{exactness}+{msgspec.json.decode(adapters, type=dict[str, str]).get(adapter, job.fence)}"
+    return (
+        f"{exactness}+{msgspec.json.decode(adapters, type=dict[str, str]).get(adapter, job.fence)}"
+    )
 
 
-def _is_claimable(tables: Tables, job: Job, row: PipelineRow, exactness: str, exact_wait_s: float) -> bool:
+def _is_claimable(
+    tables: Tables, job: Job, row: PipelineRow, exactness: str, exact_wait_s: float
+) -> bool:
     waits_since_s = job.requeued_s if job.requeued_s is not None else job.created_s
     return (
         job.state is JobState.QUEUED
@@ -282,7 +315,11 @@ def _is_claimable(tables: Tables, job: Job, row: PipelineRow, exactness: str, ex
         and job.not_before_s <= tables.now_s
         and not tables.is_past(job.deadline_s)
         and job.model == row.model
-        and (job.exactness in (None, exactness) or not job.exact or waits_since_s <= tables.now_s - exact_wait_s)
+        and (
+            job.exactness in (None, exactness)
+            or not job.exact
+            or waits_since_s <= tables.now_s - exact_wait_s
+        )
         and not _lacks_exact_rows(job, row, exactness)
         and row.kv_tokens is not None
         and not _is_too_long(tables, job, row)

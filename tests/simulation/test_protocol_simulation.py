@@ -1,7 +1,8 @@
-"""The whole protocol under a virtual clock: a thousand seeded storms, and after each one every promise is kept.
+"""The whole protocol under a virtual clock: a thousand seeded storms, and after each one every
+promise is kept.
 
-Heads, later stages, relays, their threads, control links and hops are the product's own code; see `seams` for what is
-simulated. A seed that breaks says how to replay it.
+Heads, later stages, relays, their threads, control links and hops are the product's own code; see
+`seams` for what is simulated. A seed that breaks says how to replay it.
 """
 
 from __future__ import annotations

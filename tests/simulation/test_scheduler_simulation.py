@@ -1,4 +1,5 @@
-"""Random adds, aborts, answers, bad rows and new epochs: outputs never change, no block leaks, nothing is stuck."""
+"""Random adds, aborts, answers, bad rows and new epochs: outputs never change, no block leaks,
+nothing is stuck."""
 
 from __future__ import annotations
 
@@ -40,13 +41,18 @@ configs = st.builds(
 heads = st.sampled_from([0, 0, 63, 64, 130, MAX_LEN])
 """Tokens that a prompt has in common with others."""
 ADAPTERS = ("x", "y", "", "z", "")
-lengths = st.one_of(st.integers(1, 8), st.sampled_from([60, 63, 64, 65, 127, 128, 129]), st.integers(1, MAX_LEN - 1))
+lengths = st.one_of(
+    st.integers(1, 8), st.sampled_from([60, 63, 64, 65, 127, 128, 129]), st.integers(1, MAX_LEN - 1)
+)
 limits = st.one_of(st.just(MAX_LEN), st.integers(1, 8), st.integers(1, MAX_LEN))
 
 
 def check_end(pipeline: Pipeline, job: Request, limit: int) -> None:
-    """The job ended, and its output is that of an undisturbed run or, if it was stopped, the beginning of it."""
-    end, output, expected = pipeline.ends[job.key], pipeline.outputs[job.key], expected_output(job, limit)
+    """The job ended, and its output is that of an undisturbed run or, if it was stopped, the
+    beginning of it."""
+    end = pipeline.ends[job.key]
+    output = pipeline.outputs[job.key]
+    expected = expected_output(job, limit)
     assert output == expected[: len(output)]
     if isinstance(end, SequenceFinished) and end.reason is not FinishReason.CANCELLED:
         assert output == expected
@@ -64,7 +70,11 @@ class Life(RuleBasedStateMachine):
     def add_many(self, prompts: list[int], num_common: int) -> None:
         for num_prompt in prompts:
             self.add_one(
-                (num_prompt, num_common), MAX_LEN, priority=1, flags=(False, False, num_common % 2 == 0), num_resumed=0
+                (num_prompt, num_common),
+                MAX_LEN,
+                priority=1,
+                flags=(False, False, num_common % 2 == 0),
+                num_resumed=0,
             )
 
     @rule(
@@ -75,10 +85,16 @@ class Life(RuleBasedStateMachine):
         num_resumed=st.one_of(st.just(0), limits),
     )
     def add_one(
-        self, prompt: tuple[int, int], limit: int, priority: int, flags: tuple[bool, bool, bool], num_resumed: int
+        self,
+        prompt: tuple[int, int],
+        limit: int,
+        priority: int,
+        flags: tuple[bool, bool, bool],
+        num_resumed: int,
     ) -> None:
         (num_prompt, num_common), (suspect, parked, repeats) = prompt, flags
-        limit, name = min(limit, MAX_LEN - num_prompt), f"job {len(self.jobs)}"
+        limit = min(limit, MAX_LEN - num_prompt)
+        name = f"job {len(self.jobs)}"
         fresh = request(
             name,
             num_prompt=num_prompt,
@@ -114,7 +130,11 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.jobs)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.jobs.keys() - self.pipeline.ends.keys()) or sorted(self.jobs)))
+        key = data.draw(
+            st.sampled_from(
+                sorted(self.jobs.keys() - self.pipeline.ends.keys()) or sorted(self.jobs)
+            )
+        )
         has_ended = key in self.pipeline.ends
         assert (self.pipeline.abort(key) is None) == has_ended
 
@@ -123,7 +143,9 @@ class Life(RuleBasedStateMachine):
     def trust(self, data: st.DataObject) -> None:
         self.pipeline.scheduler.release(data.draw(st.sampled_from(sorted(self.jobs))))
 
-    @rule(num_blocks=pools, num_lanes=st.one_of(st.none(), lanes), offload=st.one_of(st.none(), terms))
+    @rule(
+        num_blocks=pools, num_lanes=st.one_of(st.none(), lanes), offload=st.one_of(st.none(), terms)
+    )
     def rebuild(self, num_blocks: int, num_lanes: int | None, offload: OffloadTerms | None) -> None:
         self.pipeline.rebuild(num_blocks, num_lanes, offload)
 
@@ -135,7 +157,11 @@ class Life(RuleBasedStateMachine):
         assert scheduler.num_in_flight == len(self.pipeline.flights) <= scheduler.config.num_lanes
         assert sum(sequence.quarantined for sequence in running) <= 1
         assert not any(sequence.parked for sequence in running)
-        held = {block for sequence in [*running, *scheduler._batch.leaving.values()] for block in sequence.blocks}
+        held = {
+            block
+            for sequence in [*running, *scheduler._batch.leaving.values()]
+            for block in sequence.blocks
+        }
         assert len(held) == scheduler.blocks_used
         for plan, _, _ in self.pipeline.flights:
             assert plan.num_tokens <= scheduler.config.token_budget
@@ -154,11 +180,16 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=50, stateful_step_count=30, suppress_health_check=list(HealthCheck))
+TestLife.settings = settings(
+    max_examples=50, stateful_step_count=30, suppress_health_check=list(HealthCheck)
+)
 
 
 @settings(max_examples=30)
-@given(chosen=configs, shapes=st.lists(st.tuples(lengths, limits, st.integers(0, 2)), min_size=1, max_size=16))
+@given(
+    chosen=configs,
+    shapes=st.lists(st.tuples(lengths, limits, st.integers(0, 2)), min_size=1, max_size=16),
+)
 def test_any_budget_lanes_and_blocks_give_the_same_outputs(
     chosen: SchedulerConfig, shapes: list[tuple[int, int, int]]
 ) -> None:
@@ -166,7 +197,11 @@ def test_any_budget_lanes_and_blocks_give_the_same_outputs(
     jobs = [
         (
             request(
-                f"job {number}", num_prompt=num_prompt, max_tokens=limit, priority=priority, repeats=number % 3 > 0
+                f"job {number}",
+                num_prompt=num_prompt,
+                max_tokens=limit,
+                priority=priority,
+                repeats=number % 3 > 0,
             ),
             limit,
         )

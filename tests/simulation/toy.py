@@ -1,7 +1,9 @@
-"""A model that costs nothing and forgives nothing: its KV holds what steps wrote, each token hangs on all of it.
+"""A model that costs nothing and forgives nothing: its KV holds what steps wrote, each token hangs
+on all of it.
 
-Each layer keeps the values that came to a place and gives a hash of all places up to it. A frame that was lost, a block
-used twice or a stale cell changes every later token. Values are integers below 2^24, so that float32 carries them.
+Each layer keeps the values that came to a place and gives a hash of all places up to it. A frame
+that was lost, a block used twice or a stale cell changes every later token. Values are integers
+below 2^24, so that float32 carries them.
 """
 
 from __future__ import annotations
@@ -68,7 +70,10 @@ class Layer:
 
     def move(self, move: Move) -> None:
         """Copies a block to a slot, or back."""
-        block, slot = (slice(first * BLOCK_TOKENS, (first + 1) * BLOCK_TOKENS) for first in (move.block, move.slot))
+        block, slot = (
+            slice(first * BLOCK_TOKENS, (first + 1) * BLOCK_TOKENS)
+            for first in (move.block, move.slot)
+        )
         if move.is_out:
             self._slots[slot] = self._cells[block]
         else:
@@ -83,7 +88,8 @@ class Layer:
 
 
 def sample(hidden: int, seed: int, index: int) -> int:
-    """The next token. Jobs with an odd seed mostly say a few tokens in turn, which can be guessed."""
+    """The next token. Jobs with an odd seed mostly say a few tokens in turn, which can be
+    guessed."""
     chance = zlib.crc32(b"%d %d %d" % (hidden, seed, index))
     if seed % 2 and chance & 3:
         return EOS + 1 + (seed + index % ROUND) % (NUM_TOKENS - EOS - 1)
@@ -93,7 +99,10 @@ def sample(hidden: int, seed: int, index: int) -> int:
 def undisturbed(prompt_ids: Sequence[int], seed: int, max_tokens: int) -> tuple[int, ...]:
     """What one process gives that nothing happens to."""
     layers = [Layer(number, 3, 0) for number in range(NUM_LAYERS)]
-    blocks, outputs, values, start = range(3), list[int](), list(prompt_ids), 0
+    blocks = range(3)
+    outputs = list[int]()
+    values = list(prompt_ids)
+    start = 0
     while len(outputs) < max_tokens:
         states = values
         for layer in layers:
@@ -108,7 +117,8 @@ def undisturbed(prompt_ids: Sequence[int], seed: int, max_tokens: int) -> tuple[
 
 @dataclass(slots=True, eq=False)
 class Toy:
-    """`services.stage.engine.executor.Executor` without torch's mathematics. With the real roster."""
+    """`services.stage.engine.executor.Executor` without torch's mathematics. With the real
+    roster."""
 
     loom: Loom
     layers: range
@@ -133,9 +143,12 @@ class Toy:
     _told: dict[int, Told] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        salt, num_slots = 0 if self.exact else self.salt, self.offload.num_slots
+        salt = 0 if self.exact else self.salt
+        num_slots = self.offload.num_slots
         self._layers = [Layer(number, self.num_blocks, salt, num_slots) for number in self.layers]
-        self._roster = OpenSequences(num_blocks=self.num_blocks, max_open=self.max_open, vocab_size=VOCAB_SIZE)
+        self._roster = OpenSequences(
+            num_blocks=self.num_blocks, max_open=self.max_open, vocab_size=VOCAB_SIZE
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -185,14 +198,19 @@ class Toy:
     def run(self, plan: StepPlan, hidden: Tensor | None) -> Tensor | StepResult:
         """One step."""
         self.on_step(plan)
-        hang_s, self.hang_s = self.hang_s, 0.0
+        hang_s = self.hang_s
+        self.hang_s = 0.0
         elapse(self.loom.rng.uniform(0.5, 1.5) * self.step_s + 0.0002 * plan.num_tokens + hang_s)
         for layer, move in product(self._layers, plan.moves):
             layer.move(move)
         for opened in plan.opens:
             self._roster.open(opened)
             self._told[opened.seq] = Told(opened.params, opened.seed, opened.num_prompt)
-        given = None if self.is_first or hidden is None else [int(value) for value in hidden.flatten().tolist()]
+        given = (
+            None
+            if self.is_first or hidden is None
+            else [int(value) for value in hidden.flatten().tolist()]
+        )
         values: list[int] = []
         tokens: list[tuple[int, ...]] = []
         for row, known in self._roster.extend(plan):
@@ -208,7 +226,8 @@ class Toy:
         return torch.tensor(values, dtype=torch.float32).reshape(len(values), 1)
 
     def _sample(self, row: Row, states: list[int]) -> tuple[int, ...]:
-        told, tokens = self._told[row.seq], list[int]()
+        told = self._told[row.seq]
+        tokens = list[int]()
         first = row.start + row.length - len(row.drafts) - told.num_prompt
         for index, (state, draft) in enumerate(
             zip(states[-1 - len(row.drafts) :], (*row.drafts, None), strict=True), first

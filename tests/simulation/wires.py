@@ -1,7 +1,8 @@
-"""ZeroMQ as the product uses it, in virtual time: sockets, watches, pollers, wakeups. Knows no message's content.
+"""ZeroMQ as the product uses it, in virtual time: sockets, watches, pollers, wakeups. Knows no
+message's content.
 
-A connection delivers in order or breaks; what was queued when it broke is lost in silence. Faults may also lose, repeat
-or replay single messages, which ZeroMQ does around a reconnection.
+A connection delivers in order or breaks; what was queued when it broke is lost in silence. Faults
+may also lose, repeat or replay single messages, which ZeroMQ does around a reconnection.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Source:
 
     def notify(self) -> None:
         """Wakes pollers."""
-        waiters, self.waiters = self.waiters, []
+        waiters = self.waiters
+        self.waiters = []
         for task in waiters:
             task.wake()
 
@@ -57,7 +59,8 @@ class Poller:
         ready = self._ready()
         if ready or timeout_ms <= 0:
             return ready
-        task, until_s = current(), now_s() + timeout_ms / 1000
+        task = current()
+        until_s = now_s() + timeout_ms / 1000
         while not ready and now_s() < until_s:
             for source in self._sources:
                 source.waiters.append(task)
@@ -96,7 +99,8 @@ class Wakeup(Source):
 
     def clear(self) -> bool:
         """True when woken since the last call."""
-        was_set, self._is_set = self._is_set, False
+        was_set = self._is_set
+        self._is_set = False
         return was_set
 
     def close(self) -> None:
@@ -179,7 +183,8 @@ class Socket(Source):
         """A part; the last one sends them all."""
         self._drafts.append(bytes(part))
         if not flags & zmq.SNDMORE:
-            parts, self._drafts = self._drafts, []
+            parts = self._drafts
+            self._drafts = []
             (connection,) = self.connections.values()
             if not connection.is_open:
                 raise zmq.Again
@@ -216,7 +221,9 @@ class Socket(Source):
         """Frees the address and breaks the connections; what a DEALER said last still leaves."""
         self.closed = True
         self.network.listeners = {
-            address: socket for address, socket in self.network.listeners.items() if socket is not self
+            address: socket
+            for address, socket in self.network.listeners.items()
+            if socket is not self
         }
         linger_s = 2 * MAX_LATENCY_S if self.type == zmq.DEALER and self.process.is_alive else 0.0
         for connection in self.connections.values():
@@ -244,7 +251,11 @@ class Watch(Source):
     def lost(self) -> str | None:
         """Why the peer is gone."""
         connections = self._socket.connections.values()
-        return "the connection was closed" if connections and not any(one.is_open for one in connections) else None
+        return (
+            "the connection was closed"
+            if connections and not any(one.is_open for one in connections)
+            else None
+        )
 
     def close(self) -> None:
         """Before the socket."""
@@ -252,7 +263,8 @@ class Watch(Source):
 
 @dataclass(eq=False, slots=True)
 class Network:
-    """All addresses and connections. `loss` is how often a frame is lost, repeated or replayed while faults strike."""
+    """All addresses and connections. `loss` is how often a frame is lost, repeated or replayed
+    while faults strike."""
 
     loom: Loom
     loss: float = 0.0
@@ -327,7 +339,12 @@ class Sockets:
         until_s = now_s() + timeout_s
         park(now_s() + self._network.latency_s())
         listener = self._network.listeners.get(address)
-        while listener is not None and not listener.closed and listener.process.is_paused and now_s() < until_s:
+        while (
+            listener is not None
+            and not listener.closed
+            and listener.process.is_paused
+            and now_s() < until_s
+        ):
             park(min(until_s, now_s() + 0.1))
         if listener is None or listener.closed or listener.process.is_paused:
             raise LinkLost(f"no link to {address}")

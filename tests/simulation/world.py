@@ -20,7 +20,14 @@ from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 from shardline_scheduler.scheduler import Scheduler
 from tests.simulation.connection import Connection
 from tests.simulation.loom import Loom
-from tests.simulation.machines import TIMES, HeadMachine, LaterMachine, RelayMachine, Site, StageMachine
+from tests.simulation.machines import (
+    TIMES,
+    HeadMachine,
+    LaterMachine,
+    RelayMachine,
+    Site,
+    StageMachine,
+)
 from tests.simulation.rows import Job, Tables
 from tests.simulation.servers import Postgres, Redis
 from tests.simulation.toy import MAX_LEN, NUM_LAYERS, NUM_TOKENS, POISON, undisturbed
@@ -33,7 +40,8 @@ CALM_S = 120.0
 """Then everything must end within so much."""
 
 LONG_AFTER_S = 8.0
-"""Whoever was paused or killed last is back, has learned that its claims are lost, and has cleaned up."""
+"""Whoever was paused or killed last is back, has learned that its claims are lost, and has cleaned
+up."""
 
 HANG_S = 2 * TIMES.stall_s
 
@@ -44,7 +52,8 @@ class Broken(AssertionError):
 
 @dataclass(eq=False, slots=True)
 class Reader:
-    """One client that follows a job's stream, from Redis and, where that has a gap, from Postgres."""
+    """One client that follows a job's stream, from Redis and, where that has a gap, from
+    Postgres."""
 
     job: Job
     cursor: Cursor = field(default_factory=Cursor)
@@ -113,11 +122,17 @@ class World:
 
     def tally(self) -> Counter[str]:
         """What came about, for whoever asks whether the storms are storms."""
-        network, jobs, attempts = self.site.network, self.tables.jobs.values(), self.tables.attempts.values()
+        network = self.site.network
+        jobs = self.tables.jobs.values()
+        attempts = self.tables.attempts.values()
         states = Counter({f"{state} jobs": 0 for state in JobState if state.terminal})
         states.update(f"{job.state} jobs" for job in jobs)
-        outcomes = Counter({f"{outcome} attempts": 0 for outcome in ("released", "lost", "crashed")})
-        outcomes.update(f"{one.outcome} attempts" for one in attempts if f"{one.outcome} attempts" in outcomes)
+        outcomes = Counter(
+            {f"{outcome} attempts": 0 for outcome in ("released", "lost", "crashed")}
+        )
+        outcomes.update(
+            f"{one.outcome} attempts" for one in attempts if f"{one.outcome} attempts" in outcomes
+        )
         tally = Counter(
             {
                 "lost frames": network.num_lost,
@@ -132,10 +147,12 @@ class World:
             tally.update(part)
         return tally
 
-    # The cast ---------------------------------------------------------------------------------------------------------
+    # The cast
+    # ---------------------------------------------------------------------------------------------------------
 
     def _start_machines(self) -> None:
-        rng, site = self.rng, self.site
+        rng = self.rng
+        site = self.site
         cuts = rng.choice([(), (1,), (2,), (1, 2)])
         bounds = [0, *cuts, NUM_LAYERS]
         shards = [range(first, last) for first, last in pairwise(bounds)]
@@ -146,7 +163,9 @@ class World:
                 kind = HeadMachine if place == 0 else LaterMachine
                 restart_s = rng.uniform(0.3, 3.0)
                 name = f"stage-{place}-{copy}"
-                self.machines.append(kind(site, name, shard, restart_s=restart_s, is_deadly=place == deadly))
+                self.machines.append(
+                    kind(site, name, shard, restart_s=restart_s, is_deadly=place == deadly)
+                )
         for number in range(rng.choice([1, 2])):
             self.machines.append(RelayMachine(site, f"relay-{number}", rng.uniform(0.3, 3.0)))
 
@@ -157,10 +176,13 @@ class World:
             self.loom.at(at_s, partial(self._accept, number))
 
     def _accept(self, number: int) -> None:
-        rng, now_s = self.rng, self.loom.now_s
+        rng = self.rng
+        now_s = self.loom.now_s
         prompt = [rng.randrange(NUM_TOKENS) for _ in range(rng.choice([1, 3, 8, 40, 70]))]
         if rng.random() < 0.5:  # It begins as others do: what they have computed of it is found.
-            prompt[:BLOCK_TOKENS] = [place % NUM_TOKENS for place in range(min(len(prompt), BLOCK_TOKENS))]
+            prompt[:BLOCK_TOKENS] = [
+                place % NUM_TOKENS for place in range(min(len(prompt), BLOCK_TOKENS))
+            ]
         job_id = UUID(int=rng.getrandbits(128))
         if rng.random() < 0.04:
             prompt[rng.randrange(len(prompt))] = POISON
@@ -187,7 +209,8 @@ class World:
     def _cancel(self, job_id: UUID) -> None:
         request_cancel(cast(Any, Connection(self.tables)), [job_id])
 
-    # Faults -----------------------------------------------------------------------------------------------------------
+    # Faults
+    # -----------------------------------------------------------------------------------------------------------
 
     def _strike(self) -> None:
         fault = self.rng.choice(FAULTS)
@@ -205,7 +228,8 @@ class World:
         self.site.network.loss = self.site.postgres.lost_answers = 0.0
         self.site.redis.repeats = self.site.redis.losses = 0.0
 
-    # Readers ----------------------------------------------------------------------------------------------------------
+    # Readers
+    # ----------------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
         for reader in self.readers:
@@ -215,15 +239,19 @@ class World:
             self.loom.after(0.5, self._read)
 
     def _follow(self, reader: Reader) -> None:
-        redis, cursor, job = self.site.redis, reader.cursor, reader.job
+        redis = self.site.redis
+        cursor = reader.cursor
+        job = reader.job
         if reader.generation != redis.generation:
-            reader.generation, reader.place = redis.generation, 0
+            reader.generation = redis.generation
+            reader.place = 0
         entries = redis.streams.get(job.id, [])
         for delta in entries[reader.place :]:
             cursor.push(delta)
         reader.place = len(entries)
         if cursor.has_gap or job.state.terminal or self.rng.random() < 0.2:
-            result, attempt = self.tables.results.get(job.id), self.tables.attempts.get((job.id, job.fence))
+            result = self.tables.results.get(job.id)
+            attempt = self.tables.attempts.get((job.id, job.fence))
             ids = result.token_ids if result else attempt.tokens if attempt else ()
             state = job.state if job.state.terminal else None
             cursor.catch_up(JobProgress(fence=job.fence, token_ids=tuple(ids), state=state))
@@ -236,7 +264,8 @@ class World:
             reader.tokens[delta.start :] = delta.ids or reader.tokens[delta.start :]
             reader.state = delta.state or reader.state
 
-    # Invariants -------------------------------------------------------------------------------------------------------
+    # Invariants
+    # -------------------------------------------------------------------------------------------------------
 
     def _is_over(self) -> bool:
         return all(job.state.terminal for job in self.tables.jobs.values()) and all(
@@ -244,26 +273,39 @@ class World:
         )
 
     def _check_ends(self) -> None:
-        open_jobs = [f"{job.id} {job.state}" for job in self.tables.jobs.values() if not job.state.terminal]
+        open_jobs = [
+            f"{job.id} {job.state}" for job in self.tables.jobs.values() if not job.state.terminal
+        ]
         require(not open_jobs, f"stuck: {open_jobs}")
         require(not self.tables.stale_writes, f"stale writes: {self.tables.stale_writes}")
-        require(not self.tables.wrong_leases, f"leases by another clock: {self.tables.wrong_leases[:1]}")
-        require(not self.site.unfenced, f"{len(self.site.unfenced)} steps without a lease: {self.site.unfenced[:1]}")
+        require(
+            not self.tables.wrong_leases, f"leases by another clock: {self.tables.wrong_leases[:1]}"
+        )
+        require(
+            not self.site.unfenced,
+            f"{len(self.site.unfenced)} steps without a lease: {self.site.unfenced[:1]}",
+        )
         for reader in self.readers:
             self._check_job(reader)
 
     def _check_job(self, reader: Reader) -> None:
-        job, result = reader.job, self.tables.results.get(reader.job.id)
+        job = reader.job
+        result = self.tables.results.get(reader.job.id)
         if job.id in self.poisoned and job.state is JobState.FAILED:
             return
         require(job.state is not JobState.FAILED, f"{job.id} failed: {job.error}")
         tokens = result.token_ids if result else ()
-        require((job.state is JobState.SUCCEEDED) <= (result is not None), f"{job.id} has no result")
+        require(
+            (job.state is JobState.SUCCEEDED) <= (result is not None), f"{job.id} has no result"
+        )
         told = reader.tokens
         if job.state is not JobState.SUCCEEDED and self.site.exact:
             # Streams run ahead of checkpoints: what a relay ends has the tokens that were saved.
             told = told[: len(tokens)]
-        require(list(tokens) == told, f"the stream of {job.id} said {reader.tokens}, the result is {tokens}")
+        require(
+            list(tokens) == told,
+            f"the stream of {job.id} said {reader.tokens}, the result is {tokens}",
+        )
         saved = self.tables.saved.get(job.id, ())
         require(tokens[: len(saved)] == saved, f"{job.id} lost its checkpoint {saved}: {tokens}")
         if self.site.exact:
@@ -274,7 +316,9 @@ class World:
         for (job_id, fence), attempt in self.tables.attempts.items():
             if job_id == job.id and attempt.outcome == "crashed":
                 is_crash = len(attempt.tokens) == attempt.num_resumed
-                require(is_crash, f"{job_id} at fence {fence} had new tokens and was counted as a crash")
+                require(
+                    is_crash, f"{job_id} at fence {fence} had new tokens and was counted as a crash"
+                )
 
     def _check_rest(self) -> None:
         for machine in self.machines:
@@ -283,12 +327,20 @@ class World:
             if isinstance(machine, HeadMachine) and machine.head is not None:
                 scheduler: Scheduler = machine.head._scheduler
                 is_wired = machine.head._engine._wiring is not None
-                require(scheduler.num_running + scheduler.num_waiting == 0, f"{machine.name} still has sequences")
+                require(
+                    scheduler.num_running + scheduler.num_waiting == 0,
+                    f"{machine.name} still has sequences",
+                )
                 # Blocks of an epoch that is over are given back when the next one begins.
                 require(scheduler.idle or not is_wired, f"{machine.name} is not idle")
-                require(scheduler.blocks_used == 0 or not is_wired, f"{machine.name} holds KV blocks")
+                require(
+                    scheduler.blocks_used == 0 or not is_wired, f"{machine.name} holds KV blocks"
+                )
             if isinstance(machine, StageMachine) and machine.toy is not None:
-                require(machine.toy.blocks_used == 0, f"{machine.name} uses {machine.toy.blocks_used} KV blocks")
+                require(
+                    machine.toy.blocks_used == 0,
+                    f"{machine.name} uses {machine.toy.blocks_used} KV blocks",
+                )
         require(not self.tables.stale_writes, f"stale writes: {self.tables.stale_writes}")
 
 
@@ -311,7 +363,8 @@ def kill(world: World) -> str:
 def pause(world: World) -> str:
     """SIGSTOP for half a lease to three of them."""
     victim = world.victim()
-    process, pause_s = victim.process, TIMES.lease_s * world.rng.choice([0.5, 1.5, 3.0])
+    process = victim.process
+    pause_s = TIMES.lease_s * world.rng.choice([0.5, 1.5, 3.0])
     process.pause()
     world.lasts(pause_s)
     world.loom.after(pause_s, process.resume)
@@ -329,7 +382,11 @@ def hang(world: World) -> str:
 
 def drain(world: World) -> str:
     """SIGTERM of a head."""
-    heads = [machine for machine in world.machines if isinstance(machine, HeadMachine) and machine.process.is_alive]
+    heads = [
+        machine
+        for machine in world.machines
+        if isinstance(machine, HeadMachine) and machine.process.is_alive
+    ]
     if heads:
         world.rng.choice(heads).drain()
     return f"drain {len(heads)}"

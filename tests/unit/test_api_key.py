@@ -17,8 +17,12 @@ SECRETS = REPOSITORY / "docker" / "secrets.sh"
 def test_keys_differ_in_id_and_secret_and_are_read_back() -> None:
     keys = [new_key() for _ in range(100)]
     presented = [parse_key(key) for key in keys]
-    assert len({each.key_id for each in presented}) == len({each.digest for each in presented}) == 100
-    assert all(parse_key(key).matches(each.digest) for key, each in zip(keys, presented, strict=True))
+    assert (
+        len({each.key_id for each in presented}) == len({each.digest for each in presented}) == 100
+    )
+    assert all(
+        parse_key(key).matches(each.digest) for key, each in zip(keys, presented, strict=True)
+    )
     assert not presented[0].matches(presented[1].digest)
 
 

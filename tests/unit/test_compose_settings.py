@@ -1,4 +1,5 @@
-"""Every setting of a service reaches it under Compose, and so under Kubernetes; or here is why not."""
+"""Every setting of a service reaches it under Compose, and so under Kubernetes; or here is why
+not."""
 
 from __future__ import annotations
 
@@ -73,17 +74,25 @@ def documented(heading: str) -> list[str]:
 
 
 def passed(service: str) -> set[str]:
-    """Settings that reach it from outside: from a variable of the same name, or from a secret's file."""
+    """Settings that reach it from outside: from a variable of the same name, or from a secret's
+    file."""
     environment: dict[str, str] = yaml.safe_load(COMPOSE)["services"][service]["environment"]
-    plain = {name for name, value in environment.items() if str(value).startswith((f"${{{name}:-", f"${{{name}:?"))}
+    plain = {
+        name
+        for name, value in environment.items()
+        if str(value).startswith((f"${{{name}:-", f"${{{name}:?"))
+    }
     files = {name for name, value in environment.items() if str(value).startswith("/run/secrets/")}
     return plain | {name.removesuffix("_FILE") for name in files}
 
 
 @pytest.mark.parametrize(
-    ("service", "heading"), [(service, heading) for heading, readers in TABLES.items() for service in readers]
+    ("service", "heading"),
+    [(service, heading) for heading, readers in TABLES.items() for service in readers],
 )
-def test_every_documented_setting_reaches_its_service_or_says_why_not(service: str, heading: str) -> None:
+def test_every_documented_setting_reaches_its_service_or_says_why_not(
+    service: str, heading: str
+) -> None:
     settings = set(documented(heading))
     assert settings
     assert settings - passed(service) == settings & left_out(service)
@@ -100,7 +109,11 @@ def test_only_documented_settings_have_a_reason() -> None:
 
 
 def test_compose_reads_all_that_the_example_sets() -> None:
-    unread = [name for name in re.findall(r"^(\w+)=", EXAMPLE, re.MULTILINE) if f"${{{name}:" not in COMPOSE]
+    unread = [
+        name
+        for name in re.findall(r"^(\w+)=", EXAMPLE, re.MULTILINE)
+        if f"${{{name}:" not in COMPOSE
+    ]
     assert unread == ["COMPOSE_PROFILES"]
 
 
@@ -109,11 +122,19 @@ def test_compose_reads_all_that_the_example_sets() -> None:
     [
         ("gateway", GatewaySettings, {"http_host", "http_port"}),
         ("relay", RelaySettings, set()),
-        ("stage", StageSettings, {"model", "layers", "device", "worker_name", "stage_cores", "hop_transport"}),
+        (
+            "stage",
+            StageSettings,
+            {"model", "layers", "device", "worker_name", "stage_cores", "hop_transport"},
+        ),
     ],
 )
 def test_what_nobody_sets_has_the_default_of_the_service(
-    service: str, kind: type[Settings], own: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    service: str,
+    kind: type[Settings],
+    own: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     for name, value in services()[service].environment.items():
         monkeypatch.setenv(name, value)
@@ -122,7 +143,14 @@ def test_what_nobody_sets_has_the_default_of_the_service(
         secret.write_text({"redis_url": "redis://:sesame@redis:6379/0"}.get(name, "sesame"))
         monkeypatch.setenv(f"{ENV_PREFIX}{name.upper()}_FILE", str(secret))
     settings = kind()
-    theirs = own | {"database_url", "redis_url", "hop_secret_key", "log_format", "metrics_port", "model_name"}
+    theirs = own | {
+        "database_url",
+        "redis_url",
+        "hop_secret_key",
+        "log_format",
+        "metrics_port",
+        "model_name",
+    }
     for name, field in kind.model_fields.items():
         if name not in theirs and field.default_factory is None:
             assert getattr(settings, name) == field.default, name

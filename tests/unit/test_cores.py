@@ -22,7 +22,20 @@ def test_a_device_name_gives_its_cores(name: str, cores: tuple[int, ...]) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", ["", "cpu", "cpu:", "cpu:a", "cpu:3-1", "cpu:0,,1", "gpu:0", "cuda", "0-3", "cpu:-1", "cpu:9999"]
+    "name",
+    [
+        "",
+        "cpu",
+        "cpu:",
+        "cpu:a",
+        "cpu:3-1",
+        "cpu:0,,1",
+        "gpu:0",
+        "cuda",
+        "0-3",
+        "cpu:-1",
+        "cpu:9999",
+    ],
 )
 def test_a_wrong_device_name_names_the_forms(name: str) -> None:
     with pytest.raises(Invalid, match=r"SHARDLINE_DEVICE: .*cuda:0") as caught:

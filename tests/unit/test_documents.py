@@ -1,4 +1,5 @@
-"""What README and docs name exists, and what exists is named there: paths, settings, metrics, words, missed targets."""
+"""What README and docs name exists, and what exists is named there: paths, settings, metrics,
+words, missed targets."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from shardline.base.metrics import GatewayMetrics, HeadMetrics, RelayMetrics, St
 from tests.benchmarks.report import LATEST, Figure
 
 ROOT = Path(__file__).resolve().parents[2]
-OPERATING = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs/operating").glob("*.md")))
+OPERATING = "\n".join(
+    path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs/operating").glob("*.md"))
+)
 DOCUMENTS = [ROOT / "README.md", ROOT / ".env.example", *sorted((ROOT / "docs").rglob("*.md"))]
 READERS = [
     ROOT / "compose.yaml",
@@ -30,8 +33,15 @@ READERS = [
     ROOT / "tests/conftest.py",
 ]
 PAGES = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "services").rglob("*.md"))]
-PATH = re.compile(r"(?<![\w/.-])((?:services|shared|tests|migrations|docker|docs)/[\w/.-]*\w)(?![\w*<{…/])")
-GLOSSARY = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").partition("## Words")[2].partition("\n## ")[0]
+PATH = re.compile(
+    r"(?<![\w/.-])((?:services|shared|tests|migrations|docker|docs)/[\w/.-]*\w)(?![\w*<{…/])"
+)
+GLOSSARY = (
+    (ROOT / "docs/architecture.md")
+    .read_text(encoding="utf-8")
+    .partition("## Words")[2]
+    .partition("\n## ")[0]
+)
 SERVICES = (Settings, GatewaySettings, RelaySettings, StageSettings, StandaloneSettings)
 VARIABLE = re.compile(rf"\b{ENV_PREFIX}[A-Z0-9_]*[A-Z0-9]\b")
 EXAMPLE = {"SHARDLINE_X", "SHARDLINE_X_FILE"}
@@ -49,7 +59,9 @@ def variables(files: Iterable[Path]) -> set[str]:
     return {name.removesuffix("_FILE") for name in named - EXAMPLE}
 
 
-SETTINGS = {f"{ENV_PREFIX}{field.upper()}" for service in SERVICES for field in service.model_fields} | BESIDE_SETTINGS
+SETTINGS = {
+    f"{ENV_PREFIX}{field.upper()}" for service in SERVICES for field in service.model_fields
+} | BESIDE_SETTINGS
 
 
 def metrics() -> set[str]:
@@ -67,12 +79,18 @@ def test_something_reads_every_documented_variable(document: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_path_in_a_document_exists(page: Path) -> None:
-    assert {path for path in PATH.findall(page.read_text(encoding="utf-8")) if not (ROOT / path).exists()} == set()
+    assert {
+        path
+        for path in PATH.findall(page.read_text(encoding="utf-8"))
+        if not (ROOT / path).exists()
+    } == set()
 
 
 def test_every_class_in_the_glossary_exists() -> None:
     sources = [path for folder in ("services", "shared") for path in (ROOT / folder).rglob("*.py")]
-    nodes = [node for path in sources for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    nodes = [
+        node for path in sources for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    ]
     classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
     named = set(re.findall(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)*)(?:\.\w+)?`", GLOSSARY))
     assert named
@@ -93,7 +111,13 @@ def test_bounds_in_operating_stand_where_it_says(place: str) -> None:
 def _defines(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.ClassDef):
         return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, ast.AnnAssign)
+        else []
+    )
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
@@ -105,7 +129,12 @@ def test_every_metric_that_operating_names_exists() -> None:
 
 def test_the_readme_names_every_missed_target() -> None:
     figures = msgspec.json.decode(LATEST.read_bytes(), type=list[Figure])
-    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## How fast")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "README.md")
+        .read_text(encoding="utf-8")
+        .partition("## How fast")[2]
+        .partition("\n## ")[0]
+    )
     missed = {figure.name for figure in figures if figure.is_met is False}
     assert set(re.findall(r"`([a-z]+-[a-z0-9-]+)`", section.partition("misses")[2])) == missed
     has_stages = any(figure.name.startswith("two-stages") for figure in figures)

@@ -44,7 +44,13 @@ def test_an_armed_point_strikes_once_and_leaves_a_mark(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("when", "strikes"),
-    [({"place": 1}, True), ({"place": 0}, False), ({"seed": 7}, True), ({"seed": 8}, False), ({"door": "sql"}, False)],
+    [
+        ({"place": 1}, True),
+        ({"place": 0}, False),
+        ({"seed": 7}, True),
+        ({"seed": 8}, False),
+        ({"door": "sql"}, False),
+    ],
 )
 def test_a_point_stays_armed_while_its_conditions_differ(
     when: dict[str, int | str], strikes: bool, tmp_path: Path
@@ -57,7 +63,13 @@ def test_a_point_stays_armed_while_its_conditions_differ(
 def test_a_point_strikes_as_often_as_armed(tmp_path: Path) -> None:
     arm(tmp_path, times=3)
     points = Failpoints(tmp_path)
-    assert [points.take(Point.MID_DECODE, {}) for _ in range(5)] == ["nan", "nan", "nan", None, None]
+    assert [points.take(Point.MID_DECODE, {}) for _ in range(5)] == [
+        "nan",
+        "nan",
+        "nan",
+        None,
+        None,
+    ]
 
 
 def test_a_point_armed_without_end_strikes_every_time(tmp_path: Path) -> None:
@@ -82,7 +94,9 @@ def test_the_action_raise_raises(tmp_path: Path) -> None:
         Failpoints(tmp_path).take(Point.MID_DECODE, {})
 
 
-@pytest.mark.parametrize("says", [{"action": "burn"}, {"pause_s": 10_000}, {"times": 0}, {"place": 1}])
+@pytest.mark.parametrize(
+    "says", [{"action": "burn"}, {"pause_s": 10_000}, {"times": 0}, {"place": 1}]
+)
 def test_a_failpoint_file_of_nonsense_is_refused(says: dict[str, Any], tmp_path: Path) -> None:
     arm(tmp_path, **says)
     with pytest.raises(msgspec.ValidationError):
@@ -90,8 +104,12 @@ def test_a_failpoint_file_of_nonsense_is_refused(says: dict[str, Any], tmp_path:
 
 
 @pytest.mark.parametrize(("place", "status"), [(1, -signal.SIGKILL), (2, 0)])
-def test_a_failpoint_set_by_the_environment_kills_the_process(place: int, status: int, tmp_path: Path) -> None:
+def test_a_failpoint_set_by_the_environment_kills_the_process(
+    place: int, status: int, tmp_path: Path
+) -> None:
     arm(tmp_path, action="kill", when={"place": place})
     env = {**os.environ, "PYTHONPATH": str(SHARED), "SHARDLINE_FAILPOINTS": str(tmp_path)}
-    ran = subprocess.run([sys.executable, "-c", PASS], env=env, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", PASS], env=env, capture_output=True, text=True, check=False
+    )
     assert (ran.returncode, ran.stdout) == (status, "lives\n" if status == 0 else "")

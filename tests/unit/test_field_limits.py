@@ -6,7 +6,17 @@ import re
 
 import msgspec
 import pytest
-from msgspec.inspect import Field, FloatType, IntType, ListType, StrType, StructType, Type, UnionType, VarTupleType
+from msgspec.inspect import (
+    Field,
+    FloatType,
+    IntType,
+    ListType,
+    StrType,
+    StructType,
+    Type,
+    UnionType,
+    VarTupleType,
+)
 
 from shardline.contract.job import MAX_METADATA_BYTES, MAX_METADATA_DEPTH, JobRequest
 from tests.repository import REPOSITORY
@@ -33,13 +43,16 @@ def documented() -> dict[str, str]:
     rows: dict[str, str] = {}
     for line in (REPOSITORY / "docs/jobs.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("| `"):
-            names, limit = line.split("|")[1], line.split("|")[3]
+            names = line.split("|")[1]
+            limit = line.split("|")[3]
             rows |= dict.fromkeys(re.findall(r"`(\w+)`", names), limit.strip())
     return rows
 
 
 def _said(number: float) -> str:
-    return WORDS.get(int(number)) or (f"{number:,}" if float(number) != int(number) else f"{int(number):,}")
+    return WORDS.get(int(number)) or (
+        f"{number:,}" if float(number) != int(number) else f"{int(number):,}"
+    )
 
 
 def _limit(kind: Type) -> str | None:
@@ -51,7 +64,11 @@ def _limit(kind: Type) -> str | None:
         assert kind.le is not None, "a number without a ceiling"
         return f"{_said(kind.ge)} to {_said(kind.le)}"
     if isinstance(kind, StrType) and kind.max_length is not None:
-        return f"{kind.min_length} to {kind.max_length} characters" if kind.min_length else f"{kind.max_length} char"
+        return (
+            f"{kind.min_length} to {kind.max_length} characters"
+            if kind.min_length
+            else f"{kind.max_length} char"
+        )
     if isinstance(kind, ListType | VarTupleType) and kind.max_length is not None:
         return f"up to {kind.max_length} "
     return None

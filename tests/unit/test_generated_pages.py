@@ -10,4 +10,6 @@ from tests.repository import REPOSITORY
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_what_the_code_says(name: str) -> None:
-    assert (REPOSITORY / name).read_text(encoding="utf-8") == PAGES[name](), "make documents writes it"
+    assert (REPOSITORY / name).read_text(encoding="utf-8") == PAGES[name](), (
+        "make documents writes it"
+    )

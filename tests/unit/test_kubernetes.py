@@ -1,4 +1,5 @@
-"""The manifests of Kubernetes: made from compose.yaml, valid, and in keeping with the product's own times."""
+"""The manifests of Kubernetes: made from compose.yaml, valid, and in keeping with the product's own
+times."""
 
 from __future__ import annotations
 
@@ -27,33 +28,52 @@ OTHERS = ("keda.sh/", "kustomize.config.k8s.io/")
 def manifests() -> Iterator[tuple[Path, dict[str, Any]]]:
     """Every object of every committed file."""
     for path in sorted(FOLDER.rglob("*.yaml")):
-        yield from ((path, document) for document in yaml.safe_load_all(path.read_text(encoding="utf-8")))
+        yield from (
+            (path, document) for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))
+        )
 
 
 def pods() -> dict[str, dict[str, Any]]:
     """What pods of each workload are made of, by its name."""
-    found = {each["metadata"]["name"]: each["spec"] for _, each in manifests() if "template" in each.get("spec", {})}
+    found = {
+        each["metadata"]["name"]: each["spec"]
+        for _, each in manifests()
+        if "template" in each.get("spec", {})
+    }
     return {name: spec["template"]["spec"] for name, spec in found.items()}
 
 
 def test_the_committed_manifests_are_those_that_compose_makes() -> None:
-    committed = {path.relative_to(FOLDER): path.read_text(encoding="utf-8") for path in FOLDER.rglob("*.yaml")}
+    committed = {
+        path.relative_to(FOLDER): path.read_text(encoding="utf-8")
+        for path in FOLDER.rglob("*.yaml")
+    }
     assert committed == files(), "run `make manifests`"
 
 
 @pytest.mark.parametrize(
     "document",
-    [pytest.param(each, id=f"{path.parent.name}-{each['kind']}-{path.stem}") for path, each in manifests()],
+    [
+        pytest.param(each, id=f"{path.parent.name}-{each['kind']}-{path.stem}")
+        for path, each in manifests()
+    ],
 )
 def test_every_object_is_valid(document: dict[str, Any]) -> None:
     if document["apiVersion"].startswith(OTHERS):
-        assert document["kind"] in {"Kustomization", "Component", "ScaledObject", "TriggerAuthentication"}
+        assert document["kind"] in {
+            "Kustomization",
+            "Component",
+            "ScaledObject",
+            "TriggerAuthentication",
+        }
     else:
         kubernetes_validate.validate(document, VERSION, strict=True)
 
 
 def test_an_object_that_is_not_valid_is_noticed() -> None:
-    (budget,) = [each for path, each in manifests() if path.name == "stage.yaml" and "Budget" in each["kind"]]
+    (budget,) = [
+        each for path, each in manifests() if path.name == "stage.yaml" and "Budget" in each["kind"]
+    ]
     budget["spec"]["maxUnavailabel"] = 1
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(budget, VERSION, strict=True)
@@ -67,11 +87,19 @@ def test_each_pod_gets_its_own_secrets_and_settings_that_exist() -> None:
     (settings,) = [each["data"] for _, each in manifests() if each["kind"] == "ConfigMap"]
     for name, pod in pods().items():
         (container,) = pod["containers"]
-        items = [item["key"] for volume in pod["volumes"] for item in volume.get("secret", {}).get("items", [])]
+        items = [
+            item["key"]
+            for volume in pod["volumes"]
+            for item in volume.get("secret", {}).get("items", [])
+        ]
         assert items == services()[name].secrets
         values = {each["name"]: each for each in container["env"]}
         assert values.keys() >= services()[name].environment.keys()
-        asked = [each["valueFrom"].get("configMapKeyRef") for each in values.values() if "valueFrom" in each]
+        asked = [
+            each["valueFrom"].get("configMapKeyRef")
+            for each in values.values()
+            if "valueFrom" in each
+        ]
         assert {each["key"] for each in asked if each} <= settings.keys()
 
 
@@ -86,7 +114,11 @@ def test_no_pod_is_root_or_killed_before_its_drain_ends() -> None:
 def test_probes_ask_what_compose_asks_and_kill_no_stage_that_waits() -> None:
     for name, pod in pods().items():
         (container,), health = pod["containers"], services()[name].health
-        kinds = {kind for kind in ("startupProbe", "readinessProbe", "livenessProbe") if kind in container}
+        kinds = {
+            kind
+            for kind in ("startupProbe", "readinessProbe", "livenessProbe")
+            if kind in container
+        }
         if health is None:
             assert kinds == set()
             continue
@@ -103,7 +135,9 @@ def test_each_container_has_bounds_of_memory_but_stages_which_take_what_is_free(
         if name.startswith("stage"):
             assert "memory" not in resources.get("limits", {})
         else:
-            asked, most = (int(resources[kind]["memory"].removesuffix("Mi")) for kind in ("requests", "limits"))
+            asked, most = (
+                int(resources[kind]["memory"].removesuffix("Mi")) for kind in ("requests", "limits")
+            )
             assert 0 < asked <= most
             assert most <= 1024 or name == "postgres"
 
@@ -135,7 +169,8 @@ REACHED = {
     **{(name, 9100): {"monitoring", *STAGES} for name in STAGES},
     **{(name, 7600): STAGES for name in STAGES},
 }
-"""Of each pod and port, who reaches it: other pods of ours, and pods of other namespaces by those."""
+"""Of each pod and port, who reaches it: other pods of ours, and pods of other namespaces by
+those."""
 
 
 @pytest.mark.parametrize(("pod", "port"), sorted(REACHED))
@@ -146,8 +181,12 @@ def test_only_those_who_need_it_reach_a_port(pod: str, port: int) -> None:
     others = {"monitoring", "keda", "else"}
     chosen = [each for each in policies if selects(each["podSelector"], ours[pod])]
     assert chosen
-    rules = [rule for each in chosen for rule in each["ingress"] if port in numbers(rule, default=port)]
-    reached = {name for name, labels in ours.items() if any(lets(rule, labels, None) for rule in rules)}
+    rules = [
+        rule for each in chosen for rule in each["ingress"] if port in numbers(rule, default=port)
+    ]
+    reached = {
+        name for name, labels in ours.items() if any(lets(rule, labels, None) for rule in rules)
+    }
     reached |= {name for name in others if any(lets(rule, {}, name) for rule in rules)}
     assert reached == REACHED[pod, port]
 

@@ -22,7 +22,8 @@ PASSWORD = "sesame-4711-open"
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    handlers = root.handlers[:]
+    level = root.level
     yield
     root.handlers[:], root.level = handlers, level
     structlog.reset_defaults()
@@ -52,7 +53,12 @@ def test_each_json_line_of_a_job_carries_its_id(capsys: pytest.CaptureFixture[st
 
     first, second = lines(capsys)
 
-    assert (first["event"], first["job_id"], first["attempt"], first["tokens"]) == ("accepted", str(JOB), 2, 3)
+    assert (first["event"], first["job_id"], first["attempt"], first["tokens"]) == (
+        "accepted",
+        str(JOB),
+        2,
+        3,
+    )
     assert (first["service"], first["level"], first["logger"]) == ("gateway", "info", "one")
     assert "job_id" not in second
 
@@ -88,7 +94,9 @@ def test_no_secret_is_logged_in_fields_messages_or_tracebacks(
 ) -> None:
     log.configure(service="relay", form=form)
     told = text.format(PASSWORD, PASSWORD)
-    structlog.get_logger("one").warning(told, field=told, inside={"a": [told]}, error=ValueError(told))
+    structlog.get_logger("one").warning(
+        told, field=told, inside={"a": [told]}, error=ValueError(told)
+    )
     logging.getLogger("two").error("failed: %s", told, extra={"more": told})
     structlog.get_logger("one").error("broken", exc_info=raised(told))
 
@@ -110,9 +118,17 @@ def test_an_api_key_is_logged_by_its_id(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    "text", ["http://127.0.0.1:8000/v1 by me@host", "tokens=5 key=stage-1", "?limit=5&after=7", "Bearer of news"]
+    "text",
+    [
+        "http://127.0.0.1:8000/v1 by me@host",
+        "tokens=5 key=stage-1",
+        "?limit=5&after=7",
+        "Bearer of news",
+    ],
 )
-def test_what_is_no_secret_is_logged_as_it_is(capsys: pytest.CaptureFixture[str], text: str) -> None:
+def test_what_is_no_secret_is_logged_as_it_is(
+    capsys: pytest.CaptureFixture[str], text: str
+) -> None:
     log.configure(service="relay", form="json")
     structlog.get_logger("one").info(text)
     (line,) = lines(capsys)
@@ -122,8 +138,14 @@ def test_what_is_no_secret_is_logged_as_it_is(capsys: pytest.CaptureFixture[str]
 def test_the_arguments_of_a_task_are_not_formatted(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure(service="relay", form="json")
     info = {"id": "7", "args": SECRET, "kwargs": {"prompt": SECRET}}
-    logging.getLogger("celery.worker.strategy").error("Couldn't convert ETA %r: %r. Task: %r", 1, ValueError(), info)
-    envelope = {"body": SECRET, "headers": {"kwargsrepr": SECRET}, "properties": {"delivery_tag": "8"}}
+    logging.getLogger("celery.worker.strategy").error(
+        "Couldn't convert ETA %r: %r. Task: %r", 1, ValueError(), info
+    )
+    envelope = {
+        "body": SECRET,
+        "headers": {"kwargsrepr": SECRET},
+        "properties": {"delivery_tag": "8"},
+    }
     logging.getLogger("kombu.transport.redis").critical("Could not restore message: %r", envelope)
     first, second = lines(capsys)
     assert SECRET not in str([first, second])
@@ -133,7 +155,9 @@ def test_the_arguments_of_a_task_are_not_formatted(capsys: pytest.CaptureFixture
 
 def test_the_arguments_of_a_failed_task_are_not_logged(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure(service="relay", form="json")
-    logging.getLogger("celery.app.trace").error("Task %(name)s failed", {"name": "x"}, extra={"data": {"args": SECRET}})
+    logging.getLogger("celery.app.trace").error(
+        "Task %(name)s failed", {"name": "x"}, extra={"data": {"args": SECRET}}
+    )
 
     (line,) = lines(capsys)
 

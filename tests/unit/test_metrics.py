@@ -29,7 +29,12 @@ from tests.unit.fleet.planner.fleets import device, model
 
 def test_every_metrics_name_is_unique_and_ours() -> None:
     registry = CollectorRegistry()
-    for kind in (metrics.GatewayMetrics, metrics.RelayMetrics, metrics.StageMetrics, metrics.HeadMetrics):
+    for kind in (
+        metrics.GatewayMetrics,
+        metrics.RelayMetrics,
+        metrics.StageMetrics,
+        metrics.HeadMetrics,
+    ):
         kind(registry)
     names = [metric.name for metric in registry.collect()]
     assert len(names) == len(set(names))
@@ -48,7 +53,9 @@ def test_scrapers_read_the_served_port() -> None:
     assert text.splitlines()[0] == generate_latest(registry).decode().splitlines()[0]
 
 
-def meter_of_stage(*, is_head: bool, drift: Drift | None = None, power: Power | None = None) -> StageMeter:
+def meter_of_stage(
+    *, is_head: bool, drift: Drift | None = None, power: Power | None = None
+) -> StageMeter:
     """Of one that has just started."""
     executor = SimpleNamespace(exact=True, blocks_used=3, num_blocks=8)
     loaded = SimpleNamespace(
@@ -67,19 +74,39 @@ def meter_of_stage(*, is_head: bool, drift: Drift | None = None, power: Power | 
 def scrape_of_stage(*, is_head: bool) -> str:
     """What it shows after a step."""
     meter = meter_of_stage(is_head=is_head)
-    prompt = Open(seq=0, ids=(5,) * 71, num_prompt=71, params=SamplingParams(), seed=1, num_blocks=2, num_cached=64)
-    rows = (Row(0, 64, 7, (), (0, 1), wants=True), Row(1, 9, 4, (5,), (), wants=True, drafts=(6, 7, 8)))
+    prompt = Open(
+        seq=0,
+        ids=(5,) * 71,
+        num_prompt=71,
+        params=SamplingParams(),
+        seed=1,
+        num_blocks=2,
+        num_cached=64,
+    )
+    rows = (
+        Row(0, 64, 7, (), (0, 1), wants=True),
+        Row(1, 9, 4, (5,), (), wants=True, drafts=(6, 7, 8)),
+    )
     moves = (Move(0, 0, is_out=True), Move(1, 1, is_out=True), Move(2, 0, is_out=False))
     plan = StepPlan(0, (prompt,), rows, (), moves=moves)
     meter.step(
-        plan, EngineProgress(epoch=1).finish(plan, began_s=2.0, compute_began_s=2.5, computed_s=6.5, ended_s=7.0)
+        plan,
+        EngineProgress(epoch=1).finish(
+            plan, began_s=2.0, compute_began_s=2.5, computed_s=6.5, ended_s=7.0
+        ),
     )
-    meter.report([NewTokens(key=(job, 1), start=0, ids=ids, text="") for job, ids in (("a", (4,)), ("b", (6, 7, 9)))])
+    meter.report(
+        [
+            NewTokens(key=(job, 1), start=0, ids=ids, text="")
+            for job, ids in (("a", (4,)), ("b", (6, 7, 9)))
+        ]
+    )
     return generate_latest(meter.registry).decode()
 
 
 def test_stages_of_a_pipeline_count_each_token_once() -> None:
-    head, later = scrape_of_stage(is_head=True), scrape_of_stage(is_head=False)
+    head = scrape_of_stage(is_head=True)
+    later = scrape_of_stage(is_head=False)
     assert "shardline_output_tokens_total 4.0" in head
     assert "shardline_draft_tokens_total 3.0" in head
     assert "shardline_accepted_tokens_total 2.0" in head
@@ -122,8 +149,13 @@ def test_a_measured_device_shows_its_rates_and_links_which_follow_its_drift() ->
         assert value is not None
         return value
 
-    before = rate("device_bytes_per_second", what="weights"), rate("device_operations_per_second", rows="256")
-    assert before[1] == pytest.approx(64 * before[0] / 2), "four bytes and two operations for each weight"
+    before = (
+        rate("device_bytes_per_second", what="weights"),
+        rate("device_operations_per_second", rows="256"),
+    )
+    assert before[1] == pytest.approx(64 * before[0] / 2), (
+        "four bytes and two operations for each weight"
+    )
     assert math.isnan(rate("device_bytes_per_second", what="kv")), "its context costs nothing"
     assert rate("link_latency_seconds", machine="two") == 0.02
     assert rate("link_bytes_per_second", machine="two") == 5e8
@@ -142,7 +174,9 @@ def test_a_stage_shows_what_steps_took_and_what_its_device_drew_besides() -> Non
     registry = meter.registry
 
     def shown(doing: str) -> float:
-        value = registry.get_sample_value("shardline_energy_joules", {"doing": doing, "source": "table"})
+        value = registry.get_sample_value(
+            "shardline_energy_joules", {"doing": doing, "source": "table"}
+        )
         assert value is not None
         return value
 
@@ -156,7 +190,9 @@ def test_a_device_of_unknown_power_shows_no_energy() -> None:
 
 def test_a_stage_says_who_it_is() -> None:
     labels = {"model": "clerk", "worker": "w@h", "device": "cpu:0", "layers": "0-3"}
-    assert meter_of_stage(is_head=False).registry.get_sample_value("shardline_stage_info", labels) == 1
+    assert (
+        meter_of_stage(is_head=False).registry.get_sample_value("shardline_stage_info", labels) == 1
+    )
 
 
 def test_ended_jobs_are_counted_by_outcome_and_only_what_they_have_is_timed() -> None:
@@ -165,7 +201,9 @@ def test_ended_jobs_are_counted_by_outcome_and_only_what_they_have_is_timed() ->
     meter.ended(JobState.CANCELLED, Latency(whole_s=4.0, first_token_s=None, token_s=None))
 
     def shown(name: str, **labels: str) -> float | None:
-        return meter.registry.get_sample_value(f"shardline_job_{name}", {"model": "clerk", **labels})
+        return meter.registry.get_sample_value(
+            f"shardline_job_{name}", {"model": "clerk", **labels}
+        )
 
     assert shown("seconds_sum", outcome="succeeded") == 3.0
     assert shown("seconds_sum", outcome="cancelled") == 4.0
@@ -181,7 +219,9 @@ def test_energy_of_jobs_is_counted_by_tenant_up_to_a_number_of_tenants() -> None
         meter.charge("t0", 1.0)
 
     def counted(tenant: str) -> float | None:
-        return meter.registry.get_sample_value("shardline_job_energy_joules_total", {"tenant": tenant})
+        return meter.registry.get_sample_value(
+            "shardline_job_energy_joules_total", {"tenant": tenant}
+        )
 
     assert counted("t0") == 2.0 + MAX_TENANTS + 2
     assert counted(f"t{MAX_TENANTS - 1}") == 2.0

@@ -44,7 +44,9 @@ def series() -> dict[str, frozenset[str]]:
             for metric in vars(kind(registry)).values()
         }
         for family in registry.collect():
-            found |= {f"{family.name}{ending}": labels[family.name] for ending in ENDINGS[family.type]}
+            found |= {
+                f"{family.name}{ending}": labels[family.name] for ending in ENDINGS[family.type]
+            }
     return found
 
 
@@ -57,7 +59,9 @@ def expressions() -> Iterator[Any]:
         for shown in json.loads(path.read_text(encoding="utf-8"))["panels"]:
             for target in shown["targets"]:
                 legend = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
-                yield pytest.param(target["expr"], legend, id=f"{path.stem}: {shown['title']} {target['refId']}")
+                yield pytest.param(
+                    target["expr"], legend, id=f"{path.stem}: {shown['title']} {target['refId']}"
+                )
     for rule in rules():
         legend = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
         yield pytest.param(rule["expr"], legend, id=rule["alert"])
@@ -73,7 +77,10 @@ def problems(expression: str, legend: set[str]) -> list[str]:
     """What an expression names that does not exist."""
     known = SERIES | OF_PROMETHEUS
     bare = re.sub(r'"[^"]*"', '""', expression.replace("$__rate_interval", "1m"))
-    asked = set(re.findall(r"\b[a-z_][a-z0-9_]*\b", SELECTED.sub(r"\1", LISTED.sub("", bare)))) - KEYWORDS
+    asked = (
+        set(re.findall(r"\b[a-z_][a-z0-9_]*\b", SELECTED.sub(r"\1", LISTED.sub("", bare))))
+        - KEYWORDS
+    )
     unknown = sorted(asked - known.keys())
     has = OF_TARGETS.union(*(known[name] for name in asked & known.keys()))
     listed = {label.strip() for group in LISTED.findall(bare) for label in group.split(",")}
@@ -82,7 +89,11 @@ def problems(expression: str, legend: set[str]) -> list[str]:
         for name, label in _selected(bare)
         if label not in known.get(name, ()) and label not in OF_TARGETS
     ]
-    return unknown + wrong + sorted(f"no metric has the label {label}" for label in (listed | legend) - has)
+    return (
+        unknown
+        + wrong
+        + sorted(f"no metric has the label {label}" for label in (listed | legend) - has)
+    )
 
 
 def _selected(bare: str) -> Iterator[tuple[str, str]]:
@@ -106,7 +117,9 @@ def test_it_asks_for_metrics_and_labels_that_there_are(expression: str, legend: 
         ("rate(shardline_job_seconds[5m])", set(), "shardline_job_seconds"),
     ],
 )
-def test_a_name_or_label_that_does_not_exist_is_noticed(expression: str, legend: set[str], problem: str) -> None:
+def test_a_name_or_label_that_does_not_exist_is_noticed(
+    expression: str, legend: set[str], problem: str
+) -> None:
     assert problems(expression, legend) == [problem]
 
 
@@ -119,26 +132,43 @@ def test_the_committed_dashboards_are_those_that_their_source_makes() -> None:
 def test_a_dashboard_or_an_alert_shows_every_metric(name: str) -> None:
     base = re.sub(r"_(bucket|sum|count)$", "", name)
     shown = " ".join(str(each.values[0]) for each in expressions())
-    assert re.search(rf"\b{base}(_bucket|_sum|_count)?\b", shown), "add it to docker/monitoring/dashboards.py"
+    assert re.search(rf"\b{base}(_bucket|_sum|_count)?\b", shown), (
+        "add it to docker/monitoring/dashboards.py"
+    )
 
 
 @pytest.mark.parametrize("alert", [rule["alert"] for rule in rules()])
 def test_every_alert_is_tried_and_has_its_row_in_the_page(alert: str) -> None:
-    assert TRIED.count(f"alertname: {alert}\n") + TRIED.count(f"alertname: {alert} ") == 2, "once silent, once firing"
+    assert TRIED.count(f"alertname: {alert}\n") + TRIED.count(f"alertname: {alert} ") == 2, (
+        "once silent, once firing"
+    )
     assert f"| {alert} |" in PAGE
 
 
 def test_compose_mounts_what_the_provisioned_files_name() -> None:
     compose = yaml.safe_load((REPOSITORY / "compose.yaml").read_text(encoding="utf-8"))["services"]
-    mounts = dict(each.split(":")[:2] for name in ("prometheus", "grafana") for each in compose[name]["volumes"])
-    provider = yaml.safe_load((MONITORING / "grafana/provisioning/dashboards/shardline.yaml").read_text())
-    source = yaml.safe_load((MONITORING / "grafana/provisioning/datasources/prometheus.yaml").read_text())
+    mounts = dict(
+        each.split(":")[:2]
+        for name in ("prometheus", "grafana")
+        for each in compose[name]["volumes"]
+    )
+    provider = yaml.safe_load(
+        (MONITORING / "grafana/provisioning/dashboards/shardline.yaml").read_text()
+    )
+    source = yaml.safe_load(
+        (MONITORING / "grafana/provisioning/datasources/prometheus.yaml").read_text()
+    )
     scraped = yaml.safe_load((MONITORING / "prometheus/compose.yaml").read_text())["scrape_configs"]
-    assert mounts["./docker/monitoring/grafana/dashboards"] == provider["providers"][0]["options"]["path"]
+    assert (
+        mounts["./docker/monitoring/grafana/dashboards"]
+        == provider["providers"][0]["options"]["path"]
+    )
     assert source["datasources"][0]["url"] == "http://prometheus:9090"
     names = set(scraped[0]["dns_sd_configs"][0]["names"])
     assert names == {
-        name for name, each in compose.items() if "SHARDLINE_METRICS_PORT" in str(each.get("environment"))
+        name
+        for name, each in compose.items()
+        if "SHARDLINE_METRICS_PORT" in str(each.get("environment"))
     } - {"migrate"}
     for path in (Path(each) for each in mounts if each.startswith("./")):
         assert (REPOSITORY / path).is_dir()

@@ -54,7 +54,9 @@ class Rule:
 def test_a_patch_changes_its_function_alone_however_its_lines_are_broken() -> None:
     patch = Patch(file="rule.py", within="Rule.holds", old="( number < LIMIT )", new="True")
 
-    assert patch.applied(SOURCE) == SOURCE.replace("(\n            number < LIMIT\n        )", "True")
+    assert patch.applied(SOURCE) == SOURCE.replace(
+        "(\n            number < LIMIT\n        )", "True"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The table of mutants keeps what earlier runs have seen, wherever they ran, and takes what this run has seen."""
+"""The table of mutants keeps what earlier runs have seen, wherever they ran, and takes what this
+run has seen."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from tests.chaos.mutants.table import BEGIN, END, Seen, update
 from tests.repository import REPOSITORY
 
 HURT = Hurt(faults="kill head", counts=("lost",))
-FENCE, SWEEPER, NEW = (Mutant(name=name, patches=(), hurt=HURT) for name in ("no fence", "no sweeper", "new"))
+FENCE, SWEEPER, NEW = (
+    Mutant(name=name, patches=(), hurt=HURT) for name in ("no fence", "no sweeper", "new")
+)
 DOCUMENT = f"""Text before.
 
 {BEGIN}
@@ -43,7 +46,9 @@ def document(tmp_path: Path) -> Path:
 
 def rows(document: Path) -> list[str]:
     lines = document.read_text(encoding="utf-8").splitlines()
-    return [line for line in lines[lines.index(BEGIN) : lines.index(END)] if line.startswith("|")][2:]
+    return [line for line in lines[lines.index(BEGIN) : lines.index(END)] if line.startswith("|")][
+        2:
+    ]
 
 
 def test_only_what_ran_is_replaced_and_text_around_the_table_stays(document: Path) -> None:
@@ -78,11 +83,14 @@ def test_a_new_mutant_takes_its_place_in_the_order_of_the_catalog(document: Path
     update(document, (FENCE, NEW, SWEEPER), {NEW.name: STACK})
 
     assert rows(document)[2] == "| new | - | - | `lost` 7 under kill head |"
-    assert [row.split(" | ")[0] for row in rows(document)] == ["| no fence"] * 2 + ["| new"] + ["| no sweeper"] * 2
+    assert [row.split(" | ")[0] for row in rows(document)] == ["| no fence"] * 2 + ["| new"] + [
+        "| no sweeper"
+    ] * 2
 
 
 def test_a_run_without_mutants_leaves_the_documents_own_table_as_it_is(tmp_path: Path) -> None:
-    path, before = tmp_path / "guarantees.md", (REPOSITORY / "docs/guarantees.md").read_text(encoding="utf-8")
+    path = tmp_path / "guarantees.md"
+    before = (REPOSITORY / "docs/guarantees.md").read_text(encoding="utf-8")
     path.write_text(before, encoding="utf-8")
 
     update(path, MUTANTS, {})

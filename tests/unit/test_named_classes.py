@@ -1,4 +1,5 @@
-"""Classes that docstrings and pages name in backticks exist: in the product, in the tests, or in the C++ sources."""
+"""Classes that docstrings and pages name in backticks exist: in the product, in the tests, or in
+the C++ sources."""
 
 from __future__ import annotations
 
@@ -11,12 +12,24 @@ import pytest
 
 from tests.repository import REPOSITORY
 
-PRODUCT = [path for folder in ("services", "shared") for path in sorted((REPOSITORY / folder).rglob("*.py"))]
+PRODUCT = [
+    path
+    for folder in ("services", "shared")
+    for path in sorted((REPOSITORY / folder).rglob("*.py"))
+]
 TESTS = sorted((REPOSITORY / "tests").rglob("*.py"))
-SOURCES = [path for suffix in ("cpp", "h") for path in sorted((REPOSITORY / "services").rglob(f"*.{suffix}"))]
+SOURCES = [
+    path
+    for suffix in ("cpp", "h")
+    for path in sorted((REPOSITORY / "services").rglob(f"*.{suffix}"))
+]
 PAGES = [
     *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md")),
-    *(path for folder in ("docs", "services") for path in sorted((REPOSITORY / folder).rglob("*.md"))),
+    *(
+        path
+        for folder in ("docs", "services")
+        for path in sorted((REPOSITORY / folder).rglob("*.md"))
+    ),
 ]
 NAMED = re.compile(r"`([A-Z][a-z0-9]\w*(?:\.\w+)*)(?:\([^`]*\))?`")
 DEFINED_IN_CPP = re.compile(r"\b(?:struct|enum|class) (\w+)")
@@ -55,7 +68,11 @@ def texts(path: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def known() -> set[str]:
     names = {name for path in (*PRODUCT, *TESTS) for name in identifiers(path)}
-    return names | FOREIGN | {name for path in SOURCES for name in DEFINED_IN_CPP.findall(path.read_text("utf-8"))}
+    return (
+        names
+        | FOREIGN
+        | {name for path in SOURCES for name in DEFINED_IN_CPP.findall(path.read_text("utf-8"))}
+    )
 
 
 def test_every_class_that_docstrings_and_pages_name_exists(known: set[str]) -> None:

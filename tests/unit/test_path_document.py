@@ -1,4 +1,5 @@
-"""services/README.md, the path of a prompt: what it names exists, is counted, and is all that a prompt passes."""
+"""services/README.md, the path of a prompt: what it names exists, is counted, and is all that a
+prompt passes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ PATH, _, BESIDE = REST.partition("\n## Beside the path")
 ROOTS = (REPOSITORY / "services", REPOSITORY / "shared")
 ITEM = re.compile(r"^(\d+)\. (?:[⇒⇢] )?`([\w/]+\.py):([\w.]+)`(.*(?:\n    .*)*)", re.MULTILINE)
 SOURCE = re.compile(r"`([\w/]+\.(?:py|cpp))`")
-MAX_MODULES, MAX_HAND_OFFS, MAX_BYTES = 50, 10, 6_300
+MAX_MODULES = 50
+MAX_HAND_OFFS = 10
+MAX_BYTES = 6_300
 
 OFF_THE_PATH = {
     "errors, settings, metrics, clocks, connections: of any module": """shardline/__init__ shardline/base/aio
@@ -80,16 +83,27 @@ def find(name: str, folder: Path | None = None) -> Path:
 def items() -> Iterator[Item]:
     for number, name, function, rest in ITEM.findall(PATH):
         module = find(name)
-        yield Item(int(number), module, function, [find(part, module.parent) for part in SOURCE.findall(rest)])
+        yield Item(
+            int(number),
+            module,
+            function,
+            [find(part, module.parent) for part in SOURCE.findall(rest)],
+        )
 
 
 ITEMS = list(items())
-UNNUMBERED = [find(name) for line in PATH.splitlines() if line.startswith("- ") for name in SOURCE.findall(line)]
+UNNUMBERED = [
+    find(name)
+    for line in PATH.splitlines()
+    if line.startswith("- ")
+    for name in SOURCE.findall(line)
+]
 PARTS = [*chain.from_iterable(item.parts for item in ITEMS), *UNNUMBERED]
 
 
 def defined(node: ast.AST, prefix: str = "") -> set[str]:
-    """Dotted names of the classes and functions defined directly in a module or class, and in those classes."""
+    """Dotted names of the classes and functions defined directly in a module or class, and in those
+    classes."""
     found = set()
     for child in ast.iter_child_nodes(node):
         if isinstance(child, Definition):
@@ -107,17 +121,28 @@ def imports(module: Path) -> Iterator[tuple[Path, str]]:
     """Our own modules that a module imports, each with the imported name."""
     for node in ast.walk(tree(module)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in OWN:
-            base = REPOSITORY.joinpath("shared" if node.module.startswith("shardline") else "", *node.module.split("."))
+            base = REPOSITORY.joinpath(
+                "shared" if node.module.startswith("shardline") else "", *node.module.split(".")
+            )
             for alias in node.names:
-                candidates = (base / f"{alias.name}.py", base.with_suffix(".py"), base / "__init__.py")
+                candidates = (
+                    base / f"{alias.name}.py",
+                    base.with_suffix(".py"),
+                    base / "__init__.py",
+                )
                 yield next(path for path in candidates if path.is_file()), alias.name
 
 
 def imported(module: Path) -> set[Path]:
-    """The modules whose names a module uses: behind a package, those that the package takes the names from."""
+    """The modules whose names a module uses: behind a package, those that the package takes the
+    names from."""
     found = set()
     for path, name in imports(module):
-        behind = [real for real, given in imports(path) if given == name] if path.name == "__init__.py" else []
+        behind = (
+            [real for real, given in imports(path) if given == name]
+            if path.name == "__init__.py"
+            else []
+        )
         found.add(behind[0] if behind else path)
     return found
 
@@ -141,11 +166,10 @@ def test_every_module_is_named_once_and_exists() -> None:
 
 
 def test_the_document_states_its_counts_and_they_are_within_their_limits() -> None:
-    num_hand_offs, num_legs = PATH.count("⇒"), PATH.count("⇢")
+    num_hand_offs = PATH.count("⇒")
+    num_legs = PATH.count("⇢")
 
-    said = (
-        f"**{len(ITEMS)} modules ({len(PARTS)} more in brackets), {num_hand_offs} hand-offs, {num_legs} network legs**"
-    )
+    said = f"**{len(ITEMS)} modules ({len(PARTS)} more in brackets), {num_hand_offs} hand-offs, {num_legs} network legs**"
     assert said in INTRODUCTION
     assert len(ITEMS) <= MAX_MODULES
     assert num_hand_offs <= MAX_HAND_OFFS
@@ -158,7 +182,9 @@ def test_no_module_that_the_prompt_passes_is_left_out() -> None:
     reached = {short(path) for item in ITEMS for path in imported(item.module)}
     off = {name for names in OFF_THE_PATH.values() for name in names.split()}
 
-    assert reached - named - off == set(), "name it in services/README.md, or say above why no prompt passes it"
+    assert reached - named - off == set(), (
+        "name it in services/README.md, or say above why no prompt passes it"
+    )
     assert off - reached == set(), "nothing on the path imports it any more"
     assert off & named == set()
 
@@ -167,7 +193,9 @@ def test_the_path_leads_through_gateway_relay_and_stage_to_the_gateway() -> None
     services = [short(item.module).partition("/")[0] for item in ITEMS]
     passed = [name for name in services if not name.startswith("shardline")]
 
-    assert [name for name, before in zip(passed, ["", *passed], strict=False) if name != before] == [
+    assert [
+        name for name, before in zip(passed, ["", *passed], strict=False) if name != before
+    ] == [
         "gateway",
         "relay",
         "stage",

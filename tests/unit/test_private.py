@@ -1,4 +1,5 @@
-"""Folders in shared places: made for one user alone, refused with a remedy when somebody else was there first."""
+"""Folders in shared places: made for one user alone, refused with a remedy when somebody else was
+there first."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ from services.stage.hop_sockets import hop_sockets
 from services.stage.settings import StageSettings
 from services.standalone.cores import CoreClaims
 from shardline.base.errors import Invalid
-from shardline.host.private import open_private_file, open_private_folder, private_folder, user_folder
+from shardline.host.private import (
+    open_private_file,
+    open_private_folder,
+    private_folder,
+    user_folder,
+)
 
 STRANGER = 54_321
 
@@ -31,8 +37,12 @@ def test_a_new_folder_is_its_users_alone(tmp_path: Path) -> None:
     assert private_folder(path, "FIELD") == path, "and so it is found again"
 
 
-@pytest.mark.parametrize("make", [foreign, lambda path: path.symlink_to(path.parent), lambda path: path.write_text("")])
-def test_another_owners_file_in_place_of_a_folder_names_field_and_remedy(tmp_path: Path, make: object) -> None:
+@pytest.mark.parametrize(
+    "make", [foreign, lambda path: path.symlink_to(path.parent), lambda path: path.write_text("")]
+)
+def test_another_owners_file_in_place_of_a_folder_names_field_and_remedy(
+    tmp_path: Path, make: object
+) -> None:
     assert callable(make)
     make(tmp_path / "x")
     with pytest.raises(Invalid, match=r"FIELD: .*x.*\. Remove it"):
@@ -68,7 +78,9 @@ def test_files_are_made_in_the_opened_folder_though_its_name_moves(tmp_path: Pat
 
 
 @pytest.mark.parametrize("lay", [Path.symlink_to, Path.hardlink_to])
-def test_a_link_in_place_of_a_core_lock_leaves_its_target_unchanged(tmp_path: Path, lay: object) -> None:
+def test_a_link_in_place_of_a_core_lock_leaves_its_target_unchanged(
+    tmp_path: Path, lay: object
+) -> None:
     assert callable(lay)
     victim = tmp_path / "victim"
     victim.write_text("precious")
@@ -82,7 +94,9 @@ def test_a_link_in_place_of_a_core_lock_leaves_its_target_unchanged(tmp_path: Pa
 
 
 @pytest.mark.parametrize("make", [foreign, lambda path: path.symlink_to(path.parent)])
-def test_a_stage_puts_no_locks_and_no_hops_into_a_folder_that_is_not_ours(tmp_path: Path, make: object) -> None:
+def test_a_stage_puts_no_locks_and_no_hops_into_a_folder_that_is_not_ours(
+    tmp_path: Path, make: object
+) -> None:
     assert callable(make)
     make(tmp_path / "x")
     with pytest.raises(Invalid, match="SHARDLINE_LOCK_DIR"):

@@ -1,4 +1,5 @@
-"""Every form of a Redis URL: taken by redis-py and Celery alike, or refused by name. No server needed."""
+"""Every form of a Redis URL: taken by redis-py and Celery alike, or refused by name. No server
+needed."""
 
 from __future__ import annotations
 
@@ -32,15 +33,28 @@ BOTH_TAKE = (
 def test_what_we_read_of_a_plain_url_is_what_both_libraries_read(url: str) -> None:
     address = RedisAddress.parse(url)
     ours = {"host": address.host, "port": address.port, "db": address.db}
-    theirs = {"host": "localhost", "port": 6379, "db": 0, "username": None, "password": None} | parse_url(url)
+    theirs = {
+        "host": "localhost",
+        "port": 6379,
+        "db": 0,
+        "username": None,
+        "password": None,
+    } | parse_url(url)
     assert theirs == ours | {"username": address.username, "password": address.password}
     kombu = Connection(address.celery_url())
-    assert (kombu.hostname, kombu.port, int(kombu.virtual_host or 0)) == (address.host, address.port, address.db)
+    assert (kombu.hostname, kombu.port, int(kombu.virtual_host or 0)) == (
+        address.host,
+        address.port,
+        address.db,
+    )
     assert (kombu.userid, kombu.password) == (address.username, address.password)
 
 
 def test_certificate_and_name_are_checked_unless_the_url_says_otherwise() -> None:
-    assert RedisAddress.parse("rediss://host").tls == {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
+    assert RedisAddress.parse("rediss://host").tls == {
+        "ssl_cert_reqs": "required",
+        "ssl_check_hostname": True,
+    }
     assert RedisAddress.parse("rediss://host?ssl_cert_reqs=CERT_NONE").tls == {
         "ssl_cert_reqs": "none",
         "ssl_check_hostname": False,
@@ -49,7 +63,9 @@ def test_certificate_and_name_are_checked_unless_the_url_says_otherwise() -> Non
 
 def test_celery_gets_the_options_of_tls_for_broker_and_results_apart() -> None:
     url = f"rediss://:secret@host/1?ssl_ca_certs={AUTHORITY}&ssl_password=p%25"
-    found = celery_settings(Settings(redis_url=url, result_backend="rediss://results/2?ssl_check_hostname=no"))
+    found = celery_settings(
+        Settings(redis_url=url, result_backend="rediss://results/2?ssl_check_hostname=no")
+    )
     assert found["broker_url"].startswith("rediss://:secret@host:6379/1?ssl_cert_reqs=required&")
     assert found["broker_use_ssl"] == {
         "ssl_cert_reqs": "required",
@@ -57,12 +73,19 @@ def test_celery_gets_the_options_of_tls_for_broker_and_results_apart() -> None:
         "ssl_ca_certs": str(AUTHORITY),
         "ssl_password": "p%",
     }
-    assert Connection(found["broker_url"]).ssl == found["broker_use_ssl"] | {"ssl_cert_reqs": ssl.CERT_REQUIRED}
+    assert Connection(found["broker_url"]).ssl == found["broker_use_ssl"] | {
+        "ssl_cert_reqs": ssl.CERT_REQUIRED
+    }
     assert found["result_backend"] == "rediss://results:6379/2"
-    assert found["redis_backend_use_ssl"] == {"ssl_cert_reqs": "required", "ssl_check_hostname": False}
+    assert found["redis_backend_use_ssl"] == {
+        "ssl_cert_reqs": "required",
+        "ssl_check_hostname": False,
+    }
 
 
-def test_a_worker_that_shows_its_settings_warns_of_no_insecure_connection(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_shows_its_settings_warns_of_no_insecure_connection(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     app = Celery("shown", set_as_current=False)
     app.conf.update(celery_settings(Settings(redis_url="rediss://:secret@host/1")))
     shown = app.conf.humanize(with_defaults=False, censored=True)
@@ -102,18 +125,27 @@ REFUSED = (
 
 
 @pytest.mark.parametrize(("url", "problem"), REFUSED)
-def test_what_not_every_library_can_keep_is_refused_without_the_password(url: str, problem: str) -> None:
+def test_what_not_every_library_can_keep_is_refused_without_the_password(
+    url: str, problem: str
+) -> None:
     with pytest.raises(Invalid, match=f"^redis_url: .*{problem}") as caught:
         Settings(redis_url=url)
     assert "secret" not in str(caught.value)
 
 
 def test_the_password_is_in_no_text_of_an_address() -> None:
-    address = RedisAddress.parse(f"rediss://u:secret@h?ssl_password=secret&ssl_certfile={TLS}/caller.pem")
+    address = RedisAddress.parse(
+        f"rediss://u:secret@h?ssl_password=secret&ssl_certfile={TLS}/caller.pem"
+    )
     assert "secret" not in repr(address)
 
 
 def test_certificates_may_stand_in_a_folder_or_in_the_url_itself(tmp_path: Path) -> None:
-    assert RedisAddress.parse(f"rediss://h?ssl_ca_path={tmp_path}").client_options()["ssl_ca_path"] == str(tmp_path)
+    assert RedisAddress.parse(f"rediss://h?ssl_ca_path={tmp_path}").client_options()[
+        "ssl_ca_path"
+    ] == str(tmp_path)
     long = "-----BEGIN%20CERTIFICATE-----" + "A" * 5_000
-    assert len(RedisAddress.parse(f"rediss://h?ssl_ca_data={long}").client_options()["ssl_ca_data"]) > 5_000
+    assert (
+        len(RedisAddress.parse(f"rediss://h?ssl_ca_data={long}").client_options()["ssl_ca_data"])
+        > 5_000
+    )

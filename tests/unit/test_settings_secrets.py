@@ -30,7 +30,9 @@ def test_no_settings_show_a_password(kind: type[Settings], monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_setting_that_is_refused_is_not_shown(kind: type[Settings], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_is_refused_is_not_shown(
+    kind: type[Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SHARDLINE_MODEL", "m")
     monkeypatch.setenv("SHARDLINE_TIME_SCALE", SECRET)
     with pytest.raises(ValidationError, match="time_scale") as caught:

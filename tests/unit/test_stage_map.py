@@ -17,7 +17,11 @@ FILE = re.compile(r"`((?:\w+/)?\w+\.(?:py|cpp|h))`")
 
 def modules() -> set[str]:
     """Files of the stage, without packages that hold a docstring only."""
-    packages = {path for path, source in SOURCES.items() if path.name == "__init__.py" and source.count("\n") == 1}
+    packages = {
+        path
+        for path, source in SOURCES.items()
+        if path.name == "__init__.py" and source.count("\n") == 1
+    }
     sources = [*SOURCES, *STAGE.rglob("*.cpp"), *STAGE.rglob("*.h")]
     return {str(path.relative_to(STAGE)) for path in sources if path not in packages}
 
@@ -28,7 +32,10 @@ def test_every_module_in_the_text_of_the_map_exists() -> None:
 
 
 def test_every_class_in_the_map_exists() -> None:
-    sources = [*SOURCES.values(), *(path.read_text(encoding="utf-8") for path in SCHEDULER.glob("*.py"))]
+    sources = [
+        *SOURCES.values(),
+        *(path.read_text(encoding="utf-8") for path in SCHEDULER.glob("*.py")),
+    ]
     nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
     classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
     named = set(re.findall(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)*)(?:\.\w+)?`", MAP)) - {"MainThread"}
@@ -37,6 +44,10 @@ def test_every_class_in_the_map_exists() -> None:
 
 def test_every_thread_in_the_map_exists() -> None:
     threads = {row.strip(" `") for row in ROWS} - set(FILE.findall("".join(ROWS))) - {"MainThread"}
-    given = {name for source in SOURCES.values() for name in re.findall(r'name(?:: str ?)?=\s?"([\w-]+)"', source)}
+    given = {
+        name
+        for source in SOURCES.values()
+        for name in re.findall(r'name(?:: str ?)?=\s?"([\w-]+)"', source)
+    }
     assert threads
     assert threads - given == set()

@@ -47,7 +47,9 @@ def test_phases_of_two_processes_are_below_the_jobs_own_span_in_the_callers_trac
     tracer(exporter, "head").job(JobTrace.of(JOB, CALLER), phase("job"))
 
     accept, job = exporter.get_finished_spans()
-    assert f"{accept.context.trace_id:032x}" == f"{job.context.trace_id:032x}" == CALLER.split("-")[1]
+    assert (
+        f"{accept.context.trace_id:032x}" == f"{job.context.trace_id:032x}" == CALLER.split("-")[1]
+    )
     assert accept.parent is not None
     assert accept.parent.span_id == job.context.span_id
     assert job.parent is not None
@@ -59,7 +61,9 @@ def test_phases_of_two_processes_are_below_the_jobs_own_span_in_the_callers_trac
     assert accept.end_time - accept.start_time == pytest.approx(1e9)
 
 
-@pytest.mark.parametrize("given", [None, "", "nonsense", "00-0-0-01", f"00-{'0' * 32}-{'0' * 16}-01", "x" * 5000])
+@pytest.mark.parametrize(
+    "given", [None, "", "nonsense", "00-0-0-01", f"00-{'0' * 32}-{'0' * 16}-01", "x" * 5000]
+)
 def test_a_job_without_a_callers_trace_has_that_of_its_id(given: str | None) -> None:
     exporter = InMemorySpanExporter()
     tracer(exporter).job(JobTrace.of(JOB, given), phase("job"))
@@ -68,7 +72,9 @@ def test_a_job_without_a_callers_trace_has_that_of_its_id(given: str | None) -> 
     assert f"{span.context.trace_id:032x}" == JOB.hex == JobTrace.of(JOB, given).trace
 
 
-def test_what_the_caller_or_the_sampler_leaves_out_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_caller_or_the_sampler_leaves_out_is_not_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     exporter = InMemorySpanExporter()
     tracer(exporter).phase(JobTrace.of(JOB, UNSAMPLED), phase())
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
@@ -103,7 +109,9 @@ def test_only_an_endpoint_turns_it_on(monkeypatch: pytest.MonkeyPatch, variable:
     assert not Tracer.from_environment("gateway").is_on
 
 
-def test_a_collector_that_hangs_costs_the_oldest_spans_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collector_that_hangs_costs_the_oldest_spans_and_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with collecting() as collector:
         collector.answers.clear()
         monkeypatch.setenv(ENDPOINTS[0], collector.url)
@@ -125,11 +133,17 @@ def names(collector: Collector) -> set[str]:
 
 
 def opened(seq: int, trace: str = "") -> Open:
-    return Open(seq=seq, ids=(5,), num_prompt=1, params=SamplingParams(), seed=1, num_blocks=1, trace=trace)
+    return Open(
+        seq=seq, ids=(5,), num_prompt=1, params=SamplingParams(), seed=1, num_blocks=1, trace=trace
+    )
 
 
 def step(
-    number: int, *, opens: tuple[Open, ...] = (), seqs: tuple[int, ...] = (), closes: tuple[int, ...] = ()
+    number: int,
+    *,
+    opens: tuple[Open, ...] = (),
+    seqs: tuple[int, ...] = (),
+    closes: tuple[int, ...] = (),
 ) -> StepPlan:
     rows = tuple(Row(seq, 0, 1, (5,), (), wants=True) for seq in seqs)
     return StepPlan(number, opens, rows, closes)
@@ -138,7 +152,9 @@ def step(
 def took(plan: StepPlan, epoch: int = 1) -> StepTime:
     began_s = float(plan.step)
     progress = EngineProgress(epoch=epoch)
-    return progress.finish(plan, began_s, compute_began_s=began_s, computed_s=began_s + 0.5, ended_s=began_s + 0.75)
+    return progress.finish(
+        plan, began_s, compute_began_s=began_s, computed_s=began_s + 0.5, ended_s=began_s + 0.75
+    )
 
 
 def test_a_stage_has_a_span_for_each_traced_sequence_from_its_first_step_to_its_last() -> None:
@@ -158,7 +174,11 @@ def test_a_stage_has_a_span_for_each_traced_sequence_from_its_first_step_to_its_
     assert span.parent is not None
     assert (span.parent.span_id, span.context.trace_id) == (parent, JOB.int)
     attributes = dict(span.attributes or {})
-    assert (attributes[genai.STEPS], attributes[genai.COMPUTE_S], attributes[genai.WORKER]) == (2, 1.0, "w")
+    assert (attributes[genai.STEPS], attributes[genai.COMPUTE_S], attributes[genai.WORKER]) == (
+        2,
+        1.0,
+        "w",
+    )
     assert span.end_time is not None
     assert span.start_time is not None
     assert span.end_time - span.start_time == pytest.approx(1.75e9)
@@ -168,7 +188,8 @@ def test_a_stage_ends_its_spans_when_the_pipeline_broke_under_them() -> None:
     exporter = InMemorySpanExporter()
     spans = StageSpans(tracer(exporter, "stage"), {})
     named = traceparent(JobTrace.of(JOB, None), attempt_span_id(JOB, 1))
-    first, other = step(1, opens=(opened(1, named),), seqs=(1,)), step(0)
+    first = step(1, opens=(opened(1, named),), seqs=(1,))
+    other = step(0)
     spans.step(first, took(first))
     assert exporter.get_finished_spans() == ()
     spans.step(other, took(other, epoch=2))
@@ -187,6 +208,12 @@ def test_stages_without_the_field_read_past_it_and_miss_nothing() -> None:
 
 
 def test_names_of_attributes_are_those_of_the_conventions() -> None:
-    ours = {value for name, value in vars(genai).items() if name.isupper() and value.startswith("gen_ai.")}
+    ours = {
+        value
+        for name, value in vars(genai).items()
+        if name.isupper() and value.startswith("gen_ai.")
+    }
     assert len(ours) > 10
-    assert ours <= {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}
+    assert ours <= {
+        value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")
+    }

@@ -48,8 +48,8 @@ class AnswerSender:
         self._is_refused = False
 
     async def __call__(self, message: Message) -> None:
-        """Send a message of ASGI. An answer of known length for which there is no room is replaced by 429; for a part
-        of a stream it raises Overloaded, before any of it was sent."""
+        """Send a message of ASGI. An answer of known length for which there is no room is replaced
+        by 429; for a part of a stream it raises Overloaded, before any of it was sent."""
         if self._is_refused:
             return
         if message["type"] == "http.response.start":
@@ -63,7 +63,9 @@ class AnswerSender:
         self._num_counted = 0
 
     async def _begin(self, message: Message) -> None:
-        length = int(next((value for name, value in message["headers"] if name == b"content-length"), b"0"))
+        length = int(
+            next((value for name, value in message["headers"] if name == b"content-length"), b"0")
+        )
         try:
             self._count(length)
         except Overloaded as error:
@@ -83,7 +85,9 @@ class AnswerSender:
         for start in range(0, len(body), PIECE_BYTES):
             end = start + PIECE_BYTES
             more_body = end < len(body) or message.get("more_body", False)
-            await self._send({"type": message["type"], "body": bytes(body[start:end]), "more_body": more_body})
+            await self._send(
+                {"type": message["type"], "body": bytes(body[start:end]), "more_body": more_body}
+            )
         if is_streamed:
             self.close()
 

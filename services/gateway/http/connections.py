@@ -100,7 +100,8 @@ class ConnectionRegister:
 
     def opened(self, connection: Closable) -> bool:
         """Count a new connection; False when none can make room for it. The one that has waited the
-        longest for its head makes room, else the one that is idle the longest: no request is cut."""
+        longest for its head makes room, else the one that is idle the longest: no request is
+        cut."""
         if len(self._open) >= self._limits.max_open:
             waiting = self.heads.pop_longest() or self.idle.pop_longest()
             self.note_closed("limit")

@@ -1,8 +1,9 @@
-"""HTTP/1.1 on one connection: uvicorn's protocol over httptools, with the limits that it lacks. Knows no route.
+"""HTTP/1.1 on one connection: uvicorn's protocol over httptools, with the limits that it lacks.
+Knows no route.
 
-uvicorn bounds neither a request's head nor the time for it, forgets the request under way when another
-one is pipelined behind it, and drops the body of a request that offers another protocol (h2c).
-h11 has the limits, and costs a tenth of the accepted jobs per second.
+uvicorn bounds neither a request's head nor the time for it, forgets the request under way when
+another one is pipelined behind it, and drops the body of a request that offers another protocol
+(h2c). h11 has the limits, and costs a tenth of the accepted jobs per second.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class StopParsing(Exception):
 class HttpConnection(HttpToolsProtocol):
     """One connection of a caller. All calls come from the event loop."""
 
-    def __init__(self, *arguments: Any, register: ConnectionRegister, max_head_bytes: int, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, register: ConnectionRegister, max_head_bytes: int, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
         self._register = register
         self._max_head_bytes = max_head_bytes
@@ -110,7 +113,8 @@ class HttpConnection(HttpToolsProtocol):
         self._register.writing.add(self)
 
     def expire_head(self) -> None:
-        """The head of a request did not come in time. Who has sent nothing at all is not answered."""
+        """The head of a request did not come in time. Who has sent nothing at all is not
+        answered."""
         if self._is_ending or self._num_unparsed_bytes == 0:
             self.abort()
         else:
@@ -181,7 +185,8 @@ class HttpConnection(HttpToolsProtocol):
         if self.transport.is_closing():
             self._register.writing.add(self)
         elif self._pipelined:
-            data, self._pipelined = self._pipelined, b""
+            data = self._pipelined
+            self._pipelined = b""
             self._parse(data)
 
     def _is_answering(self) -> bool:
@@ -189,7 +194,8 @@ class HttpConnection(HttpToolsProtocol):
         return bool(self._unanswered) and not self._unanswered[-1].more_body
 
     def _parse(self, data: bytes) -> None:
-        whole, start = memoryview(data), 0
+        whole = memoryview(data)
+        start = 0
         while start < len(data) and not self._is_ending:
             if self._is_answering():
                 self._keep(data[start:])
@@ -214,7 +220,9 @@ class HttpConnection(HttpToolsProtocol):
             if self._is_head_too_large:
                 self._refuse_head()
             else:
-                self._refuse(MalformedRequest("request", "it is not in HTTP/1.1", "Send it without TLS"))
+                self._refuse(
+                    MalformedRequest("request", "it is not in HTTP/1.1", "Send it without TLS")
+                )
         else:
             if self._num_unparsed_bytes > self._max_head_bytes:
                 self._refuse_head()
@@ -269,7 +277,8 @@ class HttpConnection(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
         self.transport.write(_refusal(error))
-        # Not closed yet: a connection that is closed with bytes unread is reset, its answer with it.
+        # Not closed yet: a connection that is closed with bytes unread is reset, its answer with
+        # it.
         self.transport.write_eof()
         self._register.heads.add(self)
 

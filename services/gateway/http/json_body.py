@@ -1,4 +1,5 @@
-"""Bodies in JSON: what they become in memory, and what is wrong with their encoding. Knows no field of a job."""
+"""Bodies in JSON: what they become in memory, and what is wrong with their encoding. Knows no field
+of a job."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ GZIP = b"\x1f\x8b"
 
 
 def check_fields(body: bytes) -> None:
-    """Raises Invalid for a field over its limit. Decodes nothing, and leaves what is no JSON to `read_object`."""
+    """Raises Invalid for a field over its limit. Decodes nothing, and leaves what is no JSON to
+    `read_object`."""
     if len(body) <= MAX_FIELD_BYTES:
         return
     for name, value in _fields(body).items():
@@ -39,8 +41,9 @@ def check_fields(body: bytes) -> None:
 
 
 def decoded_bytes(body: bytes) -> int:
-    """About how much memory the body takes once it is decoded, and not less than it does. A body of `{},{},…` takes
-    25 times its bytes; text takes its own, and four times as much if a single character of it is an emoji."""
+    """About how much memory the body takes once it is decoded, and not less than it does. A body of
+    `{},{},…` takes 25 times its bytes; text takes its own, and four times as much if a single
+    character of it is an emoji."""
     if len(body) <= MAX_FIELD_BYTES:
         return _value_bytes(body)
     return sum(_value_bytes(bytes(value)) for value in _fields(body).values())
@@ -67,7 +70,9 @@ def _value_bytes(value: bytes) -> int:
     text_bytes = len(value) * (1 if value.isascii() else 4)
     if value.startswith(b'"'):
         return text_bytes
-    return text_bytes + sum(value.count(sign) * num_bytes for sign, num_bytes in OBJECT_BYTES.items())
+    return text_bytes + sum(
+        value.count(sign) * num_bytes for sign, num_bytes in OBJECT_BYTES.items()
+    )
 
 
 def _what_is_wrong(body: bytes, error: Exception) -> Invalid:

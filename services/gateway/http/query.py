@@ -1,4 +1,5 @@
-"""Queries of routes that read them themselves: known names only, each once. Raises Invalid, naming the parameter."""
+"""Queries of routes that read them themselves: known names only, each once. Raises Invalid, naming
+the parameter."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ def query(request: Request, *names: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
         if name not in names:
-            raise Invalid(name[:32], "there is no such query parameter", f"Use one of: {', '.join(names)}")
+            raise Invalid(
+                name[:32], "there is no such query parameter", f"Use one of: {', '.join(names)}"
+            )
         if name in found:
             raise Invalid(name, "it is given twice", "Send it once")
         if "\0" in value:
@@ -29,5 +32,9 @@ def number(field: str, text: str, *, minimum: int, maximum: int) -> int:
     digits = text.lstrip("0") or text[-1:]
     is_number = digits.isascii() and digits.isdecimal() and len(digits) <= MAX_DIGITS
     if not is_number or not minimum <= int(digits) <= maximum:
-        raise Invalid(field, f"{text[:32]!r} is not a number from {minimum} to {maximum}", "Send one, or leave it out")
+        raise Invalid(
+            field,
+            f"{text[:32]!r} is not a number from {minimum} to {maximum}",
+            "Send one, or leave it out",
+        )
     return int(digits)

@@ -1,4 +1,5 @@
-"""What holds for every request and answer alike: a request id, HEAD, and paths that end in a slash. Knows no route."""
+"""What holds for every request and answer alike: a request id, HEAD, and paths that end in a slash.
+Knows no route."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"").decode("latin-1")
+        given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"").decode(
+            "latin-1"
+        )
         request_id = given if GIVEN_ID.fullmatch(given) else None
 
         async def name(message: Message) -> None:
@@ -37,11 +40,17 @@ class RequestMiddleware:
                 headers = message["headers"]
                 has_one = any(name == REQUEST_ID for name, _ in headers)
                 if request_id is not None or not has_one:
-                    others = [header for header in headers if header[0] != REQUEST_ID] if has_one else headers
+                    others = (
+                        [header for header in headers if header[0] != REQUEST_ID]
+                        if has_one
+                        else headers
+                    )
                     new = (REQUEST_ID, (request_id or str(new_id())).encode())
                     message = {**message, "headers": [*others, new]}
             await send(message)
 
         path = scope["path"].rstrip("/") or "/"
         is_head = scope["method"] == "HEAD" and not path.endswith(STREAMED)
-        await self._app({**scope, "path": path, "method": "GET" if is_head else scope["method"]}, receive, name)
+        await self._app(
+            {**scope, "path": path, "method": "GET" if is_head else scope["method"]}, receive, name
+        )

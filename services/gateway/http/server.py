@@ -22,19 +22,21 @@ from services.gateway.settings import GatewaySettings
 log = structlog.get_logger(__name__)
 
 BACKLOG = 1024
-"""Connections that may wait to be accepted. All of them can be accepted before the first is counted."""
+"""Connections that may wait to be accepted. All of them can be accepted before the first is
+counted."""
 
 FILES_BESIDE = 128
 """Open files other than callers: connections to Postgres and Redis, sockets that listen,
 libraries."""
 
 LAST_WORDS_S = 10.0
-"""From the end of the drain time until all that still runs is cancelled. Both must fit Compose's grace period."""
+"""From the end of the drain time until all that still runs is cancelled. Both must fit Compose's
+grace period."""
 
 
 def raise_file_limit(settings: GatewaySettings) -> None:
-    """Raise the limit of open files to the gateway's own limits: each connection is one, and shells usually allow
-    1,024."""
+    """Raise the limit of open files to the gateway's own limits: each connection is one, and shells
+    usually allow 1,024."""
     wanted = settings.http_max_connections + BACKLOG + FILES_BESIDE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY != soft < wanted:
@@ -43,7 +45,10 @@ def raise_file_limit(settings: GatewaySettings) -> None:
         if room < wanted:
             remedy = "raise the hard limit (ulimit -Hn, LimitNOFILE=), or lower SHARDLINE_HTTP_MAX_CONNECTIONS"
             log.warning(
-                "limit of open files is below the limit of connections", files=room, wanted=wanted, remedy=remedy
+                "limit of open files is below the limit of connections",
+                files=room,
+                wanted=wanted,
+                remedy=remedy,
             )
 
 
@@ -74,7 +79,9 @@ class GatewayServer(uvicorn.Server):
                 write_timeout_s=settings.http_write_timeout_s,
             )
         )
-        connection = partial(HttpConnection, register=self._register, max_head_bytes=settings.http_max_head_bytes)
+        connection = partial(
+            HttpConnection, register=self._register, max_head_bytes=settings.http_max_head_bytes
+        )
         config = uvicorn.Config(
             self._app,
             host=settings.http_host,

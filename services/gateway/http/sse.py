@@ -1,4 +1,5 @@
-"""Server-sent events: their encoding, and a response that notices when its reader disconnects. Knows no job."""
+"""Server-sent events: their encoding, and a response that notices when its reader disconnects.
+Knows no job."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ async def disconnected(request: Request) -> None:
 
 
 class EventStream(Response):
-    """Sends `events` as they come. `on_disconnect` is awaited if the reader leaves before the end, and only then."""
+    """Sends `events` as they come. `on_disconnect` is awaited if the reader leaves before the end,
+    and only then."""
 
     media_type = "text/event-stream"
 
@@ -64,7 +66,9 @@ class EventStream(Response):
                 await cancel_and_wait(task)
 
     async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         async for chunk in self._events:
             try:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})

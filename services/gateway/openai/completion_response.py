@@ -1,7 +1,7 @@
 """Waits for a job and answers its caller, with the whole completion or a stream. Knows no route.
 
-A caller who disconnects cancels the job, unless the request can be repeated: with an id or a key of the caller's own
-the repeat finds the same job.
+A caller who disconnects cancels the job, unless the request can be repeated: with an id or a key of
+the caller's own the repeat finds the same job.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from fastapi import Request, Response
 
 from services.gateway.catalog import system_fingerprint
 from services.gateway.context import Gateway
-from services.gateway.errors import CLIENT_CLOSED_REQUEST, Stopping, body_of, error_of_job, json_response, respond
+from services.gateway.errors import (
+    CLIENT_CLOSED_REQUEST,
+    Stopping,
+    body_of,
+    error_of_job,
+    json_response,
+    respond,
+)
 from services.gateway.http.sse import DONE, KEEP_ALIVE, EventStream, disconnected, event
 from services.gateway.openai.responses import OpenAiResponses
 from services.gateway.submit import AcceptedJob
@@ -31,7 +38,9 @@ from shardline.contract.wire import Delta
 log = structlog.get_logger(__name__)
 
 
-async def complete(gateway: Gateway, request: Request, accepted: AcceptedJob, *, is_chat: bool) -> Response:
+async def complete(
+    gateway: Gateway, request: Request, accepted: AcceptedJob, *, is_chat: bool
+) -> Response:
     """The answer in OpenAI's shape; its id is the job's, in the body and in `x-request-id`."""
     responses = OpenAiResponses(
         is_chat=is_chat,
@@ -47,10 +56,14 @@ async def complete(gateway: Gateway, request: Request, accepted: AcceptedJob, *,
     headers = {"x-request-id": responses.public_id}
     if accepted.options.stream:
         events = completion_events(gateway, accepted, responses)
-        return EventStream(events, headers=headers, on_disconnect=lambda: _abandon(gateway, accepted))
+        return EventStream(
+            events, headers=headers, on_disconnect=lambda: _abandon(gateway, accepted)
+        )
     try:
         job = await _wait(gateway, request, accepted)
-        response = Response(status_code=CLIENT_CLOSED_REQUEST) if job is None else _whole(responses, job)
+        response = (
+            Response(status_code=CLIENT_CLOSED_REQUEST) if job is None else _whole(responses, job)
+        )
     except ShardlineError as error:
         response = respond(error)
     response.headers.update(headers)
@@ -60,7 +73,8 @@ async def complete(gateway: Gateway, request: Request, accepted: AcceptedJob, *,
 async def completion_events(
     gateway: Gateway, accepted: AcceptedJob, responses: OpenAiResponses
 ) -> AsyncGenerator[bytes, None]:
-    """The stream's chunks, the usage if wanted, and `[DONE]`. An error in the middle is the last event before it."""
+    """The stream's chunks, the usage if wanted, and `[DONE]`. An error in the middle is the last
+    event before it."""
     try:
         async for chunk in _chunks(gateway, accepted, responses):
             yield chunk
@@ -70,14 +84,19 @@ async def completion_events(
     yield DONE
 
 
-async def _chunks(gateway: Gateway, accepted: AcceptedJob, responses: OpenAiResponses) -> AsyncIterator[bytes]:
+async def _chunks(
+    gateway: Gateway, accepted: AcceptedJob, responses: OpenAiResponses
+) -> AsyncIterator[bytes]:
     began_s = sent_s = time.monotonic()
     keep_alive_s = gateway.settings.http_keep_alive_s
-    num_output, texts = 0, responses.logprob_texts()
+    num_output = 0
+    texts = responses.logprob_texts()
     if (opening := responses.opening_chunk()) is not None:
         yield event(opening)
     text_rule = accepted.model.tokens.text_rule
-    async for deltas in gateway.client.follow(accepted.job_id, text_rule=text_rule, tick_s=keep_alive_s):
+    async for deltas in gateway.client.follow(
+        accepted.job_id, text_rule=text_rule, tick_s=keep_alive_s
+    ):
         now_s = time.monotonic()
         if gateway.stopping.is_set() and not any(delta.state for delta in deltas):
             raise Stopping(accepted.job_id)
@@ -86,7 +105,8 @@ async def _chunks(gateway: Gateway, accepted: AcceptedJob, responses: OpenAiResp
                 sent_s = now_s
                 yield KEEP_ALIVE
             continue
-        sent_s, delta = now_s, merged(deltas)
+        sent_s = now_s
+        delta = merged(deltas)
         if num_output == 0:
             gateway.metrics.first_token_seconds.observe(now_s - began_s)
         if delta.text or texts.has_new(delta) or (delta.ids and responses.options.return_token_ids):
@@ -106,9 +126,13 @@ async def _usage(gateway: Gateway, accepted: AcceptedJob, num_output: int) -> Us
     try:
         usage = await gateway.client.usage(accepted.job_id)
     except Unavailable as error:
-        log.warning("a stream's usage could not be read", job_id=str(accepted.job_id), error=str(error))
+        log.warning(
+            "a stream's usage could not be read", job_id=str(accepted.job_id), error=str(error)
+        )
         usage = None
-    return usage or Usage(prompt_tokens=len(accepted.prepared.prompt_ids), completion_tokens=num_output)
+    return usage or Usage(
+        prompt_tokens=len(accepted.prepared.prompt_ids), completion_tokens=num_output
+    )
 
 
 async def why(gateway: Gateway, job_id: UUID) -> ShardlineError:

@@ -1,7 +1,8 @@
 """Fields of other servers that Shardline does not have, and the values of each that change nothing.
 
-OpenAI's, and those that clients of vLLM, SGLang and llama.cpp send with every request. A hint is taken where no answer
-would be another one for it. What would be silently wrong is refused by name. Knows no field of ours.
+OpenAI's, and those that clients of vLLM, SGLang and llama.cpp send with every request. A hint is
+taken where no answer would be another one for it. What would be silently wrong is refused by name.
+Knows no field of ours.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import msgspec
 from shardline.base.errors import Invalid
 from shardline.contract.job import MAX_SHOWN_CHARS
 
-OFF, ON = (False,), (True,)
+OFF = (False,)
+ON = (True,)
 ANY_TEXT = "any text"
 
 COMMON_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -87,10 +89,15 @@ MESSAGE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "reasoning_content": ("",),
 }
-STREAM_NEUTRAL: Mapping[str, tuple[Any, ...]] = {"include_obfuscation": OFF, "continuous_usage_stats": OFF}
+STREAM_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "include_obfuscation": OFF,
+    "continuous_usage_stats": OFF,
+}
 
 
-def drop_neutral(fields: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
+def drop_neutral(
+    fields: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]], prefix: str = ""
+) -> None:
     """Take these fields out of a body. Raises Invalid for a value that would change the answer."""
     for name, values in neutral.items():
         if name not in fields:
@@ -107,12 +114,15 @@ def is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
 
 
 def _remedy(values: tuple[Any, ...]) -> str:
-    allowed = " or ".join(one if one is ANY_TEXT else msgspec.json.encode(one).decode() for one in values)
+    allowed = " or ".join(
+        one if one is ANY_TEXT else msgspec.json.encode(one).decode() for one in values
+    )
     return f"Leave it out, or send {allowed}" if allowed else "Leave it out"
 
 
 def short(value: Any) -> str:
-    """The beginning of it as JSON, for an error; only the kind of what may be nested deeper than encoders go."""
+    """The beginning of it as JSON, for an error; only the kind of what may be nested deeper than
+    encoders go."""
     if isinstance(value, dict | list) and value:
         return "an object" if isinstance(value, dict) else "a list"
     return msgspec.json.encode(value).decode()[:MAX_SHOWN_CHARS]

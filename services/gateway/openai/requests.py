@@ -1,6 +1,8 @@
-"""OpenAI's request bodies as ours: renamed, or refused by name where a field would change the answer.
+"""OpenAI's request bodies as ours: renamed, or refused by name where a field would change the
+answer.
 
-What is left over goes to `parse_request`, which knows every field of ours and refuses the rest. Knows no server.
+What is left over goes to `parse_request`, which knows every field of ours and refuses the rest.
+Knows no server.
 """
 
 from __future__ import annotations
@@ -80,10 +82,20 @@ def _answer_options(fields: Document) -> AnswerOptions:
     include_usage = _flag(stream_options, "include_usage", prefix="stream_options.")
     drop_neutral(stream_options, STREAM_NEUTRAL, "stream_options.")
     for name in stream_options:
-        raise Invalid(f"stream_options.{shown(name)}", "there is no such option", "Send include_usage or nothing")
+        raise Invalid(
+            f"stream_options.{shown(name)}",
+            "there is no such option",
+            "Send include_usage or nothing",
+        )
     if include_usage and not stream:
-        raise Invalid("stream_options", "it is only for streams", "Set stream to true, or leave it out")
-    return AnswerOptions(stream=stream, include_usage=include_usage, return_token_ids=_flag(fields, "return_token_ids"))
+        raise Invalid(
+            "stream_options", "it is only for streams", "Set stream to true, or leave it out"
+        )
+    return AnswerOptions(
+        stream=stream,
+        include_usage=include_usage,
+        return_token_ids=_flag(fields, "return_token_ids"),
+    )
 
 
 def _flag(fields: Document, name: str, prefix: str = "") -> bool:
@@ -102,29 +114,39 @@ def _completion_fields(fields: Document) -> None:
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(prompt) > 1:
             raise Invalid(
-                "prompt", f"it holds {len(prompt)} prompts; one is the limit", "Send one request for each prompt"
+                "prompt",
+                f"it holds {len(prompt)} prompts; one is the limit",
+                "Send one request for each prompt",
             )
         fields["prompt"] = prompt[0]
     if "messages" in fields:
-        raise Invalid("messages", "completions take a prompt", "Send prompt, or use /v1/chat/completions")
+        raise Invalid(
+            "messages", "completions take a prompt", "Send prompt, or use /v1/chat/completions"
+        )
 
 
 def _chat_fields(fields: Document) -> None:
     if "prompt" in fields:
-        raise Invalid("prompt", "chat completions take messages", "Send messages, or use /v1/completions")
+        raise Invalid(
+            "prompt", "chat completions take messages", "Send messages, or use /v1/completions"
+        )
     if "messages" not in fields:
         raise Invalid("messages", "it is missing", "Send a list of messages")
-    logprobs, num_top = _flag(fields, "logprobs"), fields.pop("top_logprobs", None)
+    logprobs = _flag(fields, "logprobs")
+    num_top = fields.pop("top_logprobs", None)
     if num_top not in (None, 0) and not logprobs:
         raise Invalid("top_logprobs", "it needs logprobs", "Set logprobs to true, or leave it out")
     if logprobs:
         fields["logprobs"] = 0 if num_top is None else num_top
     if isinstance(fields["messages"], list):
-        fields["messages"] = [_message(message, place) for place, message in enumerate(fields["messages"])]
+        fields["messages"] = [
+            _message(message, place) for place, message in enumerate(fields["messages"])
+        ]
 
 
 def _message(message: Any, place: int) -> Any:
-    """Join content that comes in parts of text, by lines as vLLM does. `parse_request` refuses what is no object."""
+    """Join content that comes in parts of text, by lines as vLLM does. `parse_request` refuses what
+    is no object."""
     if not isinstance(message, dict):
         return message
     fields = {name: value for name, value in message.items() if value is not None}
@@ -132,7 +154,8 @@ def _message(message: Any, place: int) -> Any:
     parts = fields.get("content")
     if isinstance(parts, list):
         fields["content"] = "\n".join(
-            _text_part(part, f"messages[{place}].content[{index}]") for index, part in enumerate(parts)
+            _text_part(part, f"messages[{place}].content[{index}]")
+            for index, part in enumerate(parts)
         )
     return fields
 
@@ -140,7 +163,11 @@ def _message(message: Any, place: int) -> Any:
 def _text_part(part: Any, field: str) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    raise Invalid(field, "only parts of type text are supported", 'Send {"type": "text", "text": …} or a string')
+    raise Invalid(
+        field,
+        "only parts of type text are supported",
+        'Send {"type": "text", "text": …} or a string',
+    )
 
 
 def _one_of_two(fields: Document, alias: str, name: str) -> None:

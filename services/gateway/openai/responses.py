@@ -28,14 +28,17 @@ from shardline.tokenize import BROKEN, Piece, Tokens, TokenText, TokenTexts
 
 
 class LogprobTexts:
-    """The log-probabilities of one completion with the texts of their tokens, at once or in the chunks of a stream."""
+    """The log-probabilities of one completion with the texts of their tokens, at once or in the
+    chunks of a stream."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
         self._waiting: deque[TokenLogprob] = deque()
         self.alternative = texts.alternative
 
-    def push(self, logprobs: Sequence[TokenLogprob], *, is_end: bool = True) -> list[tuple[TokenLogprob, TokenText]]:
+    def push(
+        self, logprobs: Sequence[TokenLogprob], *, is_end: bool = True
+    ) -> list[tuple[TokenLogprob, TokenText]]:
         """Returns those with settled texts; one with a character that may still become whole waits
         for it, or for the end."""
         self._waiting.extend(logprobs)
@@ -73,16 +76,22 @@ class OpenAiResponses:
         """The chunk before the first token: the role, or the prompt's ids, or nothing."""
         if not (self.is_chat or self.options.return_token_ids):
             return None
-        choice: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}} if self.is_chat else {"text": ""}
+        choice: dict[str, Any] = (
+            {"delta": {"role": "assistant", "content": ""}} if self.is_chat else {"text": ""}
+        )
         choice |= {"logprobs": None, "finish_reason": None}
         if self.options.return_token_ids:
             choice["token_ids"] = []
         prompt = self._prompt_fields()
-        return {**self._chunk(choice), **prompt} if self.is_chat else self._chunk({**choice, **prompt})
+        return (
+            {**self._chunk(choice), **prompt} if self.is_chat else self._chunk({**choice, **prompt})
+        )
 
     def chunk(self, delta: Delta, texts: LogprobTexts) -> dict[str, Any]:
         """A chunk of new tokens; `texts` has had those of the chunks before."""
-        choice: dict[str, Any] = {"delta": {"content": delta.text}} if self.is_chat else {"text": delta.text}
+        choice: dict[str, Any] = (
+            {"delta": {"content": delta.text}} if self.is_chat else {"text": delta.text}
+        )
         choice |= {"logprobs": self._chunk_logprobs(delta, texts), "finish_reason": None}
         if self.options.return_token_ids:
             choice["token_ids"] = delta.ids
@@ -104,18 +113,27 @@ class OpenAiResponses:
             "index": 0,
             "finish_reason": result.finish_reason,
             "text": result.text,
-            "logprobs": None if result.logprobs is None else self._text_logprobs(result.logprobs, self.logprob_texts()),
+            "logprobs": None
+            if result.logprobs is None
+            else self._text_logprobs(result.logprobs, self.logprob_texts()),
             **self._token_fields(result),
             **self._prompt_fields(),
         }
-        return {**self._head(), "object": "text_completion", "choices": [choice], "usage": usage_of(result.usage)}
+        return {
+            **self._head(),
+            "object": "text_completion",
+            "choices": [choice],
+            "usage": usage_of(result.usage),
+        }
 
     def _chat(self, result: Result) -> ChatCompletion:
         choice: ChatChoice = {
             "index": 0,
             "finish_reason": result.finish_reason,
             "message": {"role": "assistant", "content": result.text, "refusal": None},
-            "logprobs": None if result.logprobs is None else self._chat_logprobs(result.logprobs, self.logprob_texts()),
+            "logprobs": None
+            if result.logprobs is None
+            else self._chat_logprobs(result.logprobs, self.logprob_texts()),
             **self._token_fields(result),
         }
         return {
@@ -148,7 +166,9 @@ class OpenAiResponses:
             "system_fingerprint": self.system_fingerprint,
         }
 
-    def _chunk_logprobs(self, delta: Delta, texts: LogprobTexts) -> ChatLogprobs | TextLogprobs | None:
+    def _chunk_logprobs(
+        self, delta: Delta, texts: LogprobTexts
+    ) -> ChatLogprobs | TextLogprobs | None:
         if not texts.has_new(delta):
             return None
         build = self._chat_logprobs if self.is_chat else self._text_logprobs

@@ -14,7 +14,8 @@ from shardline.base.errors import Invalid
 
 router = APIRouter(tags=["jobs"], default_response_class=Response, responses=errors(*GUARDED, 400))
 
-MAX_DAYS, DAYS = 366, 30
+MAX_DAYS = 366
+DAYS = 30
 GROUPS = ("model", "day", "model,day")
 
 

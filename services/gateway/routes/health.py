@@ -1,4 +1,5 @@
-"""Routes for operators and clients: liveness, readiness, models, metrics and the API description. Knows no job."""
+"""Routes for operators and clients: liveness, readiness, models, metrics and the API description.
+Knows no job."""
 
 from __future__ import annotations
 
@@ -43,15 +44,22 @@ async def ready(request: Request, gateway: GatewayDep) -> Response:
         found = await gateway.client.pipelines()
     except Unavailable as error:
         document: Readiness = {"ready": False}
-        return json_response(document if visitor is None else {**document, "reason": error.problem}, status=503)
+        return json_response(
+            document if visitor is None else {**document, "reason": error.problem}, status=503
+        )
     document = {"ready": any(pipeline.ready for pipeline in found)}
     if visitor is not None:
         names = sorted({pipeline.model for pipeline in found})
-        document["models"] = {name: _readiness([one for one in found if one.model == name]) for name in names}
+        document["models"] = {
+            name: _readiness([one for one in found if one.model == name]) for name in names
+        }
     return json_response(document, status=200 if document["ready"] else 503)
 
 
-@router.get("/v1/models", responses={200: answer("All registered models", {JSON: "ModelList"}), **errors(*GUARDED)})
+@router.get(
+    "/v1/models",
+    responses={200: answer("All registered models", {JSON: "ModelList"}), **errors(*GUARDED)},
+)
 async def list_models(gateway: GatewayDep, _caller: ReadCaller) -> Response:
     """Every model that a stage has registered, and its adapters."""
     found = await gateway.client.pipelines()
@@ -61,7 +69,8 @@ async def list_models(gateway: GatewayDep, _caller: ReadCaller) -> Response:
 
 
 @router.get(
-    "/v1/models/{name:path}", responses={200: answer("The model", {JSON: "ModelCard"}), **errors(*GUARDED, 404)}
+    "/v1/models/{name:path}",
+    responses={200: answer("The model", {JSON: "ModelCard"}), **errors(*GUARDED, 404)},
 )
 async def get_model(name: str, gateway: GatewayDep, _caller: ReadCaller) -> Response:
     """One registered model, or one of its adapters."""
@@ -69,14 +78,21 @@ async def get_model(name: str, gateway: GatewayDep, _caller: ReadCaller) -> Resp
 
 
 @router.get(
-    "/metrics", responses={200: answer("In Prometheus's text format", {TEXT: {"type": "string"}}), **errors(*GUARDED)}
+    "/metrics",
+    responses={
+        200: answer("In Prometheus's text format", {TEXT: {"type": "string"}}),
+        **errors(*GUARDED),
+    },
 )
 async def metrics(gateway: GatewayDep, _caller: AdminCaller) -> Response:
     """Metrics in Prometheus's text format."""
     return Response(generate_latest(gateway.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/openapi.json", responses={200: answer("OpenAPI 3.1", {JSON: "Description"}), **errors(*GUARDED)})
+@router.get(
+    "/openapi.json",
+    responses={200: answer("OpenAPI 3.1", {JSON: "Description"}), **errors(*GUARDED)},
+)
 async def description(request: Request, _caller: ReadCaller) -> Response:
     """The OpenAPI description of this API."""
     return json_response(request.app.openapi())

@@ -15,7 +15,18 @@ from services.gateway.http.query import number, query
 from services.gateway.http.sse import EventStream
 from services.gateway.job_documents import job_document, summary_document
 from services.gateway.job_events import job_events
-from services.gateway.schemas import EVENTS, GUARDED, JSON, REQUEST_ID, TAKING, answer, body, errors, events, parameters
+from services.gateway.schemas import (
+    EVENTS,
+    GUARDED,
+    JSON,
+    REQUEST_ID,
+    TAKING,
+    answer,
+    body,
+    errors,
+    events,
+    parameters,
+)
 from services.gateway.submit import native_request, submit
 from shardline.base.errors import Invalid, NotFound
 from shardline.contract.ids import parse_id
@@ -26,7 +37,8 @@ from shardline.streams.cursor import PLACE
 
 router = APIRouter(tags=["jobs"], default_response_class=Response, responses=errors(*GUARDED, 400))
 
-MAX_LISTED, LISTED = 200, 100
+MAX_LISTED = 200
+LISTED = 100
 JOB_ID = r"^(chatcmpl-|cmpl-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
 JobIdPath = Annotated[str, Path(json_schema_extra={"pattern": JOB_ID})]
 """Described only: `parse_id` reports better what is wrong."""
@@ -40,15 +52,22 @@ A_PLACE = {"type": "string", "pattern": f"^{PLACE.pattern}$"}
     status_code=202,
     openapi_extra=body("JobRequest"),
     responses={
-        200: answer("A repeat, with its present state", {JSON: "JobAccepted"}, headers=("Location", REQUEST_ID)),
+        200: answer(
+            "A repeat, with its present state",
+            {JSON: "JobAccepted"},
+            headers=("Location", REQUEST_ID),
+        ),
         202: answer("Stored", {JSON: "JobAccepted"}, headers=("Location", REQUEST_ID)),
         **errors(*TAKING),
     },
 )
 async def create_job(request: Request, gateway: GatewayDep, caller: SubmitCaller) -> Response:
-    """Store a job and return at once: 202, or 200 when a request with the same id or key was there first."""
+    """Store a job and return at once: 202, or 200 when a request with the same id or key was there
+    first."""
     accepted = await submit(gateway, request, caller, native_request)
-    state = JobState.QUEUED if accepted.is_new else (await gateway.client.get(accepted.job_id)).state
+    state = (
+        JobState.QUEUED if accepted.is_new else (await gateway.client.get(accepted.job_id)).state
+    )
     document: JobAccepted = {
         "id": accepted.job_id,
         "object": "job",
@@ -72,8 +91,8 @@ async def create_job(request: Request, gateway: GatewayDep, caller: SubmitCaller
     responses={200: answer("A page", {JSON: "JobList"})},
 )
 async def list_jobs(request: Request, gateway: GatewayDep, caller: ReadCaller) -> Response:
-    """List the tenant's jobs, newest first, without their bodies. Takes `state`, `model`, `limit`, and `after`: `next`
-    of the page before, or its last id."""
+    """List the tenant's jobs, newest first, without their bodies. Takes `state`, `model`, `limit`,
+    and `after`: `next` of the page before, or its last id."""
     asked = query(request, "state", "model", "limit", "after")
     limit = number("limit", asked.get("limit", str(LISTED)), minimum=1, maximum=MAX_LISTED)
     after = asked.get("after")
@@ -93,23 +112,34 @@ async def list_jobs(request: Request, gateway: GatewayDep, caller: ReadCaller) -
     return json_response(page)
 
 
-@router.get("/v1/jobs/{job_id}", responses={200: answer("The job", {JSON: "JobDocument"}), **errors(404)})
+@router.get(
+    "/v1/jobs/{job_id}", responses={200: answer("The job", {JSON: "JobDocument"}), **errors(404)}
+)
 async def get_job(job_id: JobIdPath, gateway: GatewayDep, caller: ReadCaller) -> Response:
     """The job, with its result once it has one."""
-    return json_response(job_document(await gateway.client.get(_job_id(job_id), tenant=caller.tenant)))
+    return json_response(
+        job_document(await gateway.client.get(_job_id(job_id), tenant=caller.tenant))
+    )
 
 
 @router.delete(
-    "/v1/jobs/{job_id}", responses={200: answer("Its state afterwards", {JSON: "JobCancelling"}), **errors(404)}
+    "/v1/jobs/{job_id}",
+    responses={200: answer("Its state afterwards", {JSON: "JobCancelling"}), **errors(404)},
 )
 async def cancel_job(job_id: JobIdPath, gateway: GatewayDep, caller: CancelCaller) -> Response:
-    """Cancel a job. A running one becomes `cancelled` a little later, with its tokens; an ended one stays as it is."""
+    """Cancel a job. A running one becomes `cancelled` a little later, with its tokens; an ended one
+    stays as it is."""
     wanted = _job_id(job_id)
     state = (await gateway.client.cancel(wanted, tenant=caller.tenant)).get(wanted)
     if state is None:
         raise NotFound(f"no job has the id {wanted}")
     requested = state in (JobState.QUEUED, JobState.RUNNING, JobState.CANCELLED)
-    document: JobCancelling = {"id": wanted, "object": "job", "state": state, "cancel_requested": requested}
+    document: JobCancelling = {
+        "id": wanted,
+        "object": "job",
+        "state": state,
+        "cancel_requested": requested,
+    }
     return json_response(document)
 
 
@@ -118,20 +148,27 @@ async def cancel_job(job_id: JobIdPath, gateway: GatewayDep, caller: CancelCalle
     openapi_extra=parameters(query={"after": A_PLACE}, header={"Last-Event-ID": A_PLACE}),
     responses={
         200: answer(
-            "`delta`, then `end` or `interrupted`", {EVENTS: events(JOB_EVENTS, A_PLACE)}, headers=(REQUEST_ID,)
+            "`delta`, then `end` or `interrupted`",
+            {EVENTS: events(JOB_EVENTS, A_PLACE)},
+            headers=(REQUEST_ID,),
         ),
         **errors(404),
     },
 )
-async def follow_job(job_id: JobIdPath, request: Request, gateway: GatewayDep, caller: ReadCaller) -> Response:
-    """Stream a job's tokens as server-sent events. `id:` is the number of tokens so far and a checksum of them: send
-    it back as Last-Event-ID, or as `?after=`, to continue where a connection was cut, without a gap or a repeat."""
+async def follow_job(
+    job_id: JobIdPath, request: Request, gateway: GatewayDep, caller: ReadCaller
+) -> Response:
+    """Stream a job's tokens as server-sent events. `id:` is the number of tokens so far and a
+    checksum of them: send it back as Last-Event-ID, or as `?after=`, to continue where a connection
+    was cut, without a gap or a repeat."""
     job = await gateway.client.get(_job_id(job_id), tenant=caller.tenant)
     text = request.headers.get("last-event-id") or query(request, "after").get("after", "0")
     after = Place.parse(text)
     if after is None:
         raise Invalid(
-            "after", f"{text[:32]!r} is not a position in a stream", "Send the id of its last event, or leave it out"
+            "after",
+            f"{text[:32]!r} is not a position in a stream",
+            "Send the id of its last event, or leave it out",
         )
     return EventStream(job_events(gateway, job, after), headers={"x-request-id": str(job.id)})
 
@@ -147,4 +184,6 @@ def _state(text: str | None) -> JobState | None:
     try:
         return JobState(text)
     except ValueError as error:
-        raise Invalid("state", f"{text[:32]!r} is not a state", f"Use one of: {', '.join(JobState)}") from error
+        raise Invalid(
+            "state", f"{text[:32]!r} is not a state", f"Use one of: {', '.join(JobState)}"
+        ) from error

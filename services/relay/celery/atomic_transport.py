@@ -1,7 +1,8 @@
 """kombu's Redis transport, with a receive that no kill can lose a message in. Knows no task.
 
-kombu takes a message out of its queue with BRPOP and then writes it to the unacknowledged ones: a worker that is
-killed in between has it alone. Here a script does both in one moment, and BLMOVE of a queue onto itself waits for it.
+kombu takes a message out of its queue with BRPOP and then writes it to the unacknowledged ones: a
+worker that is killed in between has it alone. Here a script does both in one moment, and BLMOVE of
+a queue onto itself waits for it.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class AtomicChannel(redis.Channel):
                     client.hdel(self.unacked_key, tag)
 
     def _take(self) -> tuple[str, str, str] | None:
-        """The most urgent message of the queues that are consumed: its queue, itself, and its tag."""
+        """The most urgent message of the queues that are consumed: its queue, itself, and its
+        tag."""
         active = self._queue_cycle.consume(len(self.active_queues))
         keys = [self._q_for_pri(queue, step) for step in self.priority_steps for queue in active]
         with self.conn_or_acquire() as client:

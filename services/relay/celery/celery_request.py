@@ -1,4 +1,5 @@
-"""A message of the Celery door as a request: its arguments, its times, and what Celery embeds to follow its end.
+"""A message of the Celery door as a request: its arguments, its times, and what Celery embeds to
+follow its end.
 
 Owns what a positional value means and how Celery's options become fields. Knows no Postgres.
 """
@@ -28,7 +29,16 @@ ALREADY_EXPIRED_S = 0.001
 
 EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
 KEPT = (
-    *("id", "root_id", "parent_id", "group", "group_index", "reply_to", "correlation_id", "ignore_result"),
+    *(
+        "id",
+        "root_id",
+        "parent_id",
+        "group",
+        "group_index",
+        "reply_to",
+        "correlation_id",
+        "ignore_result",
+    ),
     *("replaced_task_nesting", "stamped_headers", "stamps", *EMBEDDED),
 )
 """Attributes of Celery's request that its end needs."""
@@ -70,15 +80,21 @@ def document_of(request: Context) -> object:
 
 def task_of(app: Celery, request: Context) -> CeleryTask:
     """What is kept of a message until its job has ended. Raises Invalid for what cannot be kept."""
-    expires_s = None if request.expires is None else max(0.0, _seconds_until(request.expires, "expires"))
+    expires_s = (
+        None if request.expires is None else max(0.0, _seconds_until(request.expires, "expires"))
+    )
     kept = {name: value for name in KEPT if (value := getattr(request, name)) is not None}
     for name in ("callbacks", "errbacks", "chain"):
         if name in kept:
-            kept[name] = [_named(app, one, name, request.id, place) for place, one in enumerate(kept[name])]
+            kept[name] = [
+                _named(app, one, name, request.id, place) for place, one in enumerate(kept[name])
+            ]
     document = _encode(kept)
     if len(document) > MAX_REQUEST_BYTES:
         problem = f"what is linked to the task is longer than {MAX_REQUEST_BYTES} bytes of JSON"
-        raise Invalid("link", problem, "Pass on less: keep long arguments elsewhere and send where they are")
+        raise Invalid(
+            "link", problem, "Pass on less: keep long arguments elsewhere and send where they are"
+        )
     return CeleryTask(task_id=task_key(request.id), request=document, expires_s=expires_s)
 
 
@@ -87,7 +103,9 @@ def check_without_backend(request: Context) -> None:
     ever."""
     if request.chord:
         remedy = "Set SHARDLINE_RESULT_BACKEND to the backend of the app that sends"
-        raise Invalid("chord", "its parts are counted in a result backend, and relays have none", remedy)
+        raise Invalid(
+            "chord", "its parts are counted in a result backend, and relays have none", remedy
+        )
 
 
 def bare_task_of(request: Context) -> CeleryTask:
@@ -99,14 +117,19 @@ def bare_task_of(request: Context) -> CeleryTask:
             names.append("chord")
     except Invalid:
         pass
-    return CeleryTask(task_id=task_key(request.id), request=_encode({name: getattr(request, name) for name in names}))
+    return CeleryTask(
+        task_id=task_key(request.id),
+        request=_encode({name: getattr(request, name) for name in names}),
+    )
 
 
 def _encode(kept: Mapping[str, object]) -> str:
     try:
         return str(kombu_json.dumps(kept))
     except (TypeError, ValueError, RecursionError) as error:
-        raise Invalid("link", f"it is no JSON: {error}", "Link tasks with JSON arguments") from error
+        raise Invalid(
+            "link", f"it is no JSON: {error}", "Link tasks with JSON arguments"
+        ) from error
 
 
 def _named(app: Celery, signature: Any, field: str, task_id: str, place: int) -> dict[str, Any]:
@@ -129,7 +152,9 @@ def _seconds_until(moment: object, field: str) -> float:
     try:
         parsed = moment if isinstance(moment, datetime) else datetime.fromisoformat(str(moment))
     except ValueError as error:
-        raise Invalid(field, f"{str(moment)[:64]!r} is no ISO 8601 time", "Let Celery write it") from error
+        raise Invalid(
+            field, f"{str(moment)[:64]!r} is no ISO 8601 time", "Let Celery write it"
+        ) from error
     aware = parsed if parsed.tzinfo is not None else parsed.replace(tzinfo=UTC)
     return (aware - datetime.now(UTC)).total_seconds()
 
@@ -141,11 +166,19 @@ def _positional(args: Sequence[Any], fields: Mapping[str, Any]) -> dict[str, Any
         raise Invalid("args", f"there are {len(args)} positional values", REMEDY)
     meant = next((fields_of(args[0]) for is_it, fields_of in FORMS if is_it(args[0])), None)
     if meant is None:
-        raise Invalid("args", f"nothing can be completed of the positional value, of type {_kind(args[0])}", REMEDY)
+        raise Invalid(
+            "args",
+            f"nothing can be completed of the positional value, of type {_kind(args[0])}",
+            REMEDY,
+        )
     given = [name for name in ("prompt", "messages") if fields.get(name) is not None]
     if given and meant.keys() & {"prompt", "messages"}:
         problem = f"a positional value and {given[0]!r} both say what to complete"
-        raise Invalid("args", problem, "In a chain, leave the field out, or make the signature immutable: .si(…)")
+        raise Invalid(
+            "args",
+            problem,
+            "In a chain, leave the field out, or make the signature immutable: .si(…)",
+        )
     return meant
 
 
@@ -163,7 +196,11 @@ def _is_completion(value: object) -> bool:
 
 
 def _is_request(value: object) -> bool:
-    return isinstance(value, dict) and bool(value) and value.keys() <= set(JobRequest.__struct_fields__)
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and value.keys() <= set(JobRequest.__struct_fields__)
+    )
 
 
 def _all(is_it: Callable[[object], bool]) -> Callable[[object], bool]:
@@ -189,6 +226,9 @@ FORMS: tuple[tuple[Callable[[object], bool], Callable[[Any], dict[str, Any]]], .
     (_all(_is_message), lambda value: {"messages": value}),
     (_all(_is_token_id), lambda value: {"prompt": value}),
     # What the parts of a chord came to, as its body gets it.
-    (_all(lambda one: _is_text(one) or _is_completion(one)), lambda value: {"prompt": "\n\n".join(map(_text, value))}),
+    (
+        _all(lambda one: _is_text(one) or _is_completion(one)),
+        lambda value: {"prompt": "\n\n".join(map(_text, value))},
+    ),
 )
 """What a positional value may be, and the fields that it stands for."""

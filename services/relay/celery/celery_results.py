@@ -1,7 +1,8 @@
-"""Stores ends of jobs without a head in Celery's result backend, so that `AsyncResult(id).get()` returns.
+"""Stores ends of jobs without a head in Celery's result backend, so that `AsyncResult(id).get()`
+returns.
 
-Best effort, after COMMIT: the row is the truth. Does nothing without a result backend. Jobs that are Celery tasks are
-not among them: `task_finisher` owns those, under the ids of their senders.
+Best effort, after COMMIT: the row is the truth. Does nothing without a result backend. Jobs that
+are Celery tasks are not among them: `task_finisher` owns those, under the ids of their senders.
 """
 
 from __future__ import annotations
@@ -40,18 +41,26 @@ class CeleryResults(Loop):
         """Queue the results of ended jobs, from any thread; jobs in other states are skipped."""
         if self._app is None:
             return
-        states = {job_id: JobState(outcome) for job_id, outcome in outcomes.items() if outcome in tuple(JobState)}
-        self._waiting.extend((job_id, state, reason) for job_id, state in states.items() if _is_ours(state))
+        states = {
+            job_id: JobState(outcome)
+            for job_id, outcome in outcomes.items()
+            if outcome in tuple(JobState)
+        }
+        self._waiting.extend(
+            (job_id, state, reason) for job_id, state in states.items() if _is_ours(state)
+        )
         self.wake()
 
     def note_refused(self, task: CeleryTask, reason: Mapping[str, str]) -> None:
-        """Queue a message that is no request, from any thread: its sender hears why, under the id of the task."""
+        """Queue a message that is no request, from any thread: its sender hears why, under the id
+        of the task."""
         if self._app is not None:
             self._refused.append((task, {name: storable(value) for name, value in reason.items()}))
             self.wake()
 
     def turn(self) -> float:
-        """Store all queued results; one that the backend refuses is dropped, so that it holds up no other."""
+        """Store all queued results; one that the backend refuses is dropped, so that it holds up no
+        other."""
         self._store_refused()
         batch = [self._waiting.popleft() for _ in range(len(self._waiting))]
         if self._app is None or not batch:
@@ -83,7 +92,11 @@ class CeleryResults(Loop):
             store_end(app, str(job_id), state, reason or "see the job's row")
         except Exception as error:  # noqa: BLE001 (whatever the backend's driver raises)
             self._errors.labels(server="none").inc()
-            log.warning("a result is not stored", job_id=str(job_id), error=f"{type(error).__name__}: {error}"[:200])
+            log.warning(
+                "a result is not stored",
+                job_id=str(job_id),
+                error=f"{type(error).__name__}: {error}"[:200],
+            )
 
 
 def _is_ours(state: JobState) -> bool:

@@ -1,7 +1,9 @@
-"""kombu's Redis transport, with a send that happens once however often it is repeated. Knows no task.
+"""kombu's Redis transport, with a send that happens once however often it is repeated. Knows no
+task.
 
-Who sends names what it is for (`sending`); the message's id is noted in a hash of that name in the same moment in which
-Redis takes the message, so a relay that repeats the work of one that died sends what that one did not.
+Who sends names what it is for (`sending`); the message's id is noted in a hash of that name in the
+same moment in which Redis takes the message, so a relay that repeats the work of one that died
+sends what that one did not.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class OnceChannel(redis.Channel):
     """Puts a task's message into its queue unless it is noted."""
 
     def _put(self, queue: str, message: dict[str, Any], **options: Any) -> None:
-        key, message_id = NOTED_IN.get(), (message.get("headers") or {}).get("id")
+        key = NOTED_IN.get()
+        message_id = (message.get("headers") or {}).get("id")
         if key is None or message_id is None:
             super()._put(queue, message, **options)
             return

@@ -1,7 +1,8 @@
-"""What Celery does at the end of a task, done by us for a job: callbacks, chain, result, chord, errbacks.
+"""What Celery does at the end of a task, done by us for a job: callbacks, chain, result, chord,
+errbacks.
 
-Owns the order, which is Celery's, and the app that sends. Each step may be repeated: what was sent is not sent again.
-Knows no Postgres.
+Owns the order, which is Celery's, and the app that sends. Each step may be repeated: what was sent
+is not sent again. Knows no Postgres.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def make_ends_app(settings: RelaySettings) -> Celery:
         settings,
         "shardline.ends",
         broker_transport="services.relay.celery.once_transport:OnceTransport",
-        broker_transport_options=options | {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S},
+        broker_transport_options=options
+        | {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S},
         broker_connection_timeout=TIMEOUT_S,
         task_default_queue=CALLBACK_QUEUE,
         task_routes={SUBMIT_TASK: {"queue": INTAKE_QUEUE}},
@@ -68,7 +70,8 @@ class TaskEnds:
         result backend."""
         if ended.state is not JobState.SUCCEEDED:
             return
-        context, value = _context(ended), _value(ended)
+        context = _context(ended)
+        value = _value(ended)
         parent: dict[str, Any] = {"parent_id": context.id, "root_id": context.root_id or context.id}
         with self._sending(ended):
             for callback in context.callbacks or ():
@@ -85,8 +88,8 @@ class TaskEnds:
             yield
 
     def finish(self, ended: EndedTask) -> None:
-        """Store the result and count the part of a chord; of one that did not succeed also end its chain and send its
-        errbacks. May raise anything that the backend's driver does."""
+        """Store the result and count the part of a chord; of one that did not succeed also end its
+        chain and send its errbacks. May raise anything that the backend's driver does."""
         context = _context(ended)
         if not self._has_backend:
             # Nothing counts parts or knows how chained tasks ended: Celery's disabled backend
@@ -96,7 +99,9 @@ class TaskEnds:
         is_stored = self._has_backend and not context.ignore_result
         with self._sending(ended):
             if ended.state is JobState.SUCCEEDED:
-                backend.mark_as_done(context.id, _value(ended), request=context, store_result=is_stored)
+                backend.mark_as_done(
+                    context.id, _value(ended), request=context, store_result=is_stored
+                )
                 return
             backend.mark_as_failure(
                 context.id,

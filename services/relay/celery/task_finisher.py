@@ -63,7 +63,10 @@ class TaskResults(Loop):
     def turn(self) -> float:
         """Finish all that wait, a few for each note in Postgres."""
         while self._waiting:
-            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), celery_tasks.MAX_BATCH))]
+            batch = [
+                self._waiting.popleft()
+                for _ in range(min(len(self._waiting), celery_tasks.MAX_BATCH))
+            ]
             finished: list[EndedTask] = []
             try:
                 for ended in batch:
@@ -90,8 +93,16 @@ class TaskResults(Loop):
             self._settle([ended])
             return
         is_chord = '"chord"' in (ended.request or "")
-        pause_s = CHORD_PAUSE_S if is_chord else min(PAUSE_S * 2.0 ** min(ended.num_failures, 10), MAX_PAUSE_S)
-        log.warning("a Celery task's result is not stored yet", task_id=ended.task_id, error=str(error)[:200])
+        pause_s = (
+            CHORD_PAUSE_S
+            if is_chord
+            else min(PAUSE_S * 2.0 ** min(ended.num_failures, 10), MAX_PAUSE_S)
+        )
+        log.warning(
+            "a Celery task's result is not stored yet",
+            task_id=ended.task_id,
+            error=str(error)[:200],
+        )
         with self._database.begin() as connection:
             celery_tasks.put_off(connection, [ended.task_id], pause_s=pause_s, num_failures=1)
 
@@ -146,7 +157,9 @@ class TaskFinisher(Loop):
                 log.exception("a Celery task's callbacks are given up", task_id=ended.task_id)
                 return True
             problem = f"{type(error).__name__}: {error}"[:200]
-            log.warning("a Celery task's callbacks are not sent yet", task_id=ended.task_id, error=problem)
+            log.warning(
+                "a Celery task's callbacks are not sent yet", task_id=ended.task_id, error=problem
+            )
             return False
         return True
 

@@ -1,4 +1,5 @@
-"""Writes what energy costs into rows: the rates that the settings name, read again now and then. Knows no job."""
+"""Writes what energy costs into rows: the rates that the settings name, read again now and then.
+Knows no job."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from shardline.store.statistics.costs import RateKind
 log = structlog.get_logger(__name__)
 
 TURNS_APART = 900
-"""Polls between two readings: series have an hour or a quarter of one between rates, and are published a day ahead."""
+"""Polls between two readings: series have an hour or a quarter of one between rates, and are
+published a day ahead."""
 
 MAX_TOLD = 200
 """Characters of an error: it may quote a page."""
@@ -65,4 +67,8 @@ def _told(error: Exception) -> str:
         return f"it answers {error.response.status_code}"
     if isinstance(error, Invalid):
         return f"{error.problem[:MAX_TOLD]}. {error.remedy}"
-    return type(error).__name__ if isinstance(error, httpx.HTTPError | httpx.InvalidURL) else str(error)[:MAX_TOLD]
+    return (
+        type(error).__name__
+        if isinstance(error, httpx.HTTPError | httpx.InvalidURL)
+        else str(error)[:MAX_TOLD]
+    )

@@ -41,22 +41,23 @@ class Growth(Loop):
         self._keeps_all = keeps_all
         self._metrics = context.metrics
         self._pause_s = TURNS_APART * context.times.poll_s
-        self._bytes, self._dead, self._dead_rows = (
-            DoublingThreshold(KEPT_BYTES),
-            DoublingThreshold(KEPT_DEAD),
-            DoublingThreshold(DEAD_ROWS),
-        )
+        self._bytes = DoublingThreshold(KEPT_BYTES)
+        self._dead = DoublingThreshold(KEPT_DEAD)
+        self._dead_rows = DoublingThreshold(DEAD_ROWS)
 
     def turn(self) -> float:
         """Check once."""
         with self._database.begin() as connection:
-            sizes, num_dead = growth.sizes(connection), growth.num_dead(connection)
+            sizes = growth.sizes(connection)
+            num_dead = growth.num_dead(connection)
         for name, size in sizes.items():
             self._metrics.table_bytes.labels(table=name).set(size.num_bytes)
             self._metrics.dead_rows.labels(table=name).set(size.num_dead_rows)
         self._metrics.dead_letters.set(num_dead)
         self._warn(
-            sum(size.num_bytes for size in sizes.values()), sum(size.num_dead_rows for size in sizes.values()), num_dead
+            sum(size.num_bytes for size in sizes.values()),
+            sum(size.num_dead_rows for size in sizes.values()),
+            num_dead,
         )
         return self._pause_s
 

@@ -1,4 +1,5 @@
-"""Counts jobs and workers for gauges. Apart from the sweeper: counting a long backlog delays no rescue."""
+"""Counts jobs and workers for gauges. Apart from the sweeper: counting a long backlog delays no
+rescue."""
 
 from __future__ import annotations
 
@@ -23,11 +24,15 @@ class JobCounts(Loop):
         self._shown: set[Labels] = set()
 
     def turn(self) -> float:
-        """Count once. Labels without jobs show 0: a gauge that vanishes would look like a dead relay."""
+        """Count once. Labels without jobs show 0: a gauge that vanishes would look like a dead
+        relay."""
         with self._database.begin() as connection:
             counts = sweeps.count_active(connection)
             waits = oldest_queued(connection)
-            workers = {model: len(fleets.workers_of(connection, model)) for model in fleets.fleets(connection)}
+            workers = {
+                model: len(fleets.workers_of(connection, model))
+                for model in fleets.fleets(connection)
+            }
             plans = fleets.all_plans(connection)
         self._shown |= counts.keys()
         for model, state in self._shown:

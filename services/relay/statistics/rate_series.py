@@ -32,16 +32,22 @@ class RateEntry(msgspec.Struct):
 
 
 def read_rates(source: str, field: str) -> float | Mapping[datetime, float]:
-    """A number, or the rates of a series by the moment from which they hold. Raises Invalid, naming `field`, OSError
-    for a file and httpx.HTTPError for an address that cannot be read."""
+    """A number, or the rates of a series by the moment from which they hold. Raises Invalid, naming
+    `field`, OSError for a file and httpx.HTTPError for an address that cannot be read."""
     # Not in an `except`: the address, with its password, would be part of what is raised.
-    return _finite(float(source), field) if _is_number(source) else _series(_text(source, field), field)
+    return (
+        _finite(float(source), field)
+        if _is_number(source)
+        else _series(_text(source, field), field)
+    )
 
 
 def _text(source: str, field: str) -> str:
     data = _fetch(source) if source.startswith(("http://", "https://")) else _read(Path(source))
     if len(data) > MAX_BYTES:
-        raise Invalid(field, f"the series is longer than {MAX_BYTES} bytes", "Give the rates of fewer hours")
+        raise Invalid(
+            field, f"the series is longer than {MAX_BYTES} bytes", "Give the rates of fewer hours"
+        )
     return data.decode("utf-8", "replace")
 
 
@@ -51,7 +57,8 @@ def _read(file: Path) -> bytes:
 
 
 def _fetch(address: str) -> bytes:
-    data, until_s = bytearray(), monotonic_s() + 3 * TIMEOUT_S
+    data = bytearray()
+    until_s = monotonic_s() + 3 * TIMEOUT_S
     with httpx.stream("GET", address, timeout=TIMEOUT_S) as answer:
         answer.raise_for_status()
         for chunk in answer.iter_bytes():
@@ -59,7 +66,9 @@ def _fetch(address: str) -> bytes:
             if len(data) > MAX_BYTES:
                 break
             if monotonic_s() > until_s:
-                raise httpx.ReadTimeout(f"the series had not come after {3 * TIMEOUT_S:.0f} s", request=answer.request)
+                raise httpx.ReadTimeout(
+                    f"the series had not come after {3 * TIMEOUT_S:.0f} s", request=answer.request
+                )
     return bytes(data)
 
 
@@ -70,12 +79,16 @@ def _series(content: str, field: str) -> dict[datetime, float]:
     except (ValueError, csv.Error, msgspec.MsgspecError) as error:
         raise Invalid(field, f"the series cannot be read: {error}", REMEDY) from error
     if not 0 < len(rates) <= MAX_RATES:
-        raise Invalid(field, f"the series has {len(rates)} rates; it may have 1 to {MAX_RATES}", REMEDY)
+        raise Invalid(
+            field, f"the series has {len(rates)} rates; it may have 1 to {MAX_RATES}", REMEDY
+        )
     return rates
 
 
 def _of_json(content: str) -> Iterable[tuple[datetime, float]]:
-    return [(entry.time, entry.value) for entry in msgspec.json.decode(content, type=list[RateEntry])]
+    return [
+        (entry.time, entry.value) for entry in msgspec.json.decode(content, type=list[RateEntry])
+    ]
 
 
 def _of_csv(content: str) -> Iterator[tuple[datetime, float]]:

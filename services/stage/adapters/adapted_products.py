@@ -1,4 +1,5 @@
-"""Products of our own to which adapters add, within the same call: each for its own rows. Knows no model and no file.
+"""Products of our own to which adapters add, within the same call: each for its own rows. Knows no
+model and no file.
 
 Letters of shapes: T rows with one adapter.
 """
@@ -27,7 +28,8 @@ class OutputPlace(NamedTuple):
 
 
 class RankTable:
-    """What an adapter adds to products, as the kernel reads it. Lives as long as the layers that it was made of."""
+    """What an adapter adds to products, as the kernel reads it. Lives as long as the layers that it
+    was made of."""
 
     def __init__(self, by_product: Sequence[Sequence[LowRankPart]]) -> None:
         """Takes what is added to each product, in the order of their numbers."""
@@ -41,7 +43,8 @@ class AdaptedProducts:
 
     def __init__(self, places: Mapping[str, OutputPlace]) -> None:
         """Takes the place of each linear layer by its name."""
-        self._places, self._step = places, AdapterStep()
+        self._places = places
+        self._step = AdapterStep()
         self._numbers: dict[TiledLinear, int] = {}
         self._rows: list[Tensor] = []
         """int32, which the kernel reads."""
@@ -50,7 +53,8 @@ class AdaptedProducts:
             product.call.adapters = pointer(self._step)
 
     def table(self, layers: Mapping[str, tuple[object, object]]) -> RankTable:
-        """Returns what an adapter adds of these layers, down and up for each name, both packed as products are."""
+        """Returns what an adapter adds of these layers, down and up for each name, both packed as
+        products are."""
         by_product: dict[int, list[LowRankPart]] = defaultdict(list)
         for name, (down, up) in layers.items():
             assert isinstance(down, TiledLinear), name
@@ -68,12 +72,15 @@ class AdaptedProducts:
             AdapterRows(table.parts, table.begins, rows.data_ptr(), len(rows))
             for (table, _), rows in zip(groups, self._rows, strict=True)
         ]
-        self._step.groups, self._step.num_groups = (AdapterRows * len(found))(*found), len(found)
+        self._step.groups = (AdapterRows * len(found))(*found)
+        self._step.num_groups = len(found)
 
 
 def place_of(layer: nn.Module) -> OutputPlace | None:
     """Returns where a packed linear layer is computed; None: not by a product of ours."""
     if isinstance(layer, GatheredLinear):
         return place_of(layer.linear)
-    product, first_output = (layer.merged.layer, layer.first_output) if isinstance(layer, Part) else (layer, 0)
+    product, first_output = (
+        (layer.merged.layer, layer.first_output) if isinstance(layer, Part) else (layer, 0)
+    )
     return OutputPlace(product, first_output) if isinstance(product, TiledLinear) else None

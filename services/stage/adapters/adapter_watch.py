@@ -1,4 +1,5 @@
-"""The thread that looks through the folder of adapters, so that neither a claim nor a step waits for a checksum."""
+"""The thread that looks through the folder of adapters, so that neither a claim nor a step waits
+for a checksum."""
 
 from __future__ import annotations
 
@@ -13,22 +14,27 @@ from shardline.base.errors import Invalid, Unavailable
 log = structlog.get_logger(__name__)
 
 Tell = Callable[[Mapping[str, str]], None]
-"""Gets the fingerprints of the adapters that fit the model, by name. May raise Unavailable: it is called again then."""
+"""Gets the fingerprints of the adapters that fit the model, by name. May raise Unavailable: it is
+called again then."""
 
 
 class AdapterWatch(threading.Thread):
     """Adapters may come, change and go while the stage serves."""
 
-    def __init__(self, folder: AdapterFolder, *, every_s: float, tell: Tell = lambda _: None) -> None:
+    def __init__(
+        self, folder: AdapterFolder, *, every_s: float, tell: Tell = lambda _: None
+    ) -> None:
         super().__init__(name="adapter-watch", daemon=True)
-        self._folder, self._every_s, self._tell = folder, every_s, tell
+        self._folder = folder
+        self._every_s = every_s
+        self._tell = tell
         self._told: Mapping[str, str] | None = None
         self._refused: dict[str, str] = {}
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        """Looks once before it returns: what is claimed from then on is claimed with fingerprints, so that it may be
-        resumed as exact."""
+        """Looks once before it returns: what is claimed from then on is claimed with fingerprints,
+        so that it may be resumed as exact."""
         self.look()
         super().start()
 
@@ -58,6 +64,8 @@ class AdapterWatch(threading.Thread):
                 self._told = found
         except (OSError, Unavailable) as error:
             log.warning("adapters cannot be listed", problem=str(error))
-        for name in refused.keys() - {name for name, reason in self._refused.items() if refused.get(name) == reason}:
+        for name in refused.keys() - {
+            name for name, reason in self._refused.items() if refused.get(name) == reason
+        }:
             log.warning("adapter refused", adapter=name, reason=refused[name])
         self._refused = refused

@@ -1,8 +1,9 @@
-"""Adapters on a loaded shard: what they add to the outputs of its linear layers, each for some rows alone.
+"""Adapters on a loaded shard: what they add to the outputs of its linear layers, each for some rows
+alone.
 
-Our own products on the CPU add it within their call (`adapted_products`), whole layers as one call too. Of other layers
-hooks do. A row's bits depend on that row and its adapter only, where the products keep that promise: see
-`packing`. Knows no sequence.
+Our own products on the CPU add it within their call (`adapted_products`), whole layers as one call
+too. Of other layers hooks do. A row's bits depend on that row and its adapter only, where the
+products keep that promise: see `packing`. Knows no sequence.
 
 Letters of shapes: T packed rows, K inputs and N outputs of a layer.
 """
@@ -30,7 +31,8 @@ Product = Callable[[Tensor], Tensor]
 
 
 class LoadedLayer(NamedTuple):
-    """What an adapter adds to a linear layer: up(down(x)), rows [T, K] to [T, N] in the shard's dtype."""
+    """What an adapter adds to a linear layer: up(down(x)), rows [T, K] to [T, N] in the shard's
+    dtype."""
 
     down: Product
     up: Product
@@ -60,22 +62,32 @@ class ShardAdapters:
     def __init__(self, shard: Shard, packing: Packing) -> None:
         """Packs products by `packing`; without it torch computes them."""
         self.layers = shard.layers
-        self._shard, self._packing = shard, packing
-        self._modules = {name: each for name, each in shard.model.named_modules() if name in shard.linear_sizes}
-        self._places = {name: place for name, each in self._modules.items() if (place := place_of(each)) is not None}
+        self._shard = shard
+        self._packing = packing
+        self._modules = {
+            name: each for name, each in shard.model.named_modules() if name in shard.linear_sizes
+        }
+        self._places = {
+            name: place
+            for name, each in self._modules.items()
+            if (place := place_of(each)) is not None
+        }
         self._products = AdaptedProducts(self._places)
         self._groups: Sequence[AdaptedRows] = ()
         self._is_hooked = False
 
     def load(self, adapter: Adapter) -> LoadedAdapter:
-        """Returns the adapter's layers that this shard holds. Raises OSError and SafetensorError."""
+        """Returns the adapter's layers that this shard holds. Raises OSError and
+        SafetensorError."""
         if not self._is_hooked:
             self._hook()
         with safe_open(adapter.weights, framework="pt") as file:
             layers = {
                 name: LoadedLayer(
                     down=self._product(file.get_tensor(PREFIX + name + DOWN), 1.0),
-                    up=self._product(self._share(name, file.get_tensor(PREFIX + name + UP)), layer.scale),
+                    up=self._product(
+                        self._share(name, file.get_tensor(PREFIX + name + UP)), layer.scale
+                    ),
                 )
                 for name, layer in adapter.layers.items()
                 if name in self._modules
@@ -94,10 +106,17 @@ class ShardAdapters:
 
     def narrow(self, rows: Tensor) -> None:
         """The forward goes on with these of its packed rows alone, int64 [R]."""
-        self._use([AdaptedRows(adapter, torch.isin(rows, its).nonzero().flatten()) for adapter, its in self._groups])
+        self._use(
+            [
+                AdaptedRows(adapter, torch.isin(rows, its).nonzero().flatten())
+                for adapter, its in self._groups
+            ]
+        )
 
     def _use(self, groups: Sequence[AdaptedRows]) -> None:
-        self._groups = [AdaptedRows(adapter, rows.to(self._shard.device)) for adapter, rows in groups]
+        self._groups = [
+            AdaptedRows(adapter, rows.to(self._shard.device)) for adapter, rows in groups
+        ]
         if self._places:
             self._products.use([(adapter.table, rows) for adapter, rows in groups])
 
@@ -122,5 +141,6 @@ class ShardAdapters:
         """The outputs may be a view of a merged product's: they are written in place."""
         for adapter, rows in self._groups:
             if (layer := adapter.layers.get(name)) is not None:
-                x, sums = args[0].reshape(-1, args[0].shape[-1]), out.view(-1, out.shape[-1])
+                x = args[0].reshape(-1, args[0].shape[-1])
+                sums = out.view(-1, out.shape[-1])
                 sums[rows] += layer.up(layer.down(x[rows]))

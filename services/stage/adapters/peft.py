@@ -1,7 +1,8 @@
-"""Adapters on disk, in PEFT's format: a folder with a config and low-rank weights. What is in one, what is refused.
+"""Adapters on disk, in PEFT's format: a folder with a config and low-rank weights. What is in one,
+what is refused.
 
-Every stage checks an adapter against the whole model, so all of them refuse the same ones. Knows no torch and loads
-nothing.
+Every stage checks an adapter against the whole model, so all of them refuse the same ones. Knows no
+torch and loads nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from services.stage.model.weights import MALFORMED, cached_sha256, check_file, s
 from shardline.base.errors import Invalid
 from shardline.contract.job import ADAPTER_NAME
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Of PEFT's tensor names, before a layer's name in the model."""
-DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+DOWN = ".lora_A.weight"
+UP = ".lora_B.weight"
 SETTING = "SHARDLINE_ADAPTERS_DIR"
 ALIKE = f"Give all stages the same files in {SETTING}"
 FIELD = "model"
@@ -33,7 +36,16 @@ MAX_RANK = 512
 """Beyond it a layer is nearly as large as those of small models."""
 DTYPES = frozenset({"F32", "F16", "BF16"})
 COUNTED = frozenset(
-    {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias"}
+    {
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "rank_pattern",
+        "alpha_pattern",
+        "init_lora_weights",
+        "bias",
+    }
 )
 """Fields of the config that are read here."""
 WITHOUT_EFFECT = frozenset(
@@ -87,16 +99,27 @@ Stamps = tuple[tuple[int, int, int], ...]
 
 
 class AdapterFolder:
-    """The adapters of one model, each in a subfolder of its name. May be used from any thread: files are the state."""
+    """The adapters of one model, each in a subfolder of its name. May be used from any thread:
+    files are the state."""
 
-    def __init__(self, folder: Path | None, sizes: Mapping[str, LinearSize], cache_folder: Path) -> None:
-        """Takes the sizes of the linear layers in all layers of the model. Without a folder there are no adapters."""
-        self._folder, self._sizes, self._cache_folder = folder, sizes, cache_folder
+    def __init__(
+        self, folder: Path | None, sizes: Mapping[str, LinearSize], cache_folder: Path
+    ) -> None:
+        """Takes the sizes of the linear layers in all layers of the model. Without a folder there
+        are no adapters."""
+        self._folder = folder
+        self._sizes = sizes
+        self._cache_folder = cache_folder
         self._known: dict[str, tuple[Stamps, Adapter]] = {}
 
     def names(self) -> list[str]:
-        """Returns the names of subfolders with a config, sorted. Raises OSError if the folder cannot be read."""
-        return [] if self._folder is None else sorted(path.parent.name for path in self._folder.glob(f"*/{CONFIG}"))
+        """Returns the names of subfolders with a config, sorted. Raises OSError if the folder
+        cannot be read."""
+        return (
+            []
+            if self._folder is None
+            else sorted(path.parent.name for path in self._folder.glob(f"*/{CONFIG}"))
+        )
 
     def known(self) -> dict[str, str]:
         """Returns the fingerprints of the adapters that were last found to fit, by name."""
@@ -116,16 +139,23 @@ class AdapterFolder:
             stamps = tuple(stamp_of(folder / file) for file in (CONFIG, WEIGHTS))
             known = self._known.get(name)
             if known is None or known[0] != stamps:
-                known = self._known[name] = stamps, read_adapter(folder, self._sizes, self._cache_folder)
+                known = self._known[name] = (
+                    stamps,
+                    read_adapter(folder, self._sizes, self._cache_folder),
+                )
         except OSError as error:
             self._known.pop(name, None)
-            refuse(name, f"it needs {CONFIG} and {WEIGHTS}: {error.strerror or error}", ALIKE, error)
+            refuse(
+                name, f"it needs {CONFIG} and {WEIGHTS}: {error.strerror or error}", ALIKE, error
+            )
         return known[1]
 
 
 def read_adapter(folder: Path, sizes: Mapping[str, LinearSize], cache_folder: Path) -> Adapter:
-    """Reads an adapter's config and the header of its weights. Raises Invalid, naming what does not fit; OSError."""
-    name, text = folder.name, (folder / CONFIG).read_bytes()
+    """Reads an adapter's config and the header of its weights. Raises Invalid, naming what does not
+    fit; OSError."""
+    name = folder.name
+    text = (folder / CONFIG).read_bytes()
     try:
         config = json.loads(text)
         scale = _scales(name, config)
@@ -152,7 +182,11 @@ def _scales(name: str, config: Mapping[str, Any]) -> Callable[[str, int], float]
     if config.get("peft_type") != "LORA":
         refuse(name, f"peft_type is {config.get('peft_type')!r}", "Use an adapter of type LORA")
     if config.get("bias") not in (None, "none"):
-        refuse(name, f"bias is {config['bias']!r}: it trains the base's biases", "Train it with bias='none'")
+        refuse(
+            name,
+            f"bias is {config['bias']!r}: it trains the base's biases",
+            "Train it with bias='none'",
+        )
     if config.get("init_lora_weights") not in PLAIN_STARTS:
         what = f"init_lora_weights is {config['init_lora_weights']!r}, which changes the base's weights"
         refuse(name, what, "Save it with path_initial_model_for_weight_conversion")
@@ -163,9 +197,14 @@ def _scales(name: str, config: Mapping[str, Any]) -> Callable[[str, int], float]
     is_rooted = bool(config.get("use_rslora"))
 
     def scale(layer: str, rank: int) -> float:
-        meant, alpha = int(_matched(ranks, layer, config["r"])), float(_matched(alphas, layer, config["lora_alpha"]))
+        meant = int(_matched(ranks, layer, config["r"]))
+        alpha = float(_matched(alphas, layer, config["lora_alpha"]))
         if meant != rank:
-            refuse(name, f"{layer} has rank {rank}, its config says {meant}", "Save it again with save_pretrained")
+            refuse(
+                name,
+                f"{layer} has rank {rank}, its config says {meant}",
+                "Save it again with save_pretrained",
+            )
         return alpha / (math.sqrt(rank) if is_rooted else rank)
 
     return scale
@@ -181,20 +220,33 @@ def _pattern(name: str, config: Mapping[str, Any], field: str) -> dict[str, Any]
 
 def _matched(pattern: Mapping[str, Any], layer: str, default: Any) -> Any:
     """The value of the first name that is the layer's or the end of it, as PEFT looks it up."""
-    return next((value for key, value in pattern.items() if f".{layer}".endswith(f".{key}")), default)
+    return next(
+        (value for key, value in pattern.items() if f".{layer}".endswith(f".{key}")), default
+    )
 
 
 def _layers(
-    name: str, tensors: Mapping[str, Any], sizes: Mapping[str, LinearSize], scale: Callable[[str, int], float]
+    name: str,
+    tensors: Mapping[str, Any],
+    sizes: Mapping[str, LinearSize],
+    scale: Callable[[str, int], float],
 ) -> dict[str, LowRank]:
     """The layers that both tensors are there for, and nothing else. Raises Invalid."""
     layers: dict[str, LowRank] = {}
     for key, tensor in tensors.items():
         if not key.endswith((DOWN, UP)) or not key.startswith(PREFIX):
-            refuse(name, f"the tensor {key} is not supported", "Train it on linear layers alone, without embeddings")
+            refuse(
+                name,
+                f"the tensor {key} is not supported",
+                "Train it on linear layers alone, without embeddings",
+            )
         layer = key.removeprefix(PREFIX).removesuffix(DOWN).removesuffix(UP)
         if (size := sizes.get(layer)) is None:
-            refuse(name, f"the model has no linear layer {layer} within its layers", "Use an adapter of this model")
+            refuse(
+                name,
+                f"the model has no linear layer {layer} within its layers",
+                "Use an adapter of this model",
+            )
         down, up = (tensors.get(f"{PREFIX}{layer}{end}") for end in (DOWN, UP))
         if down is None or up is None:
             refuse(name, f"{layer} lacks {DOWN if down is None else UP}", "Copy the adapter again")

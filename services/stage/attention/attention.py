@@ -1,7 +1,8 @@
-"""The engine's attention, as transformers calls it. Owns the choice of backend; knows no scheduler and no model.
+"""The engine's attention, as transformers calls it. Owns the choice of backend; knows no scheduler
+and no model.
 
-Packed rows, paged KV: `bind` the stage's KV once, `use` a micro-batch before each forward. Shapes are written with the
-letters of `paged_kv`.
+Packed rows, paged KV: `bind` the stage's KV once, `use` a micro-batch before each forward. Shapes
+are written with the letters of `paged_kv`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from services.stage.attention.kernel_backend import KernelBackend
-from services.stage.attention.paged_kv import AttentionParams, Backend, KvShape, MicroBatch, PackedQkv, PagedKv, Span
+from services.stage.attention.paged_kv import (
+    AttentionParams,
+    Backend,
+    KvShape,
+    MicroBatch,
+    PackedQkv,
+    PagedKv,
+    Span,
+)
 from services.stage.attention.sdpa import SdpaBackend
 from services.stage.attention.triton_backend import TritonBackend
 from services.stage.kernels.kernel import AttentionCall, Kernel
@@ -29,13 +38,15 @@ Attended = tuple[Tensor, None]
 
 
 class KvWritten(Exception):
-    """Ends a layer's forward as soon as its keys and values are written, when its output is not needed."""
+    """Ends a layer's forward as soon as its keys and values are written, when its output is not
+    needed."""
 
 
 class Attention:
     """The attention function of one engine.
 
-    Pass `name` as `attn_implementation`: transformers builds no mask for a name that it does not know.
+    Pass `name` as `attn_implementation`: transformers builds no mask for a name that it does not
+    know.
     """
 
     __slots__ = ("__weakref__", "_backend", "exact", "kind", "name", "only_writes", "version")
@@ -43,14 +54,21 @@ class Attention:
     def __init__(self, kernel: Kernel | TritonBackend | None) -> None:
         self._backend: Backend
         if isinstance(kernel, Kernel):
-            self._backend, self.kind, self.version = KernelBackend(kernel), f"kernel-{kernel.isa}", kernel.path.stem
+            self._backend = KernelBackend(kernel)
+            self.kind = f"kernel-{kernel.isa}"
+            self.version = kernel.path.stem
         elif kernel is not None:
-            self._backend, self.kind, self.version = kernel, "triton", kernel.version
+            self._backend = kernel
+            self.kind = "triton"
+            self.version = kernel.version
         else:
-            self._backend, self.kind, self.version = SdpaBackend(), "sdpa", "sdpa"
+            self._backend = SdpaBackend()
+            self.kind = "sdpa"
+            self.version = "sdpa"
         self.name = f"shardline-{id(self):x}"
         self.exact = kernel is not None
-        """A name that changes whenever the bits of a row may change: part of the exactness fingerprint."""
+        """A name that changes whenever the bits of a row may change: part of the exactness
+        fingerprint."""
         self.only_writes = False
         """While true, `attend` writes keys and values, computes nothing and raises KvWritten."""
         AttentionInterface.register(self.name, _weakly(self.attend))
@@ -60,7 +78,8 @@ class Attention:
         self._backend.bind(kv)
 
     def call(self, layer: int) -> AttentionCall | None:
-        """Returns what our kernel was asked last for a layer, if it is the backend: a part of a layer's whole call."""
+        """Returns what our kernel was asked last for a layer, if it is the backend: a part of a
+        layer's whole call."""
         return self._backend.calls.get(layer) if isinstance(self._backend, KernelBackend) else None
 
     def refusal(self, status: int) -> ProtocolError:
@@ -71,7 +90,8 @@ class Attention:
     def use(self, micro_batch: MicroBatch) -> None:
         """Sets the rows of the next forward.
 
-        Rows that point outside the KV raise ProtocolError, here or in `attend`, as the backend finds them.
+        Rows that point outside the KV raise ProtocolError, here or in `attend`, as the backend
+        finds them.
         """
         self._backend.use(micro_batch)
 
@@ -86,13 +106,17 @@ class Attention:
     ) -> Attended:
         """Attends to one layer, in the signature that transformers prescribes.
 
-        Takes query [1, H, T, D], key [1, Hk, T, D] and value [1, Hk, T, Dv] in the model's dtype; returns the output
-        [1, T, H, Dv] in the query's dtype. Padding rows are zeros.
+        Takes query [1, H, T, D], key [1, Hk, T, D] and value [1, Hk, T, Dv] in the model's dtype;
+        returns the output [1, T, H, Dv] in the query's dtype. Padding rows are zeros.
 
-        Raises Invalid for attention that is not plainly causal, ProtocolError for rows that point outside the KV, and
-        KvWritten while `only_writes` is true.
+        Raises Invalid for attention that is not plainly causal, ProtocolError for rows that point
+        outside the KV, and KvWritten while `only_writes` is true.
         """
-        if attention_mask is not None or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
+        if (
+            attention_mask is not None
+            or kwargs.get("position_bias") is not None
+            or kwargs.get("is_causal") is False
+        ):
             raise _unsupported(module)
         qkv = PackedQkv(query=query, key=key, value=value)
         layer = module.layer_idx
@@ -118,9 +142,14 @@ def _weakly(method: Callable[..., Attended]) -> Callable[..., Attended]:
 
 
 def _params(module: nn.Module, head_dim: int, options: dict[str, Any]) -> AttentionParams:
-    """Reads what the model asks for. Qwen2-MoE passes no window: it keeps it on the module and relies on its mask."""
+    """Reads what the model asks for. Qwen2-MoE passes no window: it keeps it on the module and
+    relies on its mask."""
     scaling = options.get("scaling")
-    window = options["sliding_window"] if "sliding_window" in options else getattr(module, "sliding_window", None)
+    window = (
+        options["sliding_window"]
+        if "sliding_window" in options
+        else getattr(module, "sliding_window", None)
+    )
     return AttentionParams(
         scale=head_dim**-0.5 if scaling is None else float(scaling),
         window=window,

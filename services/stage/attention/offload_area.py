@@ -1,4 +1,5 @@
-"""The offload area of one stage: slots that hold copies of KV blocks, in host memory or in a file. Decides nothing."""
+"""The offload area of one stage: slots that hold copies of KV blocks, in host memory or in a file.
+Decides nothing."""
 
 from __future__ import annotations
 
@@ -27,10 +28,16 @@ class OffloadArea:
     memory does not hold them."""
 
     def __init__(
-        self, kv: PagedKv, num_bytes: int, folder: Path | None = None, *, synchronize: Callable[[], None] = lambda: None
+        self,
+        kv: PagedKv,
+        num_bytes: int,
+        folder: Path | None = None,
+        *,
+        synchronize: Callable[[], None] = lambda: None,
     ) -> None:
         """Allocates the slots. `synchronize` waits for the device of `kv`."""
-        self._kv, self._synchronize = kv, synchronize
+        self._kv = kv
+        self._synchronize = synchronize
         is_far = any(keys.device.type != "cpu" for keys in kv.keys.values())
         block_bytes = PagedKv.bytes_per_block(kv.shapes, kv.dtype)
         self.num_slots = num_bytes // block_bytes
@@ -39,25 +46,34 @@ class OffloadArea:
         self.terms = NO_OFFLOAD
         if not self.num_slots:
             return
-        num_bytes, disk_s = self.num_slots * block_bytes, 0.0
+        num_bytes = self.num_slots * block_bytes
+        disk_s = 0.0
         if folder is None:
             memory = _in_memory(num_bytes, pinned=is_far)
         else:
             memory, disk_s = _in_file(num_bytes, folder)
-        slots, end = memory.view(self.num_slots, block_bytes), 0
+        slots = memory.view(self.num_slots, block_bytes)
+        end = 0
         for tensor in (*kv.keys.values(), *kv.values.values()):
-            begin, end = end, end + tensor[0].nbytes
-            self._parts.append((tensor, slots[:, begin:end].view(kv.dtype).unflatten(1, tensor.shape[1:])))
-        self.terms = OffloadTerms(num_slots=self.num_slots, move_s=self._try_move() + disk_s * block_bytes)
+            begin = end
+            end = end + tensor[0].nbytes
+            self._parts.append(
+                (tensor, slots[:, begin:end].view(kv.dtype).unflatten(1, tensor.shape[1:]))
+            )
+        self.terms = OffloadTerms(
+            num_slots=self.num_slots, move_s=self._try_move() + disk_s * block_bytes
+        )
 
     def move(self, moves: Sequence[Move]) -> None:
         """Copies blocks to slots and back, one after the other.
 
-        Raises ProtocolError for those that do not exist, and for more than a step can have: a block goes once and comes
-        once.
+        Raises ProtocolError for those that do not exist, and for more than a step can have: a block
+        goes once and comes once.
         """
         if len(moves) > 2 * self._kv.num_blocks:
-            raise ProtocolError(f"{len(moves)} moves in a step, with {self._kv.num_blocks} KV blocks")
+            raise ProtocolError(
+                f"{len(moves)} moves in a step, with {self._kv.num_blocks} KV blocks"
+            )
         for move in moves:
             if move.block >= self._kv.num_blocks or move.slot >= self.num_slots:
                 raise ProtocolError(
@@ -91,7 +107,8 @@ def _in_memory(num_bytes: int, *, pinned: bool) -> Tensor:
 
 
 def _in_file(num_bytes: int, folder: Path) -> tuple[Tensor, float]:
-    """uint8 [num_bytes] in a file without a name, which ends with the process; seconds for a byte there and back."""
+    """uint8 [num_bytes] in a file without a name, which ends with the process; seconds for a byte
+    there and back."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:

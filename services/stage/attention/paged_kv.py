@@ -2,8 +2,8 @@
 
 Keys lie in the backend's own order, values token by token.
 
-Letters of shapes: T packed rows, S sequences of the micro-batch, W blocks of its longest sequence, H query heads, Hk KV
-heads, D the head size of queries and keys, Dv that of values.
+Letters of shapes: T packed rows, S sequences of the micro-batch, W blocks of its longest sequence,
+H query heads, Hk KV heads, D the head size of queries and keys, Dv that of values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from shardline.base.rounding import round_up
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS, blocks_for
 
 VECTOR_WIDTH = 16
-"""Head sizes of stored values are padded to a multiple of this: a vector load never reads past a token's slot."""
+"""Head sizes of stored values are padded to a multiple of this: a vector load never reads past a
+token's slot."""
 
 NO_SEQUENCE = -1
 NO_BLOCK = -1
@@ -28,7 +29,8 @@ NO_BLOCK = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Adjacent rows of one sequence: `length` tokens from position `start`. `blocks` hold its KV, in order."""
+    """Adjacent rows of one sequence: `length` tokens from position `start`. `blocks` hold its KV,
+    in order."""
 
     start: int
     length: int
@@ -37,10 +39,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One packed micro-batch of T rows. Padding rows come last, belong to no sequence (-1) and write no KV."""
+    """One packed micro-batch of T rows. Padding rows come last, belong to no sequence (-1) and
+    write no KV."""
 
     sequence: Tensor
-    """int32 [T]: row of `table` for each packed row; rows of one sequence are adjacent and in order of position."""
+    """int32 [T]: row of `table` for each packed row; rows of one sequence are adjacent and in order
+    of position."""
     position: Tensor
     """int32 [T]: index of the row's token in its sequence."""
     table: Tensor
@@ -48,7 +52,9 @@ class MicroBatch:
     spans: tuple[Span, ...]
 
     @classmethod
-    def of(cls, spans: Sequence[Span], *, min_rows: int = 1, device: torch.device | str = "cpu") -> MicroBatch:
+    def of(
+        cls, spans: Sequence[Span], *, min_rows: int = 1, device: torch.device | str = "cpu"
+    ) -> MicroBatch:
         """Packs spans in their order and pads them to `min_rows` rows."""
         sequence: list[int] = []
         position: list[int] = []
@@ -58,7 +64,9 @@ class MicroBatch:
             num_blocks = blocks_for(span.start + span.length)
             assert span.start >= 0, f"span {index} starts at {span.start}"
             assert span.length > 0, f"span {index} is empty"
-            assert len(span.blocks) >= num_blocks, f"span {index} needs {num_blocks} KV blocks, has {len(span.blocks)}"
+            assert len(span.blocks) >= num_blocks, (
+                f"span {index} needs {num_blocks} KV blocks, has {len(span.blocks)}"
+            )
             sequence += [index] * span.length
             position += range(span.start, span.start + span.length)
             table.append([*span.blocks[:num_blocks], *[NO_BLOCK] * (width - num_blocks)])
@@ -87,12 +95,15 @@ class MicroBatch:
         """
         for span in self.spans:
             if min(span.blocks) < 0 or max(span.blocks) >= num_blocks:
-                raise ProtocolError(f"a block table {tuple(span.blocks)} lies outside {num_blocks} KV blocks")
+                raise ProtocolError(
+                    f"a block table {tuple(span.blocks)} lies outside {num_blocks} KV blocks"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvShape:
-    """The keys and values that one layer keeps per token. Values may have another head size than keys."""
+    """The keys and values that one layer keeps per token. Values may have another head size than
+    keys."""
 
     num_kv_heads: int
     head_dim: int
@@ -118,12 +129,14 @@ class AttentionParams:
     """A row sees this many keys, its own included; None: all up to its own."""
     softcap: float | None = None
     sinks: Tensor | None = None
-    """[H], any float dtype: a score per query head that takes part in the softmax and has no value."""
+    """[H], any float dtype: a score per query head that takes part in the softmax and has no
+    value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedQkv:
-    """One layer's new rows: query [1, H, T, D], key [1, Hk, T, D], value [1, Hk, T, Dv], in any dtype and strides."""
+    """One layer's new rows: query [1, H, T, D], key [1, Hk, T, D], value [1, Hk, T, Dv], in any
+    dtype and strides."""
 
     query: Tensor
     key: Tensor
@@ -137,10 +150,12 @@ class Backend(Protocol):
         """Makes `kv` the storage that rows are written to and read from."""
 
     def use(self, micro_batch: MicroBatch) -> None:
-        """Sets the rows of the next forward. May raise ProtocolError for rows that point outside the KV."""
+        """Sets the rows of the next forward. May raise ProtocolError for rows that point outside
+        the KV."""
 
     def attend(self, layer: int, qkv: PackedQkv, params: AttentionParams) -> Tensor:
-        """Writes one layer's new keys and values, then attends: returns [1, T, H, Dv] in the query's dtype.
+        """Writes one layer's new keys and values, then attends: returns [1, T, H, Dv] in the
+        query's dtype.
 
         Raises ProtocolError for rows that point outside the KV, unless `use` did.
         """
@@ -150,8 +165,9 @@ class Backend(Protocol):
 
 
 class PagedKv:
-    """The KV of one stage: `keys` and `values` of each layer, allocated and touched once, so that memory never runs out
-    later. Both hold [blocks, Hk, 64, ...] in `dtype`; keys end in D, values in Dv padded to a vector."""
+    """The KV of one stage: `keys` and `values` of each layer, allocated and touched once, so that
+    memory never runs out later. Both hold [blocks, Hk, 64, ...] in `dtype`; keys end in D, values
+    in Dv padded to a vector."""
 
     __slots__ = ("dtype", "keys", "num_blocks", "shapes", "values")
 
@@ -171,10 +187,15 @@ class PagedKv:
         for layer, shape in layers.items():
             slots = (num_blocks, shape.num_kv_heads, BLOCK_TOKENS)
             self.keys[layer] = torch.zeros(*slots, shape.head_dim, dtype=dtype, device=device)
-            self.values[layer] = torch.zeros(*slots, shape.padded_value_dim, dtype=dtype, device=device)
+            self.values[layer] = torch.zeros(
+                *slots, shape.padded_value_dim, dtype=dtype, device=device
+            )
 
     @staticmethod
     def bytes_per_block(layers: Mapping[int, KvShape], dtype: torch.dtype) -> int:
         """Returns the memory that one KV block takes over all these layers."""
-        per_token = sum(shape.num_kv_heads * (shape.head_dim + shape.padded_value_dim) for shape in layers.values())
+        per_token = sum(
+            shape.num_kv_heads * (shape.head_dim + shape.padded_value_dim)
+            for shape in layers.values()
+        )
         return BLOCK_TOKENS * per_token * dtype.itemsize

@@ -1,6 +1,8 @@
-"""Attention through torch's SDPA, sequence by sequence: any device, no compiler. Promises no row bits, knows no model.
+"""Attention through torch's SDPA, sequence by sequence: any device, no compiler. Promises no row
+bits, knows no model.
 
-Shapes are written with the letters of `paged_kv`; P is the number of a sequence's tokens up to its last row.
+Shapes are written with the letters of `paged_kv`; P is the number of a sequence's tokens up to its
+last row.
 """
 
 from __future__ import annotations
@@ -27,20 +29,27 @@ class SdpaBackend:
         self._micro_batch = micro_batch
         micro_batch.check_blocks(self._kv.num_blocks)
         num_rows = sum(span.length for span in micro_batch.spans)
-        sequence, position = micro_batch.sequence[:num_rows].long(), micro_batch.position[:num_rows].long()
+        sequence = micro_batch.sequence[:num_rows].long()
+        position = micro_batch.position[:num_rows].long()
         self._block = micro_batch.table[sequence, position // BLOCK_TOKENS].long()
         self._slot = position % BLOCK_TOKENS
 
     def attend(self, layer: int, qkv: PackedQkv, params: AttentionParams) -> Tensor:
-        """Writes one layer's new keys and values, then attends: returns [1, T, H, Dv] in the query's dtype."""
+        """Writes one layer's new keys and values, then attends: returns [1, T, H, Dv] in the
+        query's dtype."""
         keys, values = self._written(layer, qkv)
         query = qkv.query[0].to(self._kv.dtype)
         out = query.new_zeros(1, query.shape[1], query.shape[0], values.shape[-1])
         row = 0
-        for blocks, span in zip(self._micro_batch.table.long(), self._micro_batch.spans, strict=True):
+        for blocks, span in zip(
+            self._micro_batch.table.long(), self._micro_batch.spans, strict=True
+        ):
             end = row + span.length
-            past_keys, past_values = _gather(keys, blocks, span), _gather(values, blocks, span)
-            out[0, row:end] = _attend_span(query[:, row:end], past_keys, past_values, span, params).transpose(0, 1)
+            past_keys = _gather(keys, blocks, span)
+            past_values = _gather(values, blocks, span)
+            out[0, row:end] = _attend_span(
+                query[:, row:end], past_keys, past_values, span, params
+            ).transpose(0, 1)
             row = end
         return out.to(qkv.query.dtype)
 
@@ -49,9 +58,12 @@ class SdpaBackend:
         self._written(layer, qkv)
 
     def _written(self, layer: int, qkv: PackedQkv) -> tuple[Tensor, Tensor]:
-        """Writes the new rows; returns all of the layer's keys [blocks, Hk, 64, D] and values [blocks, Hk, 64, Dv]."""
-        key, value = qkv.key[0], qkv.value[0]
-        keys, values = self._kv.keys[layer], self._kv.values[layer][..., : value.shape[-1]]
+        """Writes the new rows; returns all of the layer's keys [blocks, Hk, 64, D] and values
+        [blocks, Hk, 64, Dv]."""
+        key = qkv.key[0]
+        value = qkv.value[0]
+        keys = self._kv.keys[layer]
+        values = self._kv.values[layer][..., : value.shape[-1]]
         num_rows = self._slot.shape[0]
         keys[self._block, :, self._slot] = key[:, :num_rows].transpose(0, 1).to(keys.dtype)
         values[self._block, :, self._slot] = value[:, :num_rows].transpose(0, 1).to(values.dtype)
@@ -64,7 +76,9 @@ def _gather(store: Tensor, blocks: Tensor, span: Span) -> Tensor:
     return store[blocks[: blocks_for(num_tokens)]].transpose(0, 1).flatten(1, 2)[:, :num_tokens]
 
 
-def _attend_span(query: Tensor, keys: Tensor, values: Tensor, span: Span, params: AttentionParams) -> Tensor:
+def _attend_span(
+    query: Tensor, keys: Tensor, values: Tensor, span: Span, params: AttentionParams
+) -> Tensor:
     """Query [H, rows, D] over keys [Hk, P, D] and values [Hk, P, Dv]: returns [H, rows, Dv]."""
     mask = _visible(keys.shape[1], span, params, query.device)
     if mask is None:
@@ -72,11 +86,14 @@ def _attend_span(query: Tensor, keys: Tensor, values: Tensor, span: Span, params
     # A masked score that is NaN stays NaN, and so is a weight of 0 times an infinite value
     (keys, odd_keys), (values, odd_values) = _finite(keys), _finite(values)
     sees_odd = (mask & (odd_keys | odd_values)).any(1)
-    return _attend_visible(query, keys, values, mask, params).masked_fill(sees_odd[None, :, None], float("nan"))
+    return _attend_visible(query, keys, values, mask, params).masked_fill(
+        sees_odd[None, :, None], float("nan")
+    )
 
 
 def _finite(store: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys or values [Hk, P, D] with zeros for what is not finite, and the tokens that have some of it, bool [P]."""
+    """Keys or values [Hk, P, D] with zeros for what is not finite, and the tokens that have some of
+    it, bool [P]."""
     is_finite = store.isfinite()
     return store.where(is_finite, 0.0), ~is_finite.all(-1).all(0)
 
@@ -84,16 +101,22 @@ def _finite(store: Tensor) -> tuple[Tensor, Tensor]:
 def _attend_visible(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, params: AttentionParams
 ) -> Tensor:
-    """Query [H, rows, D] over keys and values that are finite where some are masked: returns [H, rows, Dv]."""
+    """Query [H, rows, D] over keys and values that are finite where some are masked: returns [H,
+    rows, Dv]."""
     if params.softcap is not None or params.sinks is not None:
         return _attend_in_float32(query, keys, values, mask, params)
     batched = (query[None], keys[None], values[None])
     is_grouped = query.shape[0] > keys.shape[0]
-    return scaled_dot_product_attention(*batched, mask, scale=params.scale, enable_gqa=is_grouped)[0]
+    return scaled_dot_product_attention(*batched, mask, scale=params.scale, enable_gqa=is_grouped)[
+        0
+    ]
 
 
-def _visible(num_keys: int, span: Span, params: AttentionParams, device: torch.device) -> Tensor | None:
-    """Which keys each row sees, bool [rows, P]: none after its own, none before its window. None: it sees all."""
+def _visible(
+    num_keys: int, span: Span, params: AttentionParams, device: torch.device
+) -> Tensor | None:
+    """Which keys each row sees, bool [rows, P]: none after its own, none before its window. None:
+    it sees all."""
     if span.length == 1 and (params.window is None or num_keys <= params.window):
         return None
     row = torch.arange(span.start, span.start + span.length, device=device)[:, None]

@@ -11,7 +11,13 @@ import structlog
 import torch
 from torch import Tensor
 
-from services.stage.attention.paged_kv import AttentionParams, KvShape, MicroBatch, PackedQkv, PagedKv
+from services.stage.attention.paged_kv import (
+    AttentionParams,
+    KvShape,
+    MicroBatch,
+    PackedQkv,
+    PagedKv,
+)
 from services.stage.kernels.triton_loader import TritonKernels, unserved
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 
@@ -22,10 +28,12 @@ KERNELS = "services.stage.attention.triton_kernels"
 MIN_DOT = 16
 """The smallest side of a matrix product that triton takes."""
 LANES = {2: 64, 4: 16}
-"""Lanes of a tile by the bytes of an element. A decode row fills few of them, but its time goes into reading KV: 64
-lanes in bfloat16 ask some 64 operations of each byte read, which matrix units do in time. float32 has no such units."""
+"""Lanes of a tile by the bytes of an element. A decode row fills few of them, but its time goes
+into reading KV: 64 lanes in bfloat16 ask some 64 operations of each byte read, which matrix units
+do in time. float32 has no such units."""
 MAX_BUFFERED_BYTES = 32 << 10
-"""Keys and values of a block are fetched a block ahead up to this size; twice this fits the memory of any program."""
+"""Keys and values of a block are fetched a block ahead up to this size; twice this fits the memory
+of any program."""
 
 
 class TritonBackend:
@@ -47,13 +55,17 @@ class TritonBackend:
         self._micro_batch = micro_batch
 
     def attend(self, layer: int, qkv: PackedQkv, params: AttentionParams) -> Tensor:
-        """Writes one layer's new keys and values, then attends: returns [1, T, H, Dv] in the query's dtype."""
+        """Writes one layer's new keys and values, then attends: returns [1, T, H, Dv] in the
+        query's dtype."""
         self.write(layer, qkv, params)
-        query, shape, micro_batch = _dense(qkv.query), self._kv.shapes[layer], self._micro_batch
+        query = _dense(qkv.query)
+        shape = self._kv.shapes[layer]
+        micro_batch = self._micro_batch
         num_heads, num_rows = query.shape[1:3]
         group = num_heads // shape.num_kv_heads
         out = query.new_empty(1, num_rows, num_heads, shape.value_dim)
-        keys, values = self._kv.keys[layer], self._kv.values[layer]
+        keys = self._kv.keys[layer]
+        values = self._kv.values[layer]
         self._kernels.module.attend[num_rows, shape.num_kv_heads](
             query,
             keys,
@@ -82,7 +94,10 @@ class TritonBackend:
 
     def write(self, layer: int, qkv: PackedQkv, _params: AttentionParams) -> None:
         """Writes one layer's new keys and values only."""
-        key, value, shape, micro_batch = _dense(qkv.key), _dense(qkv.value), self._kv.shapes[layer], self._micro_batch
+        key = _dense(qkv.key)
+        value = _dense(qkv.value)
+        shape = self._kv.shapes[layer]
+        micro_batch = self._micro_batch
         self._kernels.module.write[micro_batch.num_rows, shape.num_kv_heads](
             key,
             value,
@@ -100,7 +115,8 @@ class TritonBackend:
 
 
 def load(device: torch.device) -> TritonBackend | None:
-    """Returns the backend for a GPU that triton serves; otherwise logs why not, and returns None. None for a CPU."""
+    """Returns the backend for a GPU that triton serves; otherwise logs why not, and returns None.
+    None for a CPU."""
     if device.type == "cpu":
         return None
     if (reason := unserved(device)) is not None:
@@ -118,7 +134,9 @@ def tile_lanes(group: int, dtype: torch.dtype) -> int:
 
 def launch(shape: KvShape, dtype: torch.dtype) -> dict[str, int]:
     """Returns how a program runs, for KV of this dtype."""
-    block_bytes = BLOCK_TOKENS * (_padded(shape.head_dim) + _padded(shape.value_dim)) * dtype.itemsize
+    block_bytes = (
+        BLOCK_TOKENS * (_padded(shape.head_dim) + _padded(shape.value_dim)) * dtype.itemsize
+    )
     return {"num_warps": 4, "num_stages": 2 if block_bytes <= MAX_BUFFERED_BYTES else 1}
 
 

@@ -1,26 +1,32 @@
-"""Paged attention for GPUs in Triton: two kernels, one that writes new keys and values, one that attends.
+"""Paged attention for GPUs in Triton: two kernels, one that writes new keys and values, one that
+attends.
 
-Imported only where it runs (`triton_backend.load`): importing it imports triton. Decode rows and chunks of prefill take
-the same instructions of the same binary.
+Imported only where it runs (`triton_backend.load`): importing it imports triton. Decode rows and
+chunks of prefill take the same instructions of the same binary.
 
-The promise: a row's bits depend on its query, its position and its own sequence's keys and values. Nothing else: not
-the batch, the chunk, the rows of its tile, or where blocks lie in the pool. It rests on these rules:
+The promise: a row's bits depend on its query, its position and its own sequence's keys and values.
+Nothing else: not the batch, the chunk, the rows of its tile, or where blocks lie in the pool. It
+rests on these rules:
 
-- **One shape.** A tile is TILE lanes, a constant of the layer, whether one row fills it or many do: the same matrix
-  instructions for one decode row as for a chunk. A lane is one query head of one row, and its results take nothing from
-  another lane: matrix products and reductions along a lane's keys treat all lanes alike.
-- **One order.** A lane's loop goes over whole KV blocks in ascending absolute position. One block is one step: 64
-  scores, their maximum and sum, 64 weighted values. No sequence is split over programs.
-- **Steps that a lane does not need change no bit.** A tile begins at the first block that any of its lanes sees. For a
-  lane that sees nothing of a block, the maximum stays, the rescaling is exactly 1 (or, before its first key, scales
-  zeros), and zeros are added.
-- **Masked values are zeros.** Values past the tile's last row are never loaded: a weight of 0 times what lies there
-  (another sequence's infinity) could be NaN. In blocks of which a lane may not see all, values of the tile's own
-  sequence that are not finite count as zeros, and the lanes that do see one get NaN.
-- **One precision.** Scores, softmax and sums are float32; float32 inputs are multiplied as float32 (`ieee`), never as
-  TF32. Weights are rounded to the KV's dtype for the second product, as the values are.
-- **One binary per layer shape.** Triton would compile other code for arguments that equal 1 or divide by 16, so no
-  argument that changes from call to call is specialized on.
+- **One shape.** A tile is TILE lanes, a constant of the layer, whether one row fills it or many do:
+  the same matrix instructions for one decode row as for a chunk. A lane is one query head of one
+  row, and its results take nothing from another lane: matrix products and reductions along a lane's
+  keys treat all lanes alike.
+- **One order.** A lane's loop goes over whole KV blocks in ascending absolute position. One block
+  is one step: 64 scores, their maximum and sum, 64 weighted values. No sequence is split over
+  programs.
+- **Steps that a lane does not need change no bit.** A tile begins at the first block that any of
+  its lanes sees. For a lane that sees nothing of a block, the maximum stays, the rescaling is
+  exactly 1 (or, before its first key, scales zeros), and zeros are added.
+- **Masked values are zeros.** Values past the tile's last row are never loaded: a weight of 0 times
+  what lies there (another sequence's infinity) could be NaN. In blocks of which a lane may not see
+  all, values of the tile's own sequence that are not finite count as zeros, and the lanes that do
+  see one get NaN.
+- **One precision.** Scores, softmax and sums are float32; float32 inputs are multiplied as float32
+  (`ieee`), never as TF32. Weights are rounded to the KV's dtype for the second product, as the
+  values are.
+- **One binary per layer shape.** Triton would compile other code for arguments that equal 1 or
+  divide by 16, so no argument that changes from call to call is specialized on.
 
 Letters of shapes are those of `paged_kv`; G query heads share a KV head.
 """
@@ -56,8 +62,10 @@ def write(
     PADDED_DIM: tl.constexpr,
     PADDED_VALUE_DIM: tl.constexpr,
 ):
-    """Program (row, KV head) writes one key and one value to their slot. Padding rows write nothing."""
-    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Program (row, KV head) writes one key and one value to their slot. Padding rows write
+    nothing."""
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
     number = tl.load(sequence + row)
     if number >= 0:
         place = tl.load(position + row)
@@ -67,8 +75,14 @@ def write(
         new_key = tl.load(key + kv_head * key_head + row * key_row + dim, mask=dim < DIM)
         tl.store(keys + slot * DIM + dim, new_key.to(keys.dtype.element_ty), mask=dim < DIM)
         dim = tl.arange(0, PADDED_VALUE_DIM)
-        new_value = tl.load(value + kv_head * value_head + row * value_row + dim, mask=dim < VALUE_DIM)
-        tl.store(values + slot * STORED_VALUE_DIM + dim, new_value.to(values.dtype.element_ty), mask=dim < VALUE_DIM)
+        new_value = tl.load(
+            value + kv_head * value_head + row * value_row + dim, mask=dim < VALUE_DIM
+        )
+        tl.store(
+            values + slot * STORED_VALUE_DIM + dim,
+            new_value.to(values.dtype.element_ty),
+            mask=dim < VALUE_DIM,
+        )
 
 
 @triton.jit(
@@ -113,11 +127,16 @@ def attend(
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     TILE_ROWS: tl.constexpr = TILE // GROUP
-    first, kv_head = tl.program_id(0), tl.program_id(1)
+    first = tl.program_id(0)
+    kv_head = tl.program_id(1)
     number = tl.load(sequence + first)
     start = tl.load(position + first)
     before = tl.maximum(first - 1, 0)
-    follows = (first > 0) & (tl.load(sequence + before) == number) & (tl.load(position + before) + 1 == start)
+    follows = (
+        (first > 0)
+        & (tl.load(sequence + before) == number)
+        & (tl.load(position + before) + 1 == start)
+    )
     if follows & (start % TILE_ROWS != 0):
         return
 
@@ -130,15 +149,20 @@ def attend(
     is_here &= tl.load(position + row, mask=is_here, other=-1) == start + offset
     place = start + offset
     head = kv_head * GROUP + lane % GROUP
-    dim, value_dim, slot = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM), tl.arange(0, BLOCK)
+    dim = tl.arange(0, PADDED_DIM)
+    value_dim = tl.arange(0, PADDED_VALUE_DIM)
+    slot = tl.arange(0, BLOCK)
     wide_row = row.to(tl.int64)
     at = head.to(tl.int64) * query_head + wide_row * query_row
-    rows = tl.load(query + at[:, None] + dim[None, :], mask=is_here[:, None] & (dim < DIM)[None, :], other=0.0)
+    rows = tl.load(
+        query + at[:, None] + dim[None, :], mask=is_here[:, None] & (dim < DIM)[None, :], other=0.0
+    )
     rows = rows.to(keys.dtype.element_ty)
     if IS_INTERPRETED:  # its products take bfloat16 for integers
         rows = rows.to(tl.float32)
 
-    # The blocks that any row of the tile sees. Rows are consecutive, so the first one sees the earliest key
+    # The blocks that any row of the tile sees. Rows are consecutive, so the first one sees the
+    # earliest key
     num_keys = tl.where(number < 0, 0, start + tl.sum(is_here.to(tl.int32)) // GROUP)
     first_block = 0
     if HAS_WINDOW:
@@ -164,7 +188,8 @@ def attend(
         if IS_INTERPRETED:
             block_keys = block_keys.to(tl.float32)
         scores = tl.dot(rows, block_keys, input_precision="ieee") * scale
-        if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1): right at both ends, where exp overflows or vanishes
+        # tanh(x) = 1 - 2 / (exp(2x) + 1): right at both ends, where exp overflows or vanishes
+        if HAS_SOFTCAP:
             scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2E / softcap)) + 1.0))
         is_seen = (token[None, :] <= place[:, None]) & is_here[:, None]
         if HAS_WINDOW:

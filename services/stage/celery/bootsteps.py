@@ -18,7 +18,8 @@ from shardline.contract.job import INTERACTIVE
 
 
 class SeatLimit(Reconnecting):
-    """Messages of jobs are never put back by the worker that took them: the relay knows better which to send again."""
+    """Messages of jobs are never put back by the worker that took them: the relay knows better
+    which to send again."""
 
     def start(self, c: Any) -> None:
         """Runs at every connect."""
@@ -40,7 +41,7 @@ class SeatLimit(Reconnecting):
 
 
 def _seat(channel: Any, has_seat: Callable[[], bool]) -> None:
-    """A message that is on its way is let in, one for each channel: held back, an interactive one would wait in the
-    socket for a seat that it does not need."""
+    """A message that is on its way is let in, one for each channel: held back, an interactive one
+    would wait in the socket for a seat that it does not need."""
     channel.do_restore = False
     channel.qos.can_consume = lambda: has_seat() or bool(channel._in_poll)  # noqa: SLF001 (kombu has no other word for it)

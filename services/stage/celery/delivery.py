@@ -1,4 +1,5 @@
-"""One delivery of a job by Celery, and the verdict that other threads give on it. Knows no Postgres."""
+"""One delivery of a job by Celery, and the verdict that other threads give on it. Knows no
+Postgres."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ SIGTERM = 15
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Delivery:
-    """Celery's side of one delivery. The verdict methods may be called from any thread; each acts in Celery's thread.
+    """Celery's side of one delivery. The verdict methods may be called from any thread; each acts
+    in Celery's thread.
 
-    The first final verdict counts, a later one does nothing. Celery keeps only a weak reference to a delivery.
+    The first final verdict counts, a later one does nothing. Celery keeps only a weak reference to
+    a delivery.
     """
 
     number: int
@@ -44,7 +47,8 @@ class Delivery:
         self._end(0, value)
 
     def drop(self) -> None:
-        """Nothing to do here: no such claim, or the claim was lost or given back. Acknowledged in silence."""
+        """Nothing to do here: no such claim, or the claim was lost or given back. Acknowledged in
+        silence."""
         self._end(1, _exception_info(Ignore()))
 
     def revoke(self) -> None:
@@ -56,7 +60,8 @@ class Delivery:
         self._end(1, _exception_info(JobFailed(reason)))
 
     def terminate(self, signal: int | None = None) -> None:
-        """Called by Celery itself; does nothing: a stop goes through the row (see `remote_control`)."""
+        """Called by Celery itself; does nothing: a stop goes through the row (see
+        `remote_control`)."""
 
     def _end(self, failed: int, value: Any) -> None:
         self.hub.post(lambda: self._settle((failed, value, monotonic_s() - self.began_s)))

@@ -1,4 +1,5 @@
-"""Calls into Celery's thread from other threads, waking its event loop. Knows nothing of what is called."""
+"""Calls into Celery's thread from other threads, waking its event loop. Knows nothing of what is
+called."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from services.stage.hop.wakeup import Wakeup
 class HubCalls:
     """Calls that wait for Celery's thread; `fd` is readable as soon as one does.
 
-    Bounded by its users: two calls per delivery, one delivery per seat, one call per change of the pipeline's state.
+    Bounded by its users: two calls per delivery, one delivery per seat, one call per change of the
+    pipeline's state.
     """
 
     def __init__(self, wakeup: Wakeup) -> None:

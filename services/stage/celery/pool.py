@@ -1,7 +1,8 @@
-"""The Celery pool that is the continuous batch: its seats are places in the batch, its tasks end asynchronously.
+"""The Celery pool that is the continuous batch: its seats are places in the batch, its tasks end
+asynchronously.
 
-`on_apply` returns at once; verdicts come back through the hub and are settled in Celery's own thread. The pool
-never runs a task body: the engine does the work.
+`on_apply` returns at once; verdicts come back through the hub and are settled in Celery's own
+thread. The pool never runs a task body: the engine does the work.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class DeliveryHandler(Protocol):
 
 
 class EnginePool(BasePool):
-    """Set as `worker_pool`; finds its handler and its drain time on the Celery app (`app.shardline`)."""
+    """Set as `worker_pool`; finds its handler and its drain time on the Celery app
+    (`app.shardline`)."""
 
     signal_safe = False
     body_can_be_buffer = True
@@ -119,7 +121,8 @@ class EnginePool(BasePool):
         self.limit = max(1, self.limit - n)
 
     def on_stop(self) -> None:
-        """Warm shutdown. Celery's hub no longer polls, so verdicts are settled here, up to the drain time."""
+        """Warm shutdown. Celery's hub no longer polls, so verdicts are settled here, up to the
+        drain time."""
         self._handler.close()
         if not self.app.shardline.hurries:
             self._settle_until(monotonic_s() + self._drain_s)
@@ -138,7 +141,11 @@ class EnginePool(BasePool):
             self._hub.take()
 
     def _get_info(self) -> dict[str, Any]:
-        return {**super()._get_info(), "seats_taken": len(self._deliveries), **self._handler.stats()}
+        return {
+            **super()._get_info(),
+            "seats_taken": len(self._deliveries),
+            **self._handler.stats(),
+        }
 
 
 def _priority(request: Mapping[str, Any]) -> int:
@@ -148,7 +155,9 @@ def _priority(request: Mapping[str, Any]) -> int:
     return priority if isinstance(priority, int) else DEFAULT_PRIORITY
 
 
-def _names_a_job(task_id: object, body: Any, content_type: str | None, content_encoding: str | None) -> bool:
+def _names_a_job(
+    task_id: object, body: Any, content_type: str | None, content_encoding: str | None
+) -> bool:
     """The relay sends one argument, the job's id, which is also the task's."""
     try:
         (argument,), _, _ = loads(body, content_type, content_encoding, accept={"application/json"})

@@ -1,5 +1,5 @@
-"""Remote-control commands of a stage. Cancel goes through the row: Celery's own revoke would remember ids for ever and
-lose a job that is requeued."""
+"""Remote-control commands of a stage. Cancel goes through the row: Celery's own revoke would
+remember ids for ever and lose a job that is requeued."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from shardline.contract.queues import TRACE_COMMAND
     args=[("task_id", str), ("terminate", bool), ("signal", str)],
 )
 def revoke(state: Any, task_id: Any, terminate: bool = False, **_: Any) -> dict[str, Any]:
-    """Stop running jobs when `terminate` is set. Queued ones are the relays' business, which write the rows."""
+    """Stop running jobs when `terminate` is set. Queued ones are the relays' business, which write
+    the rows."""
     ids = [str(one) for one in maybe_list(task_id) or []]
     stopped = state.app.shardline.delivery_handler.cancel(ids) if terminate else 0
     return {"ok": f"{stopped} of {len(ids)} jobs run here and are being cancelled"}
 
 
 @control_command(
-    variadic="task_id", signature="<signal> [id1 [id2 [... [idN]]]]", args=[("signal", str), ("task_id", str)]
+    variadic="task_id",
+    signature="<signal> [id1 [id2 [... [idN]]]]",
+    args=[("signal", str), ("task_id", str)],
 )
 def terminate(state: Any, task_id: Any, **_: Any) -> dict[str, Any]:
     """Revoke with terminate."""

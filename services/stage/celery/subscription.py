@@ -1,4 +1,5 @@
-"""When a head takes jobs: only while its pipeline is ready. Owns the subscription to the model's queue."""
+"""When a head takes jobs: only while its pipeline is ready. Owns the subscription to the model's
+queue."""
 
 from __future__ import annotations
 

@@ -76,7 +76,8 @@ class AcceleratorInfo:
         return self.type
 
     def total_bytes(self) -> int:
-        """Returns its whole memory. Starts nothing on it where its properties tell: a CUDA context takes memory."""
+        """Returns its whole memory. Starts nothing on it where its properties tell: a CUDA context
+        takes memory."""
         with suppress(AttributeError, RuntimeError):
             return int(self.module.get_device_properties(self.index).total_memory)
         return self.memory_bytes()[1]
@@ -96,18 +97,29 @@ class AcceleratorInfo:
 class Accelerator(Device):
     """One accelerator. Its host threads are not pinned."""
 
-    dtypes: ClassVar = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    dtype_remedies: ClassVar = {INT8: "Use bfloat16 or float16, or run this stage on cores (cpu:0-3)"}
+    dtypes: ClassVar = {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }
+    dtype_remedies: ClassVar = {
+        INT8: "Use bfloat16 or float16, or run this stage on cores (cpu:0-3)"
+    }
 
-    def __init__(self, found: AcceleratorInfo, *, worker: str, folder: Path, shared: bool = False) -> None:
+    def __init__(
+        self, found: AcceleratorInfo, *, worker: str, folder: Path, shared: bool = False
+    ) -> None:
         """Takes an accelerator. Raises Invalid, naming the holder, if another worker holds it."""
         locks = [found.lock_name]
-        super().__init__(found.name, found.torch_device, locks, worker=worker, folder=folder, shared=shared)
+        super().__init__(
+            found.name, found.torch_device, locks, worker=worker, folder=folder, shared=shared
+        )
         self._found = found
         self.enter_thread()
 
     def identity(self) -> list[str]:
-        """Returns what its kernels are chosen by: its model and the libraries of this build of torch."""
+        """Returns what its kernels are chosen by: its model and the libraries of this build of
+        torch."""
         return [self._found.type, self._found.model(), torch.__version__, torch.__config__.show()]
 
     def available_bytes(self) -> int:
@@ -115,7 +127,8 @@ class Accelerator(Device):
         return self._found.memory_bytes()[0]
 
     def host_bytes(self) -> int:
-        """Returns the free memory of the host or of this container, less what other stages have promised to take."""
+        """Returns the free memory of the host or of this container, less what other stages have
+        promised to take."""
         return free_bytes(self.reservations)
 
     def total_bytes(self) -> int:
@@ -123,12 +136,14 @@ class Accelerator(Device):
         return self._found.total_bytes()
 
     def meter(self) -> Meter | None:
-        """Returns NVML, through torch and nvidia-ml-py. Raises OSError, with the reason, if that does not tell."""
+        """Returns NVML, through torch and nvidia-ml-py. Raises OSError, with the reason, if that
+        does not tell."""
         if self._found.type != "cuda" or torch.version.hip:
             return None
         try:
             self._spent_j(0.0)
-        except Exception as error:  # the driver, its library and the package may be missing, each in its own words
+        # the driver, its library and the package may be missing, each in its own words
+        except Exception as error:
             raise OSError(f"NVML does not tell: {error}") from error
         return Meter("nvml", self._spent_j)
 
@@ -140,7 +155,8 @@ class Accelerator(Device):
         return torch.cuda.power_draw(self._found.index) * 1e-3 * elapsed_s
 
     def enter_thread(self) -> None:
-        """Makes the device the calling thread's: a new thread has the first one, whatever others have chosen."""
+        """Makes the device the calling thread's: a new thread has the first one, whatever others
+        have chosen."""
         super().enter_thread()
         with suppress(AttributeError):  # mps has one device
             self._found.module.set_device(self._found.index)
@@ -169,7 +185,8 @@ class Accelerator(Device):
 
 
 def load_module(name: str | None) -> None:
-    """Imports the Python module that registers a further device type with torch, such as `torch_npu`.
+    """Imports the Python module that registers a further device type with torch, such as
+    `torch_npu`.
 
     Raises Invalid if it cannot be imported.
     """
@@ -178,7 +195,9 @@ def load_module(name: str | None) -> None:
     try:
         importlib.import_module(name)
     except Exception as error:  # a backend may raise anything: its driver may be missing
-        raise Invalid(MODULE_FIELD, f"{name} cannot be imported: {error!r}", "Install it with its driver") from error
+        raise Invalid(
+            MODULE_FIELD, f"{name} cannot be imported: {error!r}", "Install it with its driver"
+        ) from error
 
 
 def accelerators() -> list[AcceleratorInfo]:
@@ -194,7 +213,11 @@ def find(name: str) -> AcceleratorInfo:
     if (uuid := UUID.fullmatch(name)) is not None:
         matching = [one for one in here if one.uuid == uuid[1].lower()]
     elif (match := _NAME.fullmatch(name)) is not None and is_type(match[1] or match[3]):
-        matching = [one for one in here if (one.type, one.index) == (match[1] or match[3], int(match[2] or 0))]
+        matching = [
+            one
+            for one in here
+            if (one.type, one.index) == (match[1] or match[3], int(match[2] or 0))
+        ]
     else:
         raise Invalid(FIELD, f"{name!r} is not a device", FORMS)
     if not matching:

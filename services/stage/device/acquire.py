@@ -17,7 +17,8 @@ from services.stage.device.locks import holder
 from shardline.base.errors import Invalid
 from shardline.host.cores import FIELD, show_cores
 
-AUTO, CORES = "auto", "cpu"
+AUTO = "auto"
+CORES = "cpu"
 TRIES = 8
 """Of cores that were free a moment before: workers that start together meet."""
 LOCK_FOLDER = Path(tempfile.gettempdir()) / "shardline-locks"
@@ -65,13 +66,17 @@ def _free_accelerator(kind: str, worker: str, lock_folder: Path, *, shared: bool
             log.info("an accelerator is not free", device=found.name, problem=error.problem)
     if kind != AUTO:
         raise Invalid(
-            FIELD, f"none of {len(here)} {kind} devices here is free", "Start fewer workers, or let this one use cores"
+            FIELD,
+            f"none of {len(here)} {kind} devices here is free",
+            "Start fewer workers, or let this one use cores",
         )
     log.warning("no accelerator is free: this stage runs on cores", accelerators=len(here))
     return None
 
 
-def _free_cores(cores: Callable[[str], Device], lock_folder: Path, *, shared: bool, num: int | None) -> Device:
+def _free_cores(
+    cores: Callable[[str], Device], lock_folder: Path, *, shared: bool, num: int | None
+) -> Device:
     """Those that `cores` takes by their name."""
     for _ in range(TRIES):
         name = _cores(lock_folder, shared=shared, num=num)
@@ -80,7 +85,9 @@ def _free_cores(cores: Callable[[str], Device], lock_folder: Path, *, shared: bo
         except Invalid as error:  # another worker took one of them since
             log.info("cores are not free any more", device=name, problem=error.problem)
     raise Invalid(
-        FIELD, f"no device was free for long enough in {TRIES} tries", "Start fewer workers, or name a device"
+        FIELD,
+        f"no device was free for long enough in {TRIES} tries",
+        "Start fewer workers, or name a device",
     )
 
 
@@ -91,7 +98,9 @@ def _cores(lock_folder: Path, *, shared: bool, num: int | None) -> str:
     if len(free) >= (num or 1):
         return f"cpu:{show_cores(free[:num])}"
     if not shared:
-        problem = f"{len(free)} of {len(usable)} cores of this machine are free, {num or 1} are asked for"
+        problem = (
+            f"{len(free)} of {len(usable)} cores of this machine are free, {num or 1} are asked for"
+        )
         raise Invalid(FIELD, problem, "Stop a worker, name a device, or set SHARDLINE_STAGE_CORES")
     # By chance, so that those that share spread.
     return f"cpu:{show_cores(tuple(sorted(random.sample(usable, min(num or len(usable), len(usable))))))}"

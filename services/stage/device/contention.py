@@ -1,4 +1,5 @@
-"""How long this process's threads waited for a core that others had, by the kernel's scheduler. Knows no device."""
+"""How long this process's threads waited for a core that others had, by the kernel's scheduler.
+Knows no device."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ class SchedulerTimes:
     def now(cls) -> SchedulerTimes:
         """Zeros where the kernel does not count them."""
         counts = [_counts(task / "schedstat") for task in TASKS.iterdir()]
-        return cls(ran_ns=sum(ran for ran, _ in counts), waited_ns=sum(waited for _, waited in counts))
+        return cls(
+            ran_ns=sum(ran for ran, _ in counts), waited_ns=sum(waited for _, waited in counts)
+        )
 
     def waited_share(self, earlier: SchedulerTimes) -> float:
         """Returns the share of the time since then, 0 to 1, that threads could have run and others

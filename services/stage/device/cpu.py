@@ -1,4 +1,5 @@
-"""Cores of the host as a device: their names, pinning, and the memory that a container may take. Knows no model."""
+"""Cores of the host as a device: their names, pinning, and the memory that a container may take.
+Knows no model."""
 
 from __future__ import annotations
 
@@ -27,9 +28,13 @@ class Cpu(Device):
     """A set of cores, to which this process is pinned."""
 
     dtypes: ClassVar = {"float32": torch.float32, "bfloat16": torch.bfloat16, INT8: torch.bfloat16}
-    dtype_remedies: ClassVar = {"float16": "Use float32 or bfloat16, or give this stage an accelerator"}
+    dtype_remedies: ClassVar = {
+        "float16": "Use float32 or bfloat16, or give this stage an accelerator"
+    }
 
-    def __init__(self, name: str, *, worker: str, folder: Path, shared: bool = False, num_ranks: int = 1) -> None:
+    def __init__(
+        self, name: str, *, worker: str, folder: Path, shared: bool = False, num_ranks: int = 1
+    ) -> None:
         """Takes the cores that a name such as `cpu:0-3` gives, and divides them among `num_ranks`
         ranks.
 
@@ -40,10 +45,14 @@ class Cpu(Device):
         _check_usable(self.cores)
         if len(self.cores) < num_ranks:
             raise Invalid(
-                "SHARDLINE_TP", f"{name} has {len(self.cores)} cores for {num_ranks} ranks", "Give it more, or lower it"
+                "SHARDLINE_TP",
+                f"{name} has {len(self.cores)} cores for {num_ranks} ranks",
+                "Give it more, or lower it",
             )
         locks = map(lock_name, self.cores)
-        super().__init__(name, torch.device("cpu"), locks, worker=worker, folder=folder, shared=shared)
+        super().__init__(
+            name, torch.device("cpu"), locks, worker=worker, folder=folder, shared=shared
+        )
         mine, *others = _parts(self.cores, num_ranks)
         pin(mine)
         if others:
@@ -58,7 +67,8 @@ class Cpu(Device):
         return self.host_bytes()
 
     def host_bytes(self) -> int:
-        """Returns the free memory of the host or of this container, less what other stages have promised to take."""
+        """Returns the free memory of the host or of this container, less what other stages have
+        promised to take."""
         return free_bytes(self.reservations)
 
     def total_bytes(self) -> int:
@@ -83,7 +93,8 @@ def lock_name(core: int) -> str:
 
 
 def usable_cores() -> tuple[int, ...]:
-    """Returns the cores that this container may use: those of its cgroup, not those that an earlier pinning left."""
+    """Returns the cores that this container may use: those of its cgroup, not those that an earlier
+    pinning left."""
     try:
         text = (CGROUP / "cpuset.cpus.effective").read_text(encoding="ascii").strip()
         return parse_cores(PREFIX + text)
@@ -92,7 +103,8 @@ def usable_cores() -> tuple[int, ...]:
 
 
 def free_bytes(reservations: MemoryReservations) -> int:
-    """Returns the free memory of the host, or of this container, less what other stages have promised to take."""
+    """Returns the free memory of the host, or of this container, less what other stages have
+    promised to take."""
     of_host = psutil.virtual_memory().available - reservations.others()
     return max(0, min(of_host, _cgroup_available_bytes() - reservations.others(same_cgroup=True)))
 
@@ -100,7 +112,9 @@ def free_bytes(reservations: MemoryReservations) -> int:
 def memory_bytes() -> int:
     """Returns the memory of the host, or this container's limit if that is less."""
     with suppress(OSError, ValueError):
-        return min(psutil.virtual_memory().total, int((CGROUP / "memory.max").read_text(encoding="ascii")))
+        return min(
+            psutil.virtual_memory().total, int((CGROUP / "memory.max").read_text(encoding="ascii"))
+        )
     return psutil.virtual_memory().total
 
 
@@ -108,7 +122,9 @@ def _check_usable(cores: tuple[int, ...]) -> None:
     usable = usable_cores()
     absent = tuple(core for core in cores if core not in usable)
     if absent:
-        raise Invalid(FIELD, f"no core {show_cores(absent)} here", f"Use cores among {show_cores(usable)}")
+        raise Invalid(
+            FIELD, f"no core {show_cores(absent)} here", f"Use cores among {show_cores(usable)}"
+        )
 
 
 def _parts(cores: tuple[int, ...], num: int) -> list[tuple[int, ...]]:
@@ -131,7 +147,10 @@ def _cgroup_available_bytes() -> int:
     try:
         limit = int((CGROUP / "memory.max").read_text(encoding="ascii"))
         used = int((CGROUP / "memory.current").read_text(encoding="ascii"))
-        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
+        stat = dict(
+            line.split()
+            for line in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
+        )
         return max(0, limit - used + int(stat.get("inactive_file", 0)))
     except (OSError, ValueError):
         return 2**63 - 1

@@ -1,5 +1,5 @@
-"""The device of one worker as the rest of the stage sees it: one interface, with an implementation for CPUs and one for
-accelerators.
+"""The device of one worker as the rest of the stage sees it: one interface, with an implementation
+for CPUs and one for accelerators.
 
 Knows no model. One worker has one device. `acquire.py` makes them from `SHARDLINE_DEVICE`.
 """
@@ -44,7 +44,8 @@ class Device(ABC):
     """A device that this process holds until it calls `release` or ends."""
 
     dtypes: ClassVar[dict[str, torch.dtype]]
-    """The names that SHARDLINE_DTYPE may have here, and the dtypes of activations and KV that they mean."""
+    """The names that SHARDLINE_DTYPE may have here, and the dtypes of activations and KV that they
+    mean."""
     dtype_remedies: ClassVar[dict[str, str]]
     """What to do instead, by name of a dtype that is not served."""
 
@@ -59,11 +60,13 @@ class Device(ABC):
         shared: bool,
     ) -> None:
         """Locks the device. Raises Invalid, naming the holder, if another worker holds it."""
-        self.name, self.torch_device = name, torch_device
+        self.name = name
+        self.torch_device = torch_device
         self.locks = DeviceLocks(folder, lock_names, worker=worker, shared=shared)
         self.reservations = MemoryReservations(folder)
         self.ranks: OtherRanks | None = None
-        """The other processes that compute its stage's layers, each on its own part of the device."""
+        """The other processes that compute its stage's layers, each on its own part of the
+        device."""
         if shared:
             log.warning("this stage shares its device with others; it runs slower", device=name)
 
@@ -79,15 +82,18 @@ class Device(ABC):
 
     @abstractmethod
     def identity(self) -> list[str]:
-        """Returns all that libraries choose their kernels by: equal lists mean equal bits, in every process."""
+        """Returns all that libraries choose their kernels by: equal lists mean equal bits, in every
+        process."""
 
     @abstractmethod
     def available_bytes(self) -> int:
-        """Returns the free memory; on the CPU less what other stages of this host have promised to take."""
+        """Returns the free memory; on the CPU less what other stages of this host have promised to
+        take."""
 
     @abstractmethod
     def host_bytes(self) -> int:
-        """Returns the free memory of the host or of this container, less what other stages have promised to take."""
+        """Returns the free memory of the host or of this container, less what other stages have
+        promised to take."""
 
     @abstractmethod
     def total_bytes(self) -> int:
@@ -107,10 +113,11 @@ class Device(ABC):
         return None
 
     def enter_thread(self) -> None:
-        """Makes the device the calling thread's, for what asks for none by name: a kernel's launch. A thread
-        that computes calls it first."""
-        # OpenMP and MKL have a number of threads for each thread that calls them; torch sets it once it is asked. Until
-        # then they take all cores of the host, and on some processors products have other bits.
+        """Makes the device the calling thread's, for what asks for none by name: a kernel's launch.
+        A thread that computes calls it first."""
+        # OpenMP and MKL have a number of threads for each thread that calls them; torch sets it
+        # once it is asked. Until then they take all cores of the host, and on some processors
+        # products have other bits.
         torch.get_num_threads()
 
     def staging(self, num_buffers: int, num_bytes: int) -> Staging | None:  # noqa: ARG002 (an accelerator's)
@@ -124,7 +131,8 @@ class Device(ABC):
         return None
 
     def dtype(self, name: str) -> torch.dtype:
-        """Returns the dtype of activations and KV. Raises Invalid if this device does not serve `name`."""
+        """Returns the dtype of activations and KV. Raises Invalid if this device does not serve
+        `name`."""
         if name not in self.dtypes:
             remedy = self.dtype_remedies.get(name, f"Use {' or '.join(self.dtypes)}")
             raise Invalid("SHARDLINE_DTYPE", f"{name!r} is not served on {self.name}", remedy)

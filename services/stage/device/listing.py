@@ -48,8 +48,8 @@ class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def devices(lock_folder: Path) -> list[DeviceEntry]:
-    """Returns all devices of this machine: the cores of each NUMA node, then accelerators, those with most memory
-    first."""
+    """Returns all devices of this machine: the cores of each NUMA node, then accelerators, those
+    with most memory first."""
     return [*_cores(lock_folder), *_accelerators(lock_folder)]
 
 
@@ -88,7 +88,9 @@ def _nodes() -> dict[int | None, tuple[int, ...]]:
     nodes: dict[int | None, tuple[int, ...]] = {}
     for folder in sorted(NODES.glob("node[0-9]*")):
         text = (folder / "cpulist").read_text(encoding="ascii").strip()
-        here = tuple(core for core in (parse_cores(f"cpu:{text}") if text else ()) if core in usable)
+        here = tuple(
+            core for core in (parse_cores(f"cpu:{text}") if text else ()) if core in usable
+        )
         if here:
             nodes[int(folder.name.removeprefix("node"))] = here
     return nodes or {None: usable}
@@ -101,7 +103,9 @@ def _held(lock_folder: Path, names: list[str]) -> dict[str, str]:
 
 def main(arguments: list[str]) -> int:
     """Prints a line for each device, or all as JSON; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m services.stage devices", description="Lists devices.")
+    parser = argparse.ArgumentParser(
+        prog="python -m services.stage devices", description="Lists devices."
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
     as_json = parser.parse_args(arguments).json
     settings = ListingSettings()

@@ -1,5 +1,5 @@
-"""One lock file per core or GPU, in a folder that one user's containers may share. The kernel frees those of a dead
-process.
+"""One lock file per core or GPU, in a folder that one user's containers may share. The kernel frees
+those of a dead process.
 
 Owns the lock files; knows nothing of what a device is.
 """
@@ -44,7 +44,9 @@ class DeviceLocks:
     Raises Invalid, naming the holder, if another process holds one of them.
     """
 
-    def __init__(self, folder: Path, names: Iterable[str], *, worker: str, shared: bool = False) -> None:
+    def __init__(
+        self, folder: Path, names: Iterable[str], *, worker: str, shared: bool = False
+    ) -> None:
         self._files: list[int] = []
         try:
             with _opened(folder) as opened, _gate(opened):
@@ -55,7 +57,8 @@ class DeviceLocks:
             raise
 
     def release(self) -> None:
-        """Releases the locks. The files stay: removing them would let two processes hold the same lock."""
+        """Releases the locks. The files stay: removing them would let two processes hold the same
+        lock."""
         while self._files:
             os.close(self._files.pop())
 
@@ -68,15 +71,23 @@ class DeviceLocks:
                 f"{name.removesuffix('.lock')} is held by {_written_holder(file)}",
                 "Give this worker another device, stop that one, or let both share it (SHARDLINE_DEVICE_SHARED=1)",
             )
-        # The lock holds even if the name cannot be written: a full disk must not keep a stage from starting.
+        # The lock holds even if the name cannot be written: a full disk must not keep a stage from
+        # starting.
         with suppress(OSError):
             os.ftruncate(file, 0)
-            os.pwrite(file, f"{worker} (pid {os.getpid()} on {socket.gethostname()})\n".encode()[:HOLDER_MAX_BYTES], 0)
+            os.pwrite(
+                file,
+                f"{worker} (pid {os.getpid()} on {socket.gethostname()})\n".encode()[
+                    :HOLDER_MAX_BYTES
+                ],
+                0,
+            )
 
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """A context with the folder of the locks, made if it is not there. Raises Invalid if it is another user's."""
+    """A context with the folder of the locks, made if it is not there. Raises Invalid if it is
+    another user's."""
     opened = open_private_folder(folder, FIELD)
     try:
         yield opened
@@ -85,9 +96,12 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def _gate(folder: int) -> AbstractContextManager[None]:
-    """A context that excludes others from trying locks: for an instant, since nothing waits inside."""
+    """A context that excludes others from trying locks: for an instant, since nothing waits
+    inside."""
     return locked(open_private_file(folder, GATE, FIELD))
 
 
 def _written_holder(file: int) -> str:
-    return os.pread(file, HOLDER_MAX_BYTES, 0).decode("utf-8", "replace").strip() or "another process"
+    return (
+        os.pread(file, HOLDER_MAX_BYTES, 0).decode("utf-8", "replace").strip() or "another process"
+    )

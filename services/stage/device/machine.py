@@ -52,18 +52,28 @@ def instruction_sets() -> list[str]:
 def _processor() -> list[str]:
     fields = _fields()
     known = [f"{name}={fields[name]}" for name in PROCESSOR_FIELDS if name in fields]
-    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), *known, *instruction_sets()]
+    return [
+        platform.machine(),
+        torch.backends.cpu.get_cpu_capability(),
+        *known,
+        *instruction_sets(),
+    ]
 
 
 def _fields() -> dict[str, str]:
     """Returns what Linux reports of the first core."""
     lines = _text(Path("/proc/cpuinfo")).splitlines()
-    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
+    return {
+        name.strip(): value.strip()
+        for name, _, value in (line.partition(":") for line in reversed(lines))
+    }
 
 
 def _caches() -> list[str]:
     return [
-        " ".join(_text(cache / name).strip() for name in ("level", "type", "size", "shared_cpu_list"))
+        " ".join(
+            _text(cache / name).strip() for name in ("level", "type", "size", "shared_cpu_list")
+        )
         for cache in sorted(CACHES.glob("index*"))
     ]
 

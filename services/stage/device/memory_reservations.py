@@ -23,7 +23,8 @@ MAX_BYTES = 64
 
 
 class MemoryReservations:
-    """The promise of this process, and those of all processes that share `folder`; containers of one host may."""
+    """The promise of this process, and those of all processes that share `folder`; containers of
+    one host may."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o777, parents=True, exist_ok=True)
@@ -32,7 +33,8 @@ class MemoryReservations:
         self._path = folder / f"memory-{uuid4().hex}.promise"
         draft = folder / DRAFT
         with self.alone():
-            # It gets its name once it is locked: who reads an unlocked one removes it, as that of a dead process.
+            # It gets its name once it is locked: who reads an unlocked one removes it, as that of a
+            # dead process.
             self._file = _open(draft)
             try_lock(self._file)
             self.make(0)
@@ -44,12 +46,16 @@ class MemoryReservations:
         os.pwrite(self._file, f"{num_bytes} {self._cgroup}".encode(), 0)
 
     def others(self, *, same_cgroup: bool = False) -> int:
-        """Returns the bytes that other living processes promise to take; with `same_cgroup`, those under our limit."""
+        """Returns the bytes that other living processes promise to take; with `same_cgroup`, those
+        under our limit."""
         found = [self._read(path) for path in self._folder.glob(PATTERN) if path != self._path]
-        return sum(num_bytes for num_bytes, cgroup in found if not same_cgroup or cgroup == self._cgroup)
+        return sum(
+            num_bytes for num_bytes, cgroup in found if not same_cgroup or cgroup == self._cgroup
+        )
 
     def alone(self) -> AbstractContextManager[None]:
-        """A context that excludes other stages from measuring and promising. Keep it short: read no weights inside."""
+        """A context that excludes other stages from measuring and promising. Keep it short: read no
+        weights inside."""
         return locked(_open(self._folder / "memory.lock"))
 
     def release(self) -> None:
@@ -68,7 +74,11 @@ class MemoryReservations:
                 path.unlink(missing_ok=True)  # Its writer is dead.
                 return 0, 0
             words = os.pread(file, MAX_BYTES, 0).split()
-            return (int(words[0]), int(words[1])) if len(words) == 2 and all(map(bytes.isdigit, words)) else (0, 0)
+            return (
+                (int(words[0]), int(words[1]))
+                if len(words) == 2 and all(map(bytes.isdigit, words))
+                else (0, 0)
+            )
         finally:
             os.close(file)
 
@@ -78,7 +88,8 @@ def _open(path: Path) -> int:
 
 
 def _cgroup() -> int:
-    """Identifies this process's memory limit: the root of every cgroup has its own inode number on a host."""
+    """Identifies this process's memory limit: the root of every cgroup has its own inode number on
+    a host."""
     with suppress(OSError):
         return CGROUP_ROOT.stat().st_ino
     return 0

@@ -1,6 +1,8 @@
-"""The power of one device: measured where its kernel or driver tells, else a public figure. Knows no step and no job.
+"""The power of one device: measured where its kernel or driver tells, else a public figure. Knows
+no step and no job.
 
-Owns the choice of a source and its name, which every result carries: `rapl`, `nvml`, `setting` or `table`.
+Owns the choice of a source and its name, which every result carries: `rapl`, `nvml`, `setting` or
+`table`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from shardline.base.clock import monotonic_s
 log = structlog.get_logger(__name__)
 
 SAMPLE_S = 0.2
-"""A meter is read at most so often: a step takes milliseconds, and what a reading takes is its driver's affair."""
+"""A meter is read at most so often: a step takes milliseconds, and what a reading takes is its
+driver's affair."""
 
 
 class Power(ABC):
@@ -44,7 +47,8 @@ class Power(ABC):
 
     @abstractmethod
     def drawn_j(self) -> float:
-        """Returns the energy that the device has drawn since the stage began, idle time included."""
+        """Returns the energy that the device has drawn since the stage began, idle time
+        included."""
 
 
 class NominalPower(Power):
@@ -104,7 +108,11 @@ class MeasuredPower(Power):
         except Exception as error:  # noqa: BLE001 (a driver may raise anything)
             if not self._is_lost:
                 self._is_lost = True
-                log.warning("the power meter fails: its last value counts on", source=self.source, error=repr(error))
+                log.warning(
+                    "the power meter fails: its last value counts on",
+                    source=self.source,
+                    error=repr(error),
+                )
             return self._watts * elapsed_s
 
 
@@ -113,7 +121,9 @@ def power_of(device: Device, watts: float | None) -> Power | None:
     None: unknown."""
     power, reason = _source_of(device, watts)
     if power is None:
-        log.warning("the power of this device is not known: set SHARDLINE_DEVICE_WATTS", device=device.name)
+        log.warning(
+            "the power of this device is not known: set SHARDLINE_DEVICE_WATTS", device=device.name
+        )
     else:
         log.info("power known", device=device.name, source=power.source, not_measured=reason)
     return power
@@ -127,7 +137,8 @@ def _source_of(device: Device, watts: float | None) -> tuple[Power | None, str |
         meter = device.meter()
         reason = "it has no meter"
     except OSError as error:
-        meter, reason = None, str(error)
+        meter = None
+        reason = str(error)
     if meter is not None:
         return MeasuredPower(meter), None
     figures = device.watts()

@@ -1,6 +1,8 @@
-"""Energy of processors from RAPL, as Linux's powercap shows it: `/sys/class/powercap/intel-rapl:*`, on AMD too.
+"""Energy of processors from RAPL, as Linux's powercap shows it: `/sys/class/powercap/intel-rapl:*`,
+on AMD too.
 
-RAPL counts packages and their memory, not cores: a stage's cores have their share of what the package draws.
+RAPL counts packages and their memory, not cores: a stage's cores have their share of what the
+package draws.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ class Zone:
 
     def __init__(self, folder: Path, share: float) -> None:
         """Reads it once. Raises OSError, ValueError."""
-        self._file, self._share = folder / "energy_uj", share
+        self._file = folder / "energy_uj"
+        self._share = share
         self._range_uj = _number(folder / "max_energy_range_uj")
         self._last_uj = _number(self._file)
 
     def spent_j(self) -> float:
-        """Returns the stage's share of the joules since the last call. Between two calls it must not wrap twice."""
+        """Returns the stage's share of the joules since the last call. Between two calls it must
+        not wrap twice."""
         now_uj = _number(self._file)
         spent_uj = now_uj - self._last_uj
         if spent_uj < 0:
@@ -35,11 +39,15 @@ class Zone:
 class Rapl:
     """The counters of all packages on which the stage has cores."""
 
-    def __init__(self, cores: Iterable[int], *, powercap: Path = POWERCAP, cpus: Path = CPUS) -> None:
-        """Opens them. Raises OSError, in words for an operator, if there are none or they may not be read."""
+    def __init__(
+        self, cores: Iterable[int], *, powercap: Path = POWERCAP, cpus: Path = CPUS
+    ) -> None:
+        """Opens them. Raises OSError, in words for an operator, if there are none or they may not
+        be read."""
         try:
             packages = _packages(cpus)
-            ours, all_cores = Counter(packages[core] for core in cores), Counter(packages.values())
+            ours = Counter(packages[core] for core in cores)
+            all_cores = Counter(packages.values())
             self._zones = [
                 Zone(folder, num / all_cores[package])
                 for package, num in ours.items()
@@ -53,7 +61,8 @@ class Rapl:
             raise OSError(f"a counter cannot be read: {error}") from error
 
     def spent_j(self, _elapsed_s: float) -> float:
-        """Returns the stage's share of the joules since the last call. Raises OSError, ValueError."""
+        """Returns the stage's share of the joules since the last call. Raises OSError,
+        ValueError."""
         return sum(zone.spent_j() for zone in self._zones)
 
 
@@ -64,13 +73,16 @@ def _packages(cpus: Path) -> dict[int, int]:
 
 
 def _zones(powercap: Path, package: int) -> Iterator[Path]:
-    """The zones of a package, of several dies too, and those of its memory, which the package's own do not count."""
+    """The zones of a package, of several dies too, and those of its memory, which the package's own
+    do not count."""
     found = [zone for zone in sorted(powercap.glob("intel-rapl:*")) if _belongs_to(zone, package)]
     if not found:
         raise FileNotFoundError(f"no counter of package {package} in {powercap}")
     for zone in found:
         yield zone
-        yield from (inner for inner in sorted(zone.glob(f"{zone.name}:*")) if _name(inner) == "dram")
+        yield from (
+            inner for inner in sorted(zone.glob(f"{zone.name}:*")) if _name(inner) == "dram"
+        )
 
 
 def _belongs_to(zone: Path, package: int) -> bool:

@@ -17,28 +17,33 @@ class Uploads:
     """Called by the thread that runs steps."""
 
     def __init__(self, device: torch.device, module: Any, *, pins: bool) -> None:
-        """`module` is torch's for the device's type; None where it lacks streams or events: then copies wait."""
+        """`module` is torch's for the device's type; None where it lacks streams or events: then
+        copies wait."""
         self.device = device
-        self._module, self._pins = module, pins
+        self._module = module
+        self._pins = pins
         self._side = None if module is None else module.Stream(device)
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        """Returns int8 [num_bytes], pinned where the backend does that. Raises RuntimeError if the host has no room."""
+        """Returns int8 [num_bytes], pinned where the backend does that. Raises RuntimeError if the
+        host has no room."""
         return torch.empty(num_bytes, dtype=torch.int8, pin_memory=self._pins)
 
     def begin(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], object]:
-        """Begins to copy: into each first tensor, on the device, the second one, of the host's memory, both int8
-        [bytes].
+        """Begins to copy: into each first tensor, on the device, the second one, of the host's
+        memory, both int8 [bytes].
 
-        The copies follow what the device was given before, which may still read their targets. Returns what has it wait
-        for them before all that it is given next.
+        The copies follow what the device was given before, which may still read their targets.
+        Returns what has it wait for them before all that it is given next.
         """
         if self._side is None:
             for target, source in copies:
                 target.copy_(source)
             return lambda: None
-        module, side = self._module, self._side
-        computed, copied = module.Event(), module.Event()
+        module = self._module
+        side = self._side
+        computed = module.Event()
+        copied = module.Event()
         computed.record(module.current_stream(self.device))
         side.wait_event(computed)
         with module.stream(side):

@@ -1,7 +1,8 @@
 """What devices draw by public figures, where nothing measures them. Owns the table; knows no meter.
 
-Cores: Cloud Carbon Footprint's averages of a virtual CPU, from SPECpower's servers. Accelerators: the maker's board
-power (TDP), found by words of the name that the driver gives. Sources: docs/cost.md.
+Cores: Cloud Carbon Footprint's averages of a virtual CPU, from SPECpower's servers. Accelerators:
+the maker's board power (TDP), found by words of the name that the driver gives. Sources:
+docs/cost.md.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 IDLE_SHARE = 0.115
-"""Of its board power an idle accelerator draws so much, by the same source: 46 of 400 W, 8 of 70."""
+"""Of its board power an idle accelerator draws so much, by the same source: 46 of 400 W, 8 of
+70."""
 
 ACCELERATORS = (
     ("B200", 1000.0),
@@ -38,7 +40,8 @@ ACCELERATORS = (
     ("RTX 6000 Ada", 300.0),
     ("MI300X", 750.0),
 )
-"""Words of a name and watts. The first that stand in a name count, so those of a variant go first."""
+"""Words of a name and watts. The first that stand in a name count, so those of a variant go
+first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +63,8 @@ class Watts:
 
     @classmethod
     def of_accelerator(cls, model: str) -> Watts | None:
-        """Returns the figures of an accelerator by the name that its driver gives it; None if the table lacks it."""
+        """Returns the figures of an accelerator by the name that its driver gives it; None if the
+        table lacks it."""
         words = f" {_spaced(model)} "
         found = (watts for name, watts in ACCELERATORS if f" {_spaced(name)} " in words)
         board = next(found, None)

@@ -1,1 +1,2 @@
-"""The engine: runs steps on a shard, samples, sends and receives. Knows neither Celery, Redis nor Postgres."""
+"""The engine: runs steps on a shard, samples, sends and receives. Knows neither Celery, Redis nor
+Postgres."""

@@ -1,4 +1,5 @@
-"""What a stage on an accelerator does otherwise than by default, and which accelerator cannot. Knows no weights.
+"""What a stage on an accelerator does otherwise than by default, and which accelerator cannot.
+Knows no weights.
 
 A stage on cores takes no notice: stages of one stack share their settings.
 """
@@ -32,11 +33,16 @@ class AcceleratorOptions:
     """Decode steps are recorded once and replayed."""
 
     def on(self, device: Device) -> AcceleratorOptions:
-        """Returns the options that count there: on cores none. Raises Invalid for what the accelerator cannot do."""
+        """Returns the options that count there: on cores none. Raises Invalid for what the
+        accelerator cannot do."""
         if device.is_cpu:
             return AcceleratorOptions()
         if (problem := self._refusal_of_products(device)) is not None:
-            raise Invalid("SHARDLINE_GPU_PRODUCTS", problem, "Use torch, or run this stage on CUDA, ROCm or XPU")
+            raise Invalid(
+                "SHARDLINE_GPU_PRODUCTS",
+                problem,
+                "Use torch, or run this stage on CUDA, ROCm or XPU",
+            )
         if (problem := self._refusal_of_graphs(device)) is not None:
             raise Invalid(GRAPHS_FIELD, problem, "Set it to false")
         return self
@@ -51,7 +57,9 @@ class AcceleratorOptions:
         """Raises Invalid for streamed layers, by number, that the options do not suit."""
         if self.cuda_graphs and layers:
             problem = f"{len(layers)} layers are streamed: no graph can hold copies that begin in the step before"
-            raise Invalid(GRAPHS_FIELD, problem, "Set it to false, or SHARDLINE_STREAMED_LAYERS to 0")
+            raise Invalid(
+                GRAPHS_FIELD, problem, "Set it to false, or SHARDLINE_STREAMED_LAYERS to 0"
+            )
 
     def packing(self) -> Packing:
         """Returns how the accelerator runs linear layers."""
@@ -69,4 +77,6 @@ class AcceleratorOptions:
         if self.cpu_parts:
             return "SHARDLINE_CPU_PARTS leaves parts on the CPU, which a graph cannot hold"
         reason = unserved(device.torch_device)
-        return None if reason is None else f"only attention through triton can be recorded: {reason}"
+        return (
+            None if reason is None else f"only attention through triton can be recorded: {reason}"
+        )

@@ -1,4 +1,5 @@
-"""The adapters in a stage's memory: loaded when a sequence opens with one, given up when others need their place.
+"""The adapters in a stage's memory: loaded when a sequence opens with one, given up when others
+need their place.
 
 Decides nothing: the head's scheduler opens no more adapters at once than fit. Knows no job.
 """
@@ -35,13 +36,22 @@ class Use(NamedTuple):
 
 
 class AdapterPool:
-    """Adapters by fingerprint, the one used longest ago first. Used by the thread that runs steps."""
+    """Adapters by fingerprint, the one used longest ago first. Used by the thread that runs
+    steps."""
 
     def __init__(
-        self, shard: ShardAdapters, folder: AdapterFolder, *, max_adapters: int, lead: Lead | None = None
+        self,
+        shard: ShardAdapters,
+        folder: AdapterFolder,
+        *,
+        max_adapters: int,
+        lead: Lead | None = None,
     ) -> None:
         """`lead` has other ranks load and forget the same adapters."""
-        self._shard, self.folder, self._max_adapters, self._lead = shard, folder, max_adapters, lead
+        self._shard = shard
+        self.folder = folder
+        self._max_adapters = max_adapters
+        self._lead = lead
         self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()
         self._used_by: dict[int, Use] = {}
         """Open sequences, by number."""
@@ -52,9 +62,13 @@ class AdapterPool:
         return len(self._loaded)
 
     def admit(self, plan: StepPlan) -> StepPlan:
-        """Loads the adapters of sequences that this plan opens; returns the plan, with those that cannot have theirs
-        among its refused ones."""
-        refused = [(opened.seq, reason) for opened in plan.opens if (reason := self._open(opened)) is not None]
+        """Loads the adapters of sequences that this plan opens; returns the plan, with those that
+        cannot have theirs among its refused ones."""
+        refused = [
+            (opened.seq, reason)
+            for opened in plan.opens
+            if (reason := self._open(opened)) is not None
+        ]
         return msgspec.structs.replace(plan, refused=(*plan.refused, *refused)) if refused else plan
 
     def close(self, seq: int) -> None:
@@ -72,7 +86,9 @@ class AdapterPool:
         if not rows:
             yield
             return
-        groups = [AdaptedRows(self._loaded[each], torch.tensor(of_each)) for each, of_each in rows.items()]
+        groups = [
+            AdaptedRows(self._loaded[each], torch.tensor(of_each)) for each, of_each in rows.items()
+        ]
         with forward.adapted(self._shard.narrow, tuple(rows.items())), self._shard.adding(groups):
             yield
 
@@ -96,9 +112,13 @@ class AdapterPool:
         return reason
 
     def _refusal(self, name: str, fingerprint: str) -> str | None:
-        """Loads it. Who is refused computes wrong KV, which others with the same adapter under this name would find: as
-        long as it is open, they are refused too."""
-        same = (use for use in self._used_by.values() if (use.name, use.fingerprint) == (name, fingerprint))
+        """Loads it. Who is refused computes wrong KV, which others with the same adapter under this
+        name would find: as long as it is open, they are refused too."""
+        same = (
+            use
+            for use in self._used_by.values()
+            if (use.name, use.fingerprint) == (name, fingerprint)
+        )
         reasons = (use.refusal for use in same if use.refusal)
         if (reason := next(reasons, None)) is not None:
             return reason
@@ -111,7 +131,8 @@ class AdapterPool:
         return None
 
     def _load(self, name: str, fingerprint: str) -> LoadedAdapter:
-        began_s, adapter = monotonic_s(), self.folder.get(name)
+        began_s = monotonic_s()
+        adapter = self.folder.get(name)
         if adapter.fingerprint != fingerprint:
             refuse(name, "its files here are others than the head's", f"{ALIKE}, then submit again")
         self._make_room(name)
@@ -123,7 +144,12 @@ class AdapterPool:
             refuse(name, "its files were written while they were read", "Submit again")
         if self._lead is not None:
             self._lead.load_adapter(adapter)
-        log.info("adapter loaded", adapter=name, layers=len(loaded.layers), seconds=round(monotonic_s() - began_s, 4))
+        log.info(
+            "adapter loaded",
+            adapter=name,
+            layers=len(loaded.layers),
+            seconds=round(monotonic_s() - began_s, 4),
+        )
         return loaded
 
     def _make_room(self, name: str) -> None:

@@ -1,7 +1,8 @@
-"""Decode steps as graphs: recorded once for a few numbers of rows, then replayed, which costs the host one call.
+"""Decode steps as graphs: recorded once for a few numbers of rows, then replayed, which costs the
+host one call.
 
-Owns the numbers of rows and the buffers that a graph reads: every step is copied into these, and padded. Knows no
-StepPlan and no sampling.
+Owns the numbers of rows and the buffers that a graph reads: every step is copied into these, and
+padded. Knows no StepPlan and no sampling.
 
 Letters of shapes: T packed rows of a step, R rows of a graph, H the hidden size, V the vocabulary.
 """
@@ -22,16 +23,19 @@ from shardline_scheduler.kv_blocks import blocks_for
 
 FIELD = "SHARDLINE_CUDA_GRAPHS"
 WARM_UPS = 3
-"""Runs before a recording, as torch's documentation asks: kernels are compiled and libraries get their workspaces."""
+"""Runs before a recording, as torch's documentation asks: kernels are compiled and libraries get
+their workspaces."""
 
 
 class Recorder(Protocol):
     """Records what a function does to memory."""
 
     def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Runs `run`, which gives a tensor [R, ...] of any dtype, some times; returns what does the same again.
+        """Runs `run`, which gives a tensor [R, ...] of any dtype, some times; returns what does the
+        same again.
 
-        Both read and write the same memory each time, the result's included. Raises Invalid if it cannot be recorded.
+        Both read and write the same memory each time, the result's included. Raises Invalid if it
+        cannot be recorded.
         """
 
 
@@ -42,8 +46,10 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Records kernels of the current device that give a tensor [R, ...] of any dtype; returns their replay."""
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        """Records kernels of the current device that give a tensor [R, ...] of any dtype; returns
+        their replay."""
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
         try:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -67,24 +73,31 @@ class CudaRecorder:
 class DecodeGraphs:
     """The graphs of one stage. Used by one thread."""
 
-    def __init__(self, shard: Shard, attention: Attention, kv: PagedKv, recorder: Recorder, *, max_rows: int) -> None:
+    def __init__(
+        self, shard: Shard, attention: Attention, kv: PagedKv, recorder: Recorder, *, max_rows: int
+    ) -> None:
         """Records decodes of up to `max_rows` rows. They write to no KV block."""
         self._num_blocks = kv.num_blocks
         self._table_width = min(blocks_for(shard.info.context_length), kv.num_blocks)
         # The largest first: the others find memory in the pool that it has left
         self._graphs = [
-            DecodeGraph(shard, attention, recorder, num_rows=num_rows, table_width=self._table_width)
+            DecodeGraph(
+                shard, attention, recorder, num_rows=num_rows, table_width=self._table_width
+            )
             for num_rows in reversed(graph_sizes(max_rows))
         ][::-1]
 
     def outputs(self, spans: Sequence[Span], x: Tensor) -> Tensor | None:
-        """Returns the outputs of all rows of a decode step; None for any other step, or one too large for the graphs.
+        """Returns the outputs of all rows of a decode step; None for any other step, or one too
+        large for the graphs.
 
-        `x` holds ids int64 [T] on the first shard, else hidden states [T, H] in the shard's dtype. Outputs are logits
-        [T, V] on the last shard, in the dtype that the model gives them, else hidden states [T, H]. Raises
-        ProtocolError for spans that point outside the KV.
+        `x` holds ids int64 [T] on the first shard, else hidden states [T, H] in the shard's dtype.
+        Outputs are logits [T, V] on the last shard, in the dtype that the model gives them, else
+        hidden states [T, H]. Raises ProtocolError for spans that point outside the KV.
         """
-        if any(span.length != 1 or blocks_for(span.start + 1) > self._table_width for span in spans):
+        if any(
+            span.length != 1 or blocks_for(span.start + 1) > self._table_width for span in spans
+        ):
             return None
         graph = next((graph for graph in self._graphs if graph.num_rows >= len(spans)), None)
         if graph is None:
@@ -95,10 +108,17 @@ class DecodeGraphs:
 
 
 class DecodeGraph:
-    """A decode of `num_rows` rows. Rows that a step leaves over belong to no sequence, as padding rows do."""
+    """A decode of `num_rows` rows. Rows that a step leaves over belong to no sequence, as padding
+    rows do."""
 
     def __init__(
-        self, shard: Shard, attention: Attention, recorder: Recorder, *, num_rows: int, table_width: int
+        self,
+        shard: Shard,
+        attention: Attention,
+        recorder: Recorder,
+        *,
+        num_rows: int,
+        table_width: int,
     ) -> None:
         """Records it over its own buffers."""
         self.num_rows = num_rows
@@ -106,7 +126,9 @@ class DecodeGraph:
         self._rows = MicroBatch(
             sequence=torch.full((num_rows,), NO_SEQUENCE, dtype=torch.int32, device=shard.device),
             position=torch.zeros(num_rows, dtype=torch.int32, device=shard.device),
-            table=torch.full((num_rows, table_width), NO_BLOCK, dtype=torch.int32, device=shard.device),
+            table=torch.full(
+                (num_rows, table_width), NO_BLOCK, dtype=torch.int32, device=shard.device
+            ),
             spans=(),
         )
         every_row = torch.arange(num_rows, device=shard.device)
@@ -135,6 +157,7 @@ class DecodeGraph:
 
 
 def graph_sizes(max_rows: int) -> list[int]:
-    """Returns the numbers of rows of graphs: powers of two, and the largest number of rows itself."""
+    """Returns the numbers of rows of graphs: powers of two, and the largest number of rows
+    itself."""
     powers = [1 << exponent for exponent in range((max_rows - 1).bit_length())]
     return [*powers, max_rows]

@@ -1,7 +1,9 @@
-"""The resident engine: the hot loops of a head and of the later stages. Owns its thread; knows no Celery, Redis or SQL.
+"""The resident engine: the hot loops of a head and of the later stages. Owns its thread; knows no
+Celery, Redis or SQL.
 
-A head schedules, runs its own layers, sends the step down the chain and applies the tail's answers. A later stage
-receives, runs its layers and passes on. A one-stage pipeline is the head alone, without hops.
+A head schedules, runs its own layers, sends the step down the chain and applies the tail's answers.
+A later stage receives, runs its layers and passes on. A one-stage pipeline is the head alone,
+without hops.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def _ignore(_plan: StepPlan, _time: StepTime) -> None:
 
 
 class Engine(threading.Thread):
-    """What head and followers share: the inbox, the wiring of the current epoch, and counters for other threads."""
+    """What head and followers share: the inbox, the wiring of the current epoch, and counters for
+    other threads."""
 
     def __init__(
         self,
@@ -74,9 +77,11 @@ class Engine(threading.Thread):
         self._on_step = on_step
         self._wiring: Wiring | None = None
         self._launched: LaunchedSteps | None = None
-        """Of an epoch on an accelerator with pinned memory. Without one a step is computed when `run` returns."""
+        """Of an epoch on an accelerator with pinned memory. Without one a step is computed when
+        `run` returns."""
         self.step_began_s: float | None = None
-        """When the current step began, by `monotonic_s`, for other threads to read; None between steps."""
+        """When the current step began, by `monotonic_s`, for other threads to read; None between
+        steps."""
         self._computed = (0.0, 0.0)
         """When the executor's last run began and when it ended."""
         self._running = True
@@ -94,7 +99,8 @@ class Engine(threading.Thread):
         self.inbox.put(self._stop)
 
     def run(self) -> None:
-        """Runs the loop in its thread. A fault of a link or a frame ends the epoch, never the process."""
+        """Runs the loop in its thread. A fault of a link or a frame ends the epoch, never the
+        process."""
         self.executor.enter_thread()
         while self._running:
             try:
@@ -111,7 +117,8 @@ class Engine(threading.Thread):
         self._unwire()
         self.progress = EngineProgress(epoch=wiring.epoch)
         self._wiring = wiring
-        # At most num_lanes + 1 steps are in flight: before a buffer comes around, its step is back at the head.
+        # At most num_lanes + 1 steps are in flight: before a buffer comes around, its step is back
+        # at the head.
         staging = self.executor.staging(wiring.num_lanes + 1)
         if staging is not None:
             self._launched = LaunchedSteps(staging, self.inbox, self._leave)
@@ -122,7 +129,8 @@ class Engine(threading.Thread):
         self.inbox.wake_by(None)
         if self._launched is not None:
             self._launched.close()
-            self._launched, self.step_began_s = None, None
+            self._launched = None
+            self.step_began_s = None
         if self._wiring is not None:
             self._wiring.close()
             self._wiring = None
@@ -157,7 +165,8 @@ class Engine(threading.Thread):
 
     @property
     def _may_launch(self) -> bool:
-        """Whether a step may be run now: on an accelerator one step ahead of the one that it computes."""
+        """Whether a step may be run now: on an accelerator one step ahead of the one that it
+        computes."""
         return self._launched is None or not self._launched.is_full
 
     def _pass_on(self, plan: StepPlan, message: Buffer, out: Output, began_s: float) -> None:
@@ -174,7 +183,8 @@ class Engine(threading.Thread):
         self._finish_step(plan, began_s, self._computed, monotonic_s())
 
     def _leave(self, step: LaunchedStep) -> None:
-        """Sends a step that is copied. If the device has the next one by then, the sending takes none of its time."""
+        """Sends a step that is copied. If the device has the next one by then, the sending takes
+        none of its time."""
         assert self._launched is not None
         computed = step.launched_s, step.copy.wait()
         self._send(step.plan, step.message, step.copy.tensor)
@@ -189,7 +199,9 @@ class Engine(threading.Thread):
         assert wiring.sender is not None
         wiring.sender.send(_frame(wiring, plan, message, out))
 
-    def _finish_step(self, plan: StepPlan, began_s: float, computed: tuple[float, float], ended_s: float) -> StepTime:
+    def _finish_step(
+        self, plan: StepPlan, began_s: float, computed: tuple[float, float], ended_s: float
+    ) -> StepTime:
         time = self.progress.finish(plan, began_s, *computed, ended_s)
         self.step_times.add(time)
         self._on_step(plan, time)
@@ -201,7 +213,8 @@ class Engine(threading.Thread):
 
 
 class HeadEngine(Engine):
-    """The head's loop. `emit` receives events in order, in the engine's thread, and must not block."""
+    """The head's loop. `emit` receives events in order, in the engine's thread, and must not
+    block."""
 
     def __init__(
         self,
@@ -215,7 +228,8 @@ class HeadEngine(Engine):
         super().__init__(executor, on_lost=on_lost, on_step=on_step)
         self.scheduler = scheduler
         self._may_run_until_s = float("inf")
-        """Self-fencing, by the lease clock: after this moment nothing is scheduled and nothing is emitted."""
+        """Self-fencing, by the lease clock: after this moment nothing is scheduled and nothing is
+        emitted."""
         self.is_fenced = False
         """Whether that moment has passed and holds the loop back."""
         self._idle_since_s: float | None = None
@@ -234,7 +248,8 @@ class HeadEngine(Engine):
         return self.progress.num_steps
 
     def extend_lease(self, until_s: float) -> None:
-        """Lets the loop schedule and emit until this moment of the lease clock. May be called from any thread."""
+        """Lets the loop schedule and emit until this moment of the lease clock. May be called from
+        any thread."""
         self._may_run_until_s = until_s
 
     def use_lanes(self, num_lanes: int) -> None:
@@ -247,7 +262,8 @@ class HeadEngine(Engine):
         self.inbox.put(lambda: self._emit(self.scheduler.add(request, sink)))
 
     def end(self, key: Key, reason: FinishReason) -> None:
-        """Ends a job with what it has; `emit` gets its Finished unless it has ended. May be called from any thread."""
+        """Ends a job with what it has; `emit` gets its Finished unless it has ended. May be called
+        from any thread."""
         self.inbox.put(lambda: self._end(key, reason))
 
     def begin(self, key: Key) -> None:
@@ -255,11 +271,13 @@ class HeadEngine(Engine):
         self.inbox.put(lambda: self.scheduler.begin(key))
 
     def release(self, key: Key) -> None:
-        """Tells that a quarantined job's tokens are saved, so that the next may run. May be called from any thread."""
+        """Tells that a quarantined job's tokens are saved, so that the next may run. May be called
+        from any thread."""
         self.inbox.put(lambda: self.scheduler.release(key))
 
     def forget(self, key: Key) -> None:
-        """Drops a job without an event; the next plan frees its KV on every stage. May be called from any thread."""
+        """Drops a job without an event; the next plan frees its KV on every stage. May be called
+        from any thread."""
         self.inbox.put(lambda: self._forget(key))
 
     def _unwire(self) -> None:
@@ -273,7 +291,11 @@ class HeadEngine(Engine):
         super()._rewire(wiring)
         self._idle_since_s = None
         offload = OffloadTerms(num_slots=wiring.num_slots, move_s=wiring.move_s)
-        self._emit(self.scheduler.rebuild(wiring.num_blocks, wiring.first_lanes or wiring.num_lanes, offload))
+        self._emit(
+            self.scheduler.rebuild(
+                wiring.num_blocks, wiring.first_lanes or wiring.num_lanes, offload
+            )
+        )
 
     def _use_lanes(self, num_lanes: int) -> None:
         self.scheduler.config = replace(self.scheduler.config, num_lanes=num_lanes)
@@ -306,7 +328,9 @@ class HeadEngine(Engine):
         """The plan, which tells later stages how long no step was in flight before it."""
         if self._idle_since_s is None or self.scheduler.num_in_flight > 1:
             return plan
-        return msgspec.structs.replace(plan, idle_us=max(0, int((now_s - self._idle_since_s) * 1e6)))
+        return msgspec.structs.replace(
+            plan, idle_us=max(0, int((now_s - self._idle_since_s) * 1e6))
+        )
 
     def _launch(self, plan: StepPlan, began_s: float) -> None:
         plan = self.executor.admit(plan)
@@ -317,7 +341,9 @@ class HeadEngine(Engine):
         self._apply(out)
         self._finish_step(plan, began_s, self._computed, monotonic_s())
 
-    def _finish_step(self, plan: StepPlan, began_s: float, computed: tuple[float, float], ended_s: float) -> StepTime:
+    def _finish_step(
+        self, plan: StepPlan, began_s: float, computed: tuple[float, float], ended_s: float
+    ) -> StepTime:
         time = super()._finish_step(plan, began_s, computed, ended_s)
         if plan.rows and not plan.moves:
             self.scheduler.recompute_cost.learn(plan.num_tokens, time.compute_s)
@@ -338,7 +364,8 @@ class HeadEngine(Engine):
 
 
 class FollowerEngine(Engine):
-    """The loop of a middle or tail: receive a step, run it, pass on the activations or the tail's answer."""
+    """The loop of a middle or tail: receive a step, run it, pass on the activations or the tail's
+    answer."""
 
     def _turn(self) -> None:
         wiring = self._wiring
@@ -368,12 +395,17 @@ class FollowerEngine(Engine):
 
 
 def _frame(wiring: Wiring, plan: StepPlan, message: Buffer, out: Output | None) -> Frame:
-    """Returns the plan with its activations for the next stage, or the tail's answer for the head."""
+    """Returns the plan with its activations for the next stage, or the tail's answer for the
+    head."""
     of_step = partial(Frame, pipeline=wiring.pipeline, epoch=wiring.epoch, step=plan.step)
     if isinstance(out, StepResult):
         return of_step(kind=Kind.RESULT, message=encode(out))
     if out is None or not plan.rows:
         return of_step(kind=Kind.PLAN, message=message)
     return of_step(
-        kind=Kind.PLAN, message=message, tensor=view_of(out), dtype=name_of(out.dtype), shape=tuple(out.shape)
+        kind=Kind.PLAN,
+        message=message,
+        tensor=view_of(out),
+        dtype=name_of(out.dtype),
+        shape=tuple(out.shape),
     )

@@ -39,12 +39,13 @@ CHUNK = 37
 MAX_BESIDE = 30
 
 ComputeOutputs = Callable[[Sequence[Span], Tensor, list[int]], Tensor]
-"""Runs packed spans on their inputs [T, ...]; returns the outputs [R, ...] of the listed rows: hidden states, or logits
-on a tail, as `Forward.sampled_outputs` does."""
+"""Runs packed spans on their inputs [T, ...]; returns the outputs [R, ...] of the listed rows:
+hidden states, or logits on a tail, as `Forward.sampled_outputs` does."""
 
 
 class Probe:
-    """Runs one sequence in several ways and compares every bit. Uses KV blocks from 0 up: no sequence may be open."""
+    """Runs one sequence in several ways and compares every bit. Uses KV blocks from 0 up: no
+    sequence may be open."""
 
     def __init__(
         self,
@@ -55,7 +56,9 @@ class Probe:
         self._compute_outputs = compute_outputs
         self._length = min(MAX_LENGTH, num_blocks * BLOCK_TOKENS)
         self._blocks = list(range(ceil_div(self._length, BLOCK_TOKENS)))
-        self._beside = list(range(len(self._blocks), min(num_blocks, len(self._blocks) + MAX_BESIDE)))
+        self._beside = list(
+            range(len(self._blocks), min(num_blocks, len(self._blocks) + MAX_BESIDE))
+        )
         generator = torch.Generator().manual_seed(RULES_VERSION)
         self._inputs = random_inputs(self._length, generator)
         self._others = random_inputs(BLOCK_TOKENS, generator)
@@ -70,7 +73,9 @@ class Probe:
             self._run_beside_decodes,
             self._run_beside_prefill,
         )
-        return torch.equal(whole, self._run_chunks()) and all(torch.equal(last, way()) for way in ways)
+        return torch.equal(whole, self._run_chunks()) and all(
+            torch.equal(last, way()) for way in ways
+        )
 
     def _run(self, start: int, end: int) -> Tensor:
         span = Span(start=start, length=end - start, blocks=self._blocks)
@@ -87,14 +92,21 @@ class Probe:
 
     def _run_beside_decodes(self) -> Tensor:
         """Runs the last token next to the first tokens of other sequences."""
-        spans = [self._last_token(), *(Span(start=0, length=1, blocks=[block]) for block in self._beside)]
-        return self._compute_outputs(spans, torch.cat([self._inputs[-1:], self._others[: len(self._beside)]]), [0])
+        spans = [
+            self._last_token(),
+            *(Span(start=0, length=1, blocks=[block]) for block in self._beside),
+        ]
+        return self._compute_outputs(
+            spans, torch.cat([self._inputs[-1:], self._others[: len(self._beside)]]), [0]
+        )
 
     def _run_beside_prefill(self) -> Tensor:
         """The last token before the prefill of another sequence, of which all rows are sampled."""
         prefill = [Span(start=0, length=BLOCK_TOKENS, blocks=[block]) for block in self._beside[:2]]
         rows = torch.cat([self._inputs[-1:], *([self._others] * len(prefill))])
-        return self._compute_outputs([self._last_token(), *prefill], rows, list(range(len(rows))))[:1]
+        return self._compute_outputs([self._last_token(), *prefill], rows, list(range(len(rows))))[
+            :1
+        ]
 
     def _last_token(self) -> Span:
         return Span(start=self._length - 1, length=1, blocks=self._blocks)
@@ -103,17 +115,21 @@ class Probe:
 def choose_row_buckets(
     shard: Shard, *, can_be_exact: bool, token_budget: int, cache_folder: Path
 ) -> tuple[RowPadding, bool]:
-    """Gives the shard's products their row buckets; returns how rows are padded for them, and whether rows are exact.
+    """Gives the shard's products their row buckets; returns how rows are padded for them, and
+    whether rows are exact.
 
-    Rows are exact if no number of rows up to the budget changes a row's bits. If `can_be_exact` is false, since the
-    attention is not exact either, nothing is tried, and every product gets all buckets. On an accelerator rows run as
-    they come, and are exact if our own kernels compute all products and norms.
+    Rows are exact if no number of rows up to the budget changes a row's bits. If `can_be_exact` is
+    false, since the attention is not exact either, nothing is tried, and every product gets all
+    buckets. On an accelerator rows run as they come, and are exact if our own kernels compute all
+    products and norms.
     """
     if shard.device.type != "cpu":
         return RowPadding(buckets=frozenset()), can_be_exact and are_covered(shard.model)
     found, are_all = products(shard.model)
     can_be_exact = can_be_exact and are_all
-    exact = find_buckets(found, machine=machine(), cache_folder=cache_folder) if can_be_exact else {}
+    exact = (
+        find_buckets(found, machine=machine(), cache_folder=cache_folder) if can_be_exact else {}
+    )
     are_exact = can_be_exact and all(exact.values())
     used = {product: exact.get(product) or ROW_BUCKETS for product in found}
     for product, buckets in used.items():
@@ -125,7 +141,9 @@ def choose_row_buckets(
     )
     if are_exact and not padding.are_whole(token_budget):
         log.warning(
-            "threads cannot share rows by whole vectors", widths=sorted(shard.widths), threads=padding.num_threads
+            "threads cannot share rows by whole vectors",
+            widths=sorted(shard.widths),
+            threads=padding.num_threads,
         )
         return padding, False
     return padding, are_exact
@@ -140,7 +158,8 @@ def exactness_fingerprint(
     num_threads: int,
     device: list[str],
 ) -> str:
-    """Returns the sha256 of all that decides a row's bits on this stage. Equal fingerprints mean equal tokens.
+    """Returns the sha256 of all that decides a row's bits on this stage. Equal fingerprints mean
+    equal tokens.
 
     `device` is its identity.
     """

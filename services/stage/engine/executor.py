@@ -57,17 +57,29 @@ class Executor:
         fingerprint: str,
     ) -> None:
         shard = forward.shard
-        self.info, self.layers, self.dtype = shard.info, shard.layers, shard.dtype
-        self.is_first, self.is_last = shard.is_first, shard.is_last
-        self.num_blocks, self.token_budget = forward.kv.num_blocks, limits.token_budget
+        self.info = shard.info
+        self.layers = shard.layers
+        self.dtype = shard.dtype
+        self.is_first = shard.is_first
+        self.is_last = shard.is_last
+        self.num_blocks = forward.kv.num_blocks
+        self.token_budget = limits.token_budget
         self.max_adapters = limits.max_adapters
-        self.exact, self.fingerprint, self.attention_kind = exact, fingerprint, forward.attention.kind
-        self.offload, self.adapters = area.terms, adapters.folder
-        self.forward, self._area, self._device, self._adapters = forward, area, device, adapters
+        self.exact = exact
+        self.fingerprint = fingerprint
+        self.attention_kind = forward.attention.kind
+        self.offload = area.terms
+        self.adapters = adapters.folder
+        self.forward = forward
+        self._area = area
+        self._device = device
+        self._adapters = adapters
         self._open_sequences = OpenSequences(
             num_blocks=self.num_blocks, max_open=limits.max_open, vocab_size=self.info.vocab_size
         )
-        self._sampler = Sampler(vocab_size=self.info.vocab_size, eos_ids=self.info.eos_ids, device=shard.output_device)
+        self._sampler = Sampler(
+            vocab_size=self.info.vocab_size, eos_ids=self.info.eos_ids, device=shard.output_device
+        )
         self._sampled: dict[int, SampledSequence] = {}
 
     @classmethod
@@ -84,14 +96,16 @@ class Executor:
     ) -> Executor:
         """Loads a shard, packs its weights, allocates its KV and checks whether its rows are exact.
 
-        Cores ignore `on_accelerator`. Raises Invalid for what cannot be served, Unavailable if the hub does not answer.
+        Cores ignore `on_accelerator`. Raises Invalid for what cannot be served, Unavailable if the
+        hub does not answer.
         """
         device.enter_thread()
         info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)
         if len(layers) < info.num_layers:
             _check_frames(limits.token_budget, info.hidden_size * device.dtype(dtype).itemsize)
         check_split(info.config, cache_folder)
-        memory, ranks = StageMemory(limits, device), device.ranks
+        memory = StageMemory(limits, device)
+        ranks = device.ranks
         load = ForwardLoad(
             info=info,
             layers=layers,
@@ -109,7 +123,9 @@ class Executor:
         if ranks is not None:
             if load.native is None:
                 raise Invalid(
-                    "SHARDLINE_TP", "ranks need the CPU kernels, which this stage does not have", "Set it to 1"
+                    "SHARDLINE_TP",
+                    "ranks need the CPU kernels, which this stage does not have",
+                    "Set it to 1",
                 )
             check_ranks(info.config, cache_folder, load.native, ranks.group.num_ranks)
         lead = None if ranks is None else RankBroadcaster(ranks, load)
@@ -125,11 +141,15 @@ class Executor:
             weights=weights,
             dtype=forward.shard.dtype,
             kernel=forward.attention.version,
-            packing=load.packing.name if loaded.num_ranks == 1 else f"{load.packing.name} {loaded.num_ranks} ranks",
+            packing=load.packing.name
+            if loaded.num_ranks == 1
+            else f"{load.packing.name} {loaded.num_ranks} ranks",
             num_threads=device.num_threads,
             device=device.identity(),
         )
-        return cls(forward, loaded.area, limits, device, adapters, exact=loaded.exact, fingerprint=name)
+        return cls(
+            forward, loaded.area, limits, device, adapters, exact=loaded.exact, fingerprint=name
+        )
 
     @property
     def blocks_used(self) -> int:
@@ -153,7 +173,9 @@ class Executor:
     def staging(self, num_buffers: int) -> Staging | None:
         """Returns buffers for the activations of `num_buffers` steps in flight; None if copies
         block on this device."""
-        return self._device.staging(num_buffers, self.token_budget * self.info.hidden_size * self.dtype.itemsize)
+        return self._device.staging(
+            num_buffers, self.token_budget * self.info.hidden_size * self.dtype.itemsize
+        )
 
     def drop(self) -> None:
         """Lets the other ranks forget their shares; nothing runs any more."""
@@ -167,21 +189,25 @@ class Executor:
         self._sampled.clear()
 
     def admit(self, plan: StepPlan) -> StepPlan:
-        """Loads the adapters that sequences of this plan, not yet run, open with; returns the plan, which names among
-        its refused sequences those that cannot have theirs."""
+        """Loads the adapters that sequences of this plan, not yet run, open with; returns the plan,
+        which names among its refused sequences those that cannot have theirs."""
         return self._adapters.admit(plan)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, hidden: Tensor | None) -> Tensor | StepResult:
-        """Runs one step: returns the hidden states [T, H] in `dtype` for the next stage, or the tail's answer.
+        """Runs one step: returns the hidden states [T, H] in `dtype` for the next stage, or the
+        tail's answer.
 
-        `hidden` are the activations [T, H] in `dtype` of the stage before, in host memory; the head ignores them. An
-        accelerator may still compute the hidden states that it returns; an answer is computed. Raises ProtocolError for
-        a plan or activations that do not fit what this stage knows: the epoch is over then.
+        `hidden` are the activations [T, H] in `dtype` of the stage before, in host memory; the head
+        ignores them. An accelerator may still compute the hidden states that it returns; an answer
+        is computed. Raises ProtocolError for a plan or activations that do not fit what this stage
+        knows: the epoch is over then.
         """
         began_s = monotonic_s()
         if plan.num_tokens > self.token_budget:
-            raise ProtocolError(f"step {plan.step} has {plan.num_tokens} tokens, the budget is {self.token_budget}")
+            raise ProtocolError(
+                f"step {plan.step} has {plan.num_tokens} tokens, the budget is {self.token_budget}"
+            )
         if plan.moves:
             self._move(plan.moves)
         for opened in plan.opens:
@@ -237,14 +263,17 @@ class Executor:
             logits = self.forward.sampled_outputs(spans, x, rows)
             drafts = [row.drafts for row in plan.rows if row.wants] if plan.num_drafts else None
             tokens, logprobs, bad = self._sampler.sample(logits, sequences, drafts)
-            return StepResult(plan.step, tokens, logprobs, bad, monotonic_s() - began_s, plan.refused)
+            return StepResult(
+                plan.step, tokens, logprobs, bad, monotonic_s() - began_s, plan.refused
+            )
         if spans:
             self.forward.write(spans, x)
             self._device.synchronize()  # an answer reports a computed step and its duration
         return StepResult(plan.step, (), compute_s=monotonic_s() - began_s, refused=plan.refused)
 
     def _sampled_rows(self, plan: StepPlan) -> tuple[list[int], list[SampledSequence]]:
-        """Returns the packed rows after which a token may be sampled, and the sequences that want one."""
+        """Returns the packed rows after which a token may be sampled, and the sequences that want
+        one."""
         rows: list[int] = []
         sequences: list[SampledSequence] = []
         end = 0
@@ -266,7 +295,9 @@ def _check_frames(token_budget: int, row_bytes: int) -> None:
     """Raises Invalid if the activations of a full step, of `row_bytes` each, do not fit into a
     frame."""
     if token_budget * row_bytes > MAX_TENSOR_BYTES:
-        problem = (
-            f"{token_budget:,} rows of {row_bytes:,} bytes are over a frame's limit of {MAX_TENSOR_BYTES >> 20} MiB"
+        problem = f"{token_budget:,} rows of {row_bytes:,} bytes are over a frame's limit of {MAX_TENSOR_BYTES >> 20} MiB"
+        raise Invalid(
+            "SHARDLINE_TOKEN_BUDGET",
+            problem,
+            f"Set it to {MAX_TENSOR_BYTES // row_bytes:,} or less",
         )
-        raise Invalid("SHARDLINE_TOKEN_BUDGET", problem, f"Set it to {MAX_TENSOR_BYTES // row_bytes:,} or less")

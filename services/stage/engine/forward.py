@@ -41,7 +41,8 @@ TRIAL_ROWS = 40
 TRIAL_FIRST = 8
 """Of these at the first positions; the others lie over the whole context."""
 TRIAL_TOLERANCE = 16
-"""The largest difference accepted in a trial, in roundings of the largest value: inexact devices differ a little."""
+"""The largest difference accepted in a trial, in roundings of the largest value: inexact devices
+differ a little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,16 +78,26 @@ class Lead(Protocol):
 
 
 class Forward:
-    """Runs packed rows through a shard. Used by one thread: attention gets the micro-batch before the model runs."""
+    """Runs packed rows through a shard. Used by one thread: attention gets the micro-batch before
+    the model runs."""
 
-    def __init__(self, shard: Shard, attention: Attention, kv: PagedKv, padding: RowPadding) -> None:
-        self.shard, self.attention, self.kv, self.padding = shard, attention, kv, padding
+    def __init__(
+        self, shard: Shard, attention: Attention, kv: PagedKv, padding: RowPadding
+    ) -> None:
+        self.shard = shard
+        self.attention = attention
+        self.kv = kv
+        self.padding = padding
         attention.bind(kv)
         self._narrow_adapters: Narrow | None = None
         """Of the adapters that add to the rows of this step."""
         self._trial_position: Tensor | None = None
         """In a trial: where the model believes its rows to be, int64 [TRIAL_ROWS]."""
-        last = LastLayer(shard.layer_modules[shard.layers.stop - 1], attention) if shard.is_last else None
+        last = (
+            LastLayer(shard.layer_modules[shard.layers.stop - 1], attention)
+            if shard.is_last
+            else None
+        )
         self._last = last if last is not None and self._can_narrow(last) else None
         self._graphs: DecodeGraphs | None = None
         self.num_fused = 0
@@ -97,9 +108,11 @@ class Forward:
         """Of a stage with several ranks, on the first of them, once all are loaded."""
 
     def fuse_layers(self, kernel: Kernel, group: RankGroup | None = None) -> int:
-        """Makes one call of each layer that the kernel knows as a whole, after a trial; returns how many these are.
+        """Makes one call of each layer that the kernel knows as a whole, after a trial; returns how
+        many these are.
 
-        Uses the first KV block: no sequence may be open. `group` has the ranks that compute the layers together.
+        Uses the first KV block: no sequence may be open. `group` has the ranks that compute the
+        layers together.
         """
         x = self.random_inputs(TRIAL_ROWS, torch.Generator().manual_seed(0))
         spans = [Span(start=0, length=TRIAL_ROWS, blocks=[0])]
@@ -111,26 +124,32 @@ class Forward:
         return self.num_fused
 
     def record_decodes(self, recorder: Recorder, *, max_rows: int) -> None:
-        """Replays decode steps of up to `max_rows` rows from now on. The shard's modules must not change any more.
+        """Replays decode steps of up to `max_rows` rows from now on. The shard's modules must not
+        change any more.
 
         Raises Invalid if the model's forward cannot be recorded.
         """
-        self._graphs = DecodeGraphs(self.shard, self.attention, self.kv, recorder, max_rows=max_rows)
+        self._graphs = DecodeGraphs(
+            self.shard, self.attention, self.kv, recorder, max_rows=max_rows
+        )
 
     @contextmanager
     def adapted(self, narrow: Narrow, adapters: AdapterRows = ()) -> Iterator[None]:
         """A context in which adapters add to rows: graphs, which know none, are not replayed;
         `narrow` receives the rows that the last layer goes on with, int64 [R], and other ranks
         receive `adapters`."""
-        self._narrow_adapters, self._adapters = narrow, adapters
+        self._narrow_adapters = narrow
+        self._adapters = adapters
         try:
             yield
         finally:
-            self._narrow_adapters, self._adapters = None, ()
+            self._narrow_adapters = None
+            self._adapters = ()
 
     @contextmanager
     def without(self, layers: Iterable[int]) -> Iterator[None]:
-        """While entered, these layers return their input. For a shard that holds the first layer."""
+        """While entered, these layers return their input. For a shard that holds the first
+        layer."""
         self._left_out = tuple(layers)
         try:
             with self.shard.without(self._left_out):
@@ -139,7 +158,8 @@ class Forward:
             self._left_out = ()
 
     def hidden(self, spans: Sequence[Span], x: Tensor) -> Tensor:
-        """Returns the hidden states [T, H] of all rows in the shard's dtype; `x` is an input, [T] or [T, H].
+        """Returns the hidden states [T, H] of all rows in the shard's dtype; `x` is an input, [T]
+        or [T, H].
 
         Raises ProtocolError for spans that point outside the KV.
         """
@@ -150,10 +170,11 @@ class Forward:
         return self.shard.hidden(padded, position)[: len(x)]
 
     def sampled_outputs(self, spans: Sequence[Span], x: Tensor, sampled_rows: list[int]) -> Tensor:
-        """Returns the outputs of the sampled rows: logits [R, V] on the last shard, hidden states [R, H] on the others.
+        """Returns the outputs of the sampled rows: logits [R, V] on the last shard, hidden states
+        [R, H] on the others.
 
-        Logits have the dtype that the model gives them, hidden states the shard's. `x`, [T] or [T, H], holds all rows.
-        Raises ProtocolError for spans that point outside the KV.
+        Logits have the dtype that the model gives them, hidden states the shard's. `x`, [T] or [T,
+        H], holds all rows. Raises ProtocolError for spans that point outside the KV.
         """
         if not self.shard.is_last:
             return self.hidden(spans, x)[sampled_rows]
@@ -165,10 +186,11 @@ class Forward:
         return self._logits(spans, x, sampled_rows)
 
     def write(self, spans: Sequence[Span], x: Tensor) -> None:
-        """Writes the keys and values of all rows `x`, ids int64 [T] or hidden states [T, H], and computes little else.
+        """Writes the keys and values of all rows `x`, ids int64 [T] or hidden states [T, H], and
+        computes little else.
 
-        This is for a step of the last shard that samples nothing. Raises ProtocolError for spans that point outside the
-        KV.
+        This is for a step of the last shard that samples nothing. Raises ProtocolError for spans
+        that point outside the KV.
         """
         self._tell(PassKind.WRITE, spans, x)
         padded, position = self._pad(spans, x)
@@ -178,45 +200,67 @@ class Forward:
             self._last.write(lambda: self.shard.hidden(padded, position))
 
     def random_inputs(self, num_rows: int, generator: torch.Generator) -> Tensor:
-        """Returns random inputs for probes: ids int64 [T] on the first shard, else hidden states [T, H] in its dtype.
+        """Returns random inputs for probes: ids int64 [T] on the first shard, else hidden states
+        [T, H] in its dtype.
 
         `generator` is one of the CPU.
         """
         shape = (num_rows,)
         if self.shard.is_first:
-            return torch.randint(self.shard.info.vocab_size, shape, generator=generator).to(self.shard.device)
+            return torch.randint(self.shard.info.vocab_size, shape, generator=generator).to(
+                self.shard.device
+            )
         states = torch.randn(num_rows, self.shard.info.hidden_size, generator=generator)
         return states.to(device=self.shard.device, dtype=self.shard.dtype)
 
-    def _tell(self, kind: PassKind, spans: Sequence[Span], x: Tensor, rows: Sequence[int] = ()) -> None:
+    def _tell(
+        self, kind: PassKind, spans: Sequence[Span], x: Tensor, rows: Sequence[int] = ()
+    ) -> None:
         if self.lead is not None:
-            what = Pass(kind=kind, spans=spans, rows=rows, left_out=self._left_out, adapters=self._adapters)
+            what = Pass(
+                kind=kind, spans=spans, rows=rows, left_out=self._left_out, adapters=self._adapters
+            )
             self.lead.run(what, x)
 
     def _replayed(self, spans: Sequence[Span], x: Tensor) -> Tensor | None:
         """The outputs of all rows, if a graph has them."""
-        return None if self._graphs is None or self._narrow_adapters is not None else self._graphs.outputs(spans, x)
+        return (
+            None
+            if self._graphs is None or self._narrow_adapters is not None
+            else self._graphs.outputs(spans, x)
+        )
 
     def _logits(self, spans: Sequence[Span], x: Tensor, sampled_rows: list[int]) -> Tensor:
         padded, position = self._pad(spans, x)
-        return self.shard.logits(padded, position, self._padded_rows(sampled_rows, x.device))[: len(sampled_rows)]
+        return self.shard.logits(padded, position, self._padded_rows(sampled_rows, x.device))[
+            : len(sampled_rows)
+        ]
 
-    def _narrowed(self, last: LastLayer, spans: Sequence[Span], x: Tensor, sampled_rows: list[int]) -> Tensor:
+    def _narrowed(
+        self, last: LastLayer, spans: Sequence[Span], x: Tensor, sampled_rows: list[int]
+    ) -> Tensor:
         """Does what `_logits` does, but the last layer computes the sampled rows only."""
         padded, position = self._pad(spans, x)
         rows = self._padded_rows(sampled_rows, x.device)
-        micro_batch = MicroBatch.of(list(_single_rows(spans, sampled_rows)), min_rows=len(rows), device=x.device)
+        micro_batch = MicroBatch.of(
+            list(_single_rows(spans, sampled_rows)), min_rows=len(rows), device=x.device
+        )
         with last.narrowed(rows, micro_batch, self._narrow_adapters):
-            return self.shard.logits(padded, position, torch.arange(len(rows), device=x.device))[: len(sampled_rows)]
+            return self.shard.logits(padded, position, torch.arange(len(rows), device=x.device))[
+                : len(sampled_rows)
+            ]
 
     def _can_narrow(self, last: LastLayer) -> bool:
         """Whether a trial gives the same values: a model may do anything around its layers."""
         x = self.random_inputs(TRIAL_ROWS, torch.Generator().manual_seed(0))
-        spans, sampled_rows = [Span(start=0, length=TRIAL_ROWS, blocks=[0])], [TRIAL_ROWS // 2, TRIAL_ROWS - 1]
+        spans = [Span(start=0, length=TRIAL_ROWS, blocks=[0])]
+        sampled_rows = [TRIAL_ROWS // 2, TRIAL_ROWS - 1]
         with self._over_the_context():
             expected = self._logits(spans, x, sampled_rows).float()
             try:
-                apart = (self._narrowed(last, spans, x, sampled_rows).float() - expected).abs().max()
+                apart = (
+                    (self._narrowed(last, spans, x, sampled_rows).float() - expected).abs().max()
+                )
             except (
                 ArithmeticError,
                 AssertionError,
@@ -228,7 +272,9 @@ class Forward:
             ) as error:
                 log.info("the last layer computes every row of a prefill", reason=str(error))
                 return False
-        return bool(apart <= TRIAL_TOLERANCE * torch.finfo(self.shard.dtype).eps * expected.abs().max())
+        return bool(
+            apart <= TRIAL_TOLERANCE * torch.finfo(self.shard.dtype).eps * expected.abs().max()
+        )
 
     @contextmanager
     def _over_the_context(self) -> Iterator[None]:
@@ -236,7 +282,9 @@ class Forward:
         rows of a trial: a layer may scale by its position what it does not scale near 0. Attention
         and KV are those of a short sequence."""
         last = self.shard.info.context_length - 1
-        spread = torch.linspace(min(TRIAL_FIRST, last), last, TRIAL_ROWS - TRIAL_FIRST, dtype=torch.float64).long()
+        spread = torch.linspace(
+            min(TRIAL_FIRST, last), last, TRIAL_ROWS - TRIAL_FIRST, dtype=torch.float64
+        ).long()
         position = torch.cat([torch.arange(TRIAL_FIRST).clamp(max=last), spread])
         self._trial_position = position.to(self.shard.device)
         try:
@@ -246,10 +294,13 @@ class Forward:
 
     def _padded_rows(self, rows: list[int], device: torch.device) -> Tensor:
         """The rows as int64 [padded], the last one repeated."""
-        return torch.tensor(rows + rows[-1:] * (self.padding.padded(len(rows)) - len(rows)), device=device)
+        return torch.tensor(
+            rows + rows[-1:] * (self.padding.padded(len(rows)) - len(rows)), device=device
+        )
 
     def _pad(self, spans: Sequence[Span], x: Tensor) -> tuple[Tensor, Tensor]:
-        """Gives attention the micro-batch; returns the padded input and the positions, int64 [padded]."""
+        """Gives attention the micro-batch; returns the padded input and the positions, int64
+        [padded]."""
         micro_batch = MicroBatch.of(spans, min_rows=self.padding.padded(len(x)), device=x.device)
         self.attention.use(micro_batch)
         if micro_batch.num_rows > len(x):
@@ -264,8 +315,10 @@ class Forward:
 def _single_rows(spans: Sequence[Span], rows: Sequence[int]) -> Iterator[Span]:
     """Yields a span of one token for each of these packed rows, which are in ascending order."""
     left = iter(spans)
-    begin, span = 0, next(left)
+    begin = 0
+    span = next(left)
     for row in rows:
         while row >= begin + span.length:
-            begin, span = begin + span.length, next(left)
+            begin = begin + span.length
+            span = next(left)
         yield Span(start=span.start + row - begin, length=1, blocks=span.blocks)

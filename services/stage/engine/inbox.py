@@ -1,4 +1,5 @@
-"""Passes calls from other threads to the engine's thread. Owns the hand-over; knows nothing of what is called."""
+"""Passes calls from other threads to the engine's thread. Owns the hand-over; knows nothing of what
+is called."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from collections.abc import Callable
 class Inbox:
     """Holds calls until the engine runs them; `put` wakes the engine wherever it waits.
 
-    Bounded by its callers: at most one call per seat, per wiring, per heartbeat and per launched step is outstanding.
+    Bounded by its callers: at most one call per seat, per wiring, per heartbeat and per launched
+    step is outstanding.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""Steps of one epoch that an accelerator still computes or copies while the engine goes on. Owns their order and the
-thread that waits for the device; knows no hop."""
+"""Steps of one epoch that an accelerator still computes or copies while the engine goes on. Owns
+their order and the thread that waits for the device; knows no hop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from services.stage.hop.frame import Buffer
 from shardline_scheduler.step_plan import StepPlan
 
 MAX_STEPS = 2
-"""One that the device computes and one behind it: more would only wait there, and their frames with them."""
+"""One that the device computes and one behind it: more would only wait there, and their frames with
+them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +37,16 @@ class LaunchedStep:
 
 
 class LaunchedSteps(threading.Thread):
-    """Holds launched steps, oldest first, until `leave` has been called with each, in the engine's thread."""
+    """Holds launched steps, oldest first, until `leave` has been called with each, in the engine's
+    thread."""
 
-    def __init__(self, staging: Staging, inbox: Inbox, leave: Callable[[LaunchedStep], None]) -> None:
+    def __init__(
+        self, staging: Staging, inbox: Inbox, leave: Callable[[LaunchedStep], None]
+    ) -> None:
         super().__init__(name="device-copies", daemon=True)
-        self._staging, self._inbox, self._leave = staging, inbox, leave
+        self._staging = staging
+        self._inbox = inbox
+        self._leave = leave
         self._steps: deque[LaunchedStep] = deque()
         self._awaited: SimpleQueue[LaunchedStep | None] = SimpleQueue()
 
@@ -71,7 +77,8 @@ class LaunchedSteps(threading.Thread):
         began_s: float,
         launched_s: float,
     ) -> None:
-        """Takes a step that was launched; the activations that it gives, [T, H] of any dtype, are copied behind it."""
+        """Takes a step that was launched; the activations that it gives, [T, H] of any dtype, are
+        copied behind it."""
         assert not self.is_full
         copy = self._staging.copy_out(plan.step, states)
         step = LaunchedStep(
@@ -91,12 +98,14 @@ class LaunchedSteps(threading.Thread):
             self._inbox.put(partial(self.let_leave, step.plan.step))
 
     def let_leave(self, step: int) -> None:
-        """Lets all steps up to this one leave that have not, and waits for them. Called in the engine's thread."""
+        """Lets all steps up to this one leave that have not, and waits for them. Called in the
+        engine's thread."""
         while self._steps and self._steps[0].plan.step <= step:
             self._steps[0].copy.wait()
             self._leave(self._steps.popleft())
 
     def close(self) -> None:
-        """Drops what has not left. What the device still reads or writes stays until it has ended."""
+        """Drops what has not left. What the device still reads or writes stays until it has
+        ended."""
         self._steps.clear()
         self._awaited.put(None)

@@ -1,4 +1,5 @@
-"""Loads what runs packed rows: a shard with its attention and its KV. Every rank of a stage does this, side by side.
+"""Loads what runs packed rows: a shard with its attention and its KV. Every rank of a stage does
+this, side by side.
 
 Knows no StepPlan and no sampling.
 """
@@ -34,7 +35,13 @@ from services.stage.model.owned_weights import give_back, own
 from services.stage.model.shard import Shard, shard_layers
 from services.stage.model.split_layers import gathered, send_embedding, split_shard, widest
 from services.stage.products.fused import fuse, fuse_norms
-from services.stage.products.packing import Packing, pack, packed_bytes, packing_for, unshare_embedding
+from services.stage.products.packing import (
+    Packing,
+    pack,
+    packed_bytes,
+    packing_for,
+    unshare_embedding,
+)
 from services.stage.products.row_buckets import MAX_ADDED, VECTORS
 from services.stage.products.triton_products import TritonRmsNorm
 from services.stage.ranks.group import RankGroup
@@ -44,7 +51,8 @@ log = structlog.get_logger(__name__)
 
 
 class Memory(Protocol):
-    """What divides the memory of a stage, as one rank sees it. Its methods are called in this order."""
+    """What divides the memory of a stage, as one rank sees it. Its methods are called in this
+    order."""
 
     @property
     def streamed_layers(self) -> tuple[int, ...]:
@@ -53,7 +61,9 @@ class Memory(Protocol):
     def check_fits(self, weights: WeightBytes) -> None:
         """Checks before any weight is read. Raises Invalid, with the remedy, if they do not fit."""
 
-    def make_kv(self, kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, *, context: int) -> PagedKv:
+    def make_kv(
+        self, kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, *, context: int
+    ) -> PagedKv:
         """Allocates the KV. Raises Invalid if the memory holds no KV block."""
 
     def make_offload_area(self, kv: PagedKv) -> OffloadArea:
@@ -62,7 +72,8 @@ class Memory(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardLoad:
-    """Which layers, how, and where. The same on all ranks, but for `memory` and the place in `group`."""
+    """Which layers, how, and where. The same on all ranks, but for `memory` and the place in
+    `group`."""
 
     info: ModelInfo
     layers: range
@@ -107,45 +118,64 @@ class LoadedForward:
 
 
 def load_forward(load: ForwardLoad) -> LoadedForward:
-    """Loads a shard, packs its weights and allocates its KV. Raises Invalid for what cannot be served."""
+    """Loads a shard, packs its weights and allocates its KV. Raises Invalid for what cannot be
+    served."""
     if load.group is not None:
         assert load.native is not None, "ranks need the CPU kernels"
         load.group.open(load.native, 0)
-    attention, packing = Attention(load.native or triton_backend.load(load.device)), load.packing
+    attention = Attention(load.native or triton_backend.load(load.device))
+    packing = load.packing
     shard = _load_shard(load, attention, packing)
     if load.group is not None:
         split_shard(shard, load.group)
         packing = _for_ranks(packing, shard, load)
-    streaming = StreamedLayers.on(load.uploads, load.limits.streamed_folder) if shard.streamed_layers else None
+    streaming = (
+        StreamedLayers.on(load.uploads, load.limits.streamed_folder)
+        if shard.streamed_layers
+        else None
+    )
     pack_shard(shard, packing, streaming, group=load.group)
     kv_shapes = probe_kv_shapes(shard)
     if load.native is not None:
         fuse(shard.model, load.native)
     padding, rows_are_exact = choose_row_buckets(
-        shard, can_be_exact=attention.exact, token_budget=load.limits.token_budget, cache_folder=load.cache_folder
+        shard,
+        can_be_exact=attention.exact,
+        token_budget=load.limits.token_budget,
+        cache_folder=load.cache_folder,
     )
     kv = load.memory.make_kv(kv_shapes, shard.dtype, context=load.info.context_length)
     forward = Forward(shard, attention, kv, padding)
     _save_calls(forward, load)
     exact = _is_exact(forward, rows_are_exact)
-    return LoadedForward(forward, load.memory.make_offload_area(kv), exact, _num_ranks_that_count(forward, load))
+    return LoadedForward(
+        forward, load.memory.make_offload_area(kv), exact, _num_ranks_that_count(forward, load)
+    )
 
 
 def _load_shard(load: ForwardLoad, attention: Attention, packing: Packing) -> Shard:
-    layers, parts = load.layers, parts_of(load.options.cpu_parts, is_first=load.layers.start == 0)
+    layers = load.layers
+    parts = parts_of(load.options.cpu_parts, is_first=load.layers.start == 0)
 
     def check(model: nn.Module) -> tuple[int, ...]:
         load.options.check(model)
         held = packed_bytes(model, packing) - num_bytes(model, parts)
         by_layer = {
-            number: streamed_bytes(layer, packing, load.device) for number, layer in shard_layers(model, layers).items()
+            number: streamed_bytes(layer, packing, load.device)
+            for number, layer in shard_layers(model, layers).items()
         }
         load.memory.check_fits(WeightBytes(held, by_layer))
         load.options.check_streamed(load.memory.streamed_layers)
         return load.memory.streamed_layers
 
     return Shard.load(
-        with_floats(load.info, layers, load.of_dtype, load.cache_folder, converts=load.limits.streamed_layers != 0),
+        with_floats(
+            load.info,
+            layers,
+            load.of_dtype,
+            load.cache_folder,
+            converts=load.limits.streamed_layers != 0,
+        ),
         layers,
         dtype=load.of_dtype,
         attn_implementation=attention.name,
@@ -166,18 +196,25 @@ def _for_ranks(packing: Packing, shard: Shard, load: ForwardLoad) -> Packing:
 
 
 def _num_ranks_that_count(forward: Forward, load: ForwardLoad) -> int:
-    """torch computes the last elements of a row otherwise if they do not fill a vector. So a rank's shares must, unless
-    our kernel computes whole layers."""
+    """torch computes the last elements of a row otherwise if they do not fill a vector. So a rank's
+    shares must, unless our kernel computes whole layers."""
     if load.group is None or forward.num_fused == len(forward.shard.layer_modules):
         return 1
-    return 1 if all(width % VECTORS == 0 for width in forward.shard.widths) else load.group.num_ranks
+    return (
+        1 if all(width % VECTORS == 0 for width in forward.shard.widths) else load.group.num_ranks
+    )
 
 
 def _is_exact(forward: Forward, rows_are_exact: bool) -> bool:
-    exact = rows_are_exact and Probe(forward.sampled_outputs, forward.random_inputs, forward.kv.num_blocks).passes()
+    exact = (
+        rows_are_exact
+        and Probe(forward.sampled_outputs, forward.random_inputs, forward.kv.num_blocks).passes()
+    )
     if not exact:
         kind = forward.attention.kind
-        log.warning("rows are not exact on this device: outputs may differ after a resume", kernel=kind)
+        log.warning(
+            "rows are not exact on this device: outputs may differ after a resume", kernel=kind
+        )
     return exact
 
 
@@ -190,12 +227,17 @@ def _save_calls(forward: Forward, load: ForwardLoad) -> None:
 
 
 def pack_shard(
-    shard: Shard, packing: Packing, streaming: StreamedLayers | None = None, *, group: RankGroup | None = None
+    shard: Shard,
+    packing: Packing,
+    streaming: StreamedLayers | None = None,
+    *,
+    group: RankGroup | None = None,
 ) -> None:
-    """Packs a shard, and on the CPU copies its weights out of the loader's files. Those of its streamed layers go to
-    the store of `streaming`. `group` has the ranks that divide it.
+    """Packs a shard, and on the CPU copies its weights out of the loader's files. Those of its
+    streamed layers go to the store of `streaming`. `group` has the ranks that divide it.
 
-    This is done layer by layer: memory never holds more than one layer twice. Raises Invalid if the store has no room.
+    This is done layer by layer: memory never holds more than one layer twice. Raises Invalid if the
+    store has no room.
     """
     if shard.device.type == "cpu":
         _pack_on_cores(shard, packing, streaming, group)
@@ -205,9 +247,12 @@ def pack_shard(
         streaming.start()
 
 
-def _pack_on_cores(shard: Shard, packing: Packing, streaming: StreamedLayers | None, group: RankGroup | None) -> None:
+def _pack_on_cores(
+    shard: Shard, packing: Packing, streaming: StreamedLayers | None, group: RankGroup | None
+) -> None:
     if shard.is_first and (shard.is_last or packing.int8) and (group is None or group.rank == 0):
-        # A tied output layer is packed in every split, so that one stage and three give the same bits.
+        # A tied output layer is packed in every split, so that one stage and three give the same
+        # bits.
         unshare_embedding(shard.model, packing)
     for number, layer in shard.layer_modules.items():
         streamed = streaming if number in shard.streamed_layers else None
@@ -220,7 +265,8 @@ def _pack_on_cores(shard: Shard, packing: Packing, streaming: StreamedLayers | N
 
 
 def _pack_on_accelerator(shard: Shard, packing: Packing, streaming: StreamedLayers | None) -> None:
-    """Streamed layers are still in the host's memory: what is not streamed of them follows the others."""
+    """Streamed layers are still in the host's memory: what is not streamed of them follows the
+    others."""
     for number in shard.streamed_layers:
         layer = shard.layer_modules[number]
         _pack_piece(layer, packing, streaming)
@@ -230,7 +276,11 @@ def _pack_on_accelerator(shard: Shard, packing: Packing, streaming: StreamedLaye
 
 
 def _pack_piece(
-    piece: nn.Module, packing: Packing, streaming: StreamedLayers | None = None, *, uses_embedding: bool = True
+    piece: nn.Module,
+    packing: Packing,
+    streaming: StreamedLayers | None = None,
+    *,
+    uses_embedding: bool = True,
 ) -> None:
     originals = [parameter.data for parameter in piece.parameters()]
     pack(piece, packing, uses_embedding=uses_embedding)

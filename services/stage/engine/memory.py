@@ -1,4 +1,5 @@
-"""Divides a stage's memory between weights and KV, and chooses the layers that it does not hold. Knows sizes only."""
+"""Divides a stage's memory between weights and KV, and chooses the layers that it does not hold.
+Knows sizes only."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from shardline.contract.stage_memory import NUM_BUFFERS, PACKING_FACTOR
 from shardline_scheduler.kv_blocks import blocks_for
 
 DEFAULT_KV_SHARE = 0.4
-"""Share of the memory that is free once the shard is loaded. To start several stages on a host, divide it by them."""
+"""Share of the memory that is free once the shard is loaded. To start several stages on a host,
+divide it by them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +27,8 @@ class Limits:
     """What a stage may take and hold."""
 
     kv_bytes: int | None
-    """Of KV; None for `kv_share` of the memory that is free once the shard is loaded, or for what a limit leaves."""
+    """Of KV; None for `kv_share` of the memory that is free once the shard is loaded, or for what a
+    limit leaves."""
     memory_bytes: int | None = None
     """The limit: of weights, KV and offload area together."""
     offload_bytes: int = 0
@@ -65,7 +68,8 @@ class WeightBytes:
     """The part of each layer that can be streamed, by the layer's number."""
 
     def held(self, streamed: Collection[int]) -> int:
-        """Returns what memory holds if these layers are streamed: the rest, and buffers for the largest of them."""
+        """Returns what memory holds if these layers are streamed: the rest, and buffers for the
+        largest of them."""
         largest = max((self.by_layer[number] for number in streamed), default=0)
         return self.all - self.of(streamed) + NUM_BUFFERS * largest
 
@@ -81,7 +85,8 @@ class WeightBytes:
         return tuple(numbers[(2 * index + 1) * len(numbers) // (2 * num)] for index in range(num))
 
     def least_streamed(self, limit: int) -> tuple[int, ...]:
-        """Returns the fewest layers without which memory holds at most `limit` bytes; all if none are few enough.
+        """Returns the fewest layers without which memory holds at most `limit` bytes; all if none
+        are few enough.
 
         An even number: a pass begins with the buffer that the one before it did not end with.
         """
@@ -92,10 +97,12 @@ class WeightBytes:
 
 
 class StageMemory:
-    """What one stage takes of its device's memory, in the order of its methods. No other stage measures meanwhile."""
+    """What one stage takes of its device's memory, in the order of its methods. No other stage
+    measures meanwhile."""
 
     def __init__(self, limits: Limits, device: Device) -> None:
-        self._limits, self._device = limits, device
+        self._limits = limits
+        self._device = device
         self._taken = 0
         """Bytes of weights, once they are promised."""
         self.streamed_layers: tuple[int, ...] = ()
@@ -113,7 +120,9 @@ class StageMemory:
             kv_bytes = self._offload_bytes + (limits.kv_bytes or 0)
             if limits.streamed_layers == "auto":
                 kv_bytes += 0 if limits.kv_bytes else int((available - kv_bytes) * limits.kv_share)
-                self.streamed_layers = weights.least_streamed(int((available - kv_bytes) / PACKING_FACTOR))
+                self.streamed_layers = weights.least_streamed(
+                    int((available - kv_bytes) / PACKING_FACTOR)
+                )
             else:
                 self.streamed_layers = weights.spread(limits.streamed_layers)
             taken = int(weights.held(self.streamed_layers) * PACKING_FACTOR)
@@ -123,7 +132,12 @@ class StageMemory:
         self._taken = taken
 
     def make_kv(
-        self, kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, *, context: int, num_ranks: int = 1
+        self,
+        kv_shapes: Mapping[int, KvShape],
+        dtype: torch.dtype,
+        *,
+        context: int,
+        num_ranks: int = 1,
     ) -> PagedKv:
         """Allocates this stage's KV, then promises the offload area. Raises Invalid if the memory
         holds no KV block.
@@ -132,8 +146,12 @@ class StageMemory:
         """
         with self._device.reservations.alone():
             kv_bytes = self._kv_bytes() // num_ranks
-            num = num_blocks(kv_shapes, dtype, kv_bytes, context=context, max_open=self._limits.max_open)
-            kv = PagedKv(layers=kv_shapes, num_blocks=num, dtype=dtype, device=self._device.torch_device)
+            num = num_blocks(
+                kv_shapes, dtype, kv_bytes, context=context, max_open=self._limits.max_open
+            )
+            kv = PagedKv(
+                layers=kv_shapes, num_blocks=num, dtype=dtype, device=self._device.torch_device
+            )
             self._device.reservations.make(self._offload_bytes)
         return kv
 
@@ -146,13 +164,18 @@ class StageMemory:
         limits = self._limits
         num_bytes = limits.offload_bytes // num_ranks
         with self._device.reservations.alone():
-            area = OffloadArea(kv, num_bytes, limits.offload_folder, synchronize=self._device.synchronize)
+            area = OffloadArea(
+                kv, num_bytes, limits.offload_folder, synchronize=self._device.synchronize
+            )
             self._device.reservations.make(0)
         return area
 
     def _too_large(self, weights: WeightBytes, kv_bytes: int, available: int) -> Invalid:
-        held, few = weights.held(self.streamed_layers), "Use more stages, fewer layers here, a smaller dtype"
-        what = f" but for {len(self.streamed_layers)} streamed layers" if self.streamed_layers else ""
+        held = weights.held(self.streamed_layers)
+        few = "Use more stages, fewer layers here, a smaller dtype"
+        what = (
+            f" but for {len(self.streamed_layers)} streamed layers" if self.streamed_layers else ""
+        )
         return Invalid(
             "SHARDLINE_SPLIT",
             f"weights{what} ({mib(held)}) and KV ({mib(kv_bytes)}) need {mib(int(held * PACKING_FACTOR) + kv_bytes)}, "
@@ -171,7 +194,11 @@ class StageMemory:
                 f"{len(self.streamed_layers)} streamed layers of {self._device.name} lie in the host's memory and need "
                 f"{mib(num_bytes)}, {mib(free)} are free{_promised(self._device)}"
             )
-            raise Invalid("SHARDLINE_STREAMED_LAYERS", problem, "Use more stages, fewer layers here or a smaller dtype")
+            raise Invalid(
+                "SHARDLINE_STREAMED_LAYERS",
+                problem,
+                "Use more stages, fewer layers here or a smaller dtype",
+            )
         return num_bytes
 
     @property
@@ -182,7 +209,8 @@ class StageMemory:
         limits = self._limits
         if limits.kv_bytes is not None:
             return limits.kv_bytes
-        share = limits.kv_share if limits.memory_bytes is None else 1.0  # a limit leaves the rest to others
+        # a limit leaves the rest to others
+        share = limits.kv_share if limits.memory_bytes is None else 1.0
         return int((self._available_bytes() - self._offload_bytes) * share)
 
     def _available_bytes(self) -> int:
@@ -194,7 +222,12 @@ class StageMemory:
 
 
 def num_blocks(
-    kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, kv_bytes: int, *, context: int, max_open: int
+    kv_shapes: Mapping[int, KvShape],
+    dtype: torch.dtype,
+    kv_bytes: int,
+    *,
+    context: int,
+    max_open: int,
 ) -> int:
     """Returns the KV blocks that `kv_bytes` hold; at most those that all open sequences could use
     at full length.
@@ -203,13 +236,21 @@ def num_blocks(
     """
     block_bytes = PagedKv.bytes_per_block(kv_shapes, dtype)
     if kv_bytes < block_bytes:
-        raise Invalid("SHARDLINE_KV_MIB", f"{mib(kv_bytes)} hold no KV block of {mib(block_bytes)}", "Give more memory")
+        raise Invalid(
+            "SHARDLINE_KV_MIB",
+            f"{mib(kv_bytes)} hold no KV block of {mib(block_bytes)}",
+            "Give more memory",
+        )
     return min(kv_bytes // block_bytes, max_open * blocks_for(context))
 
 
 def _promised(device: Device) -> str:
     others = device.reservations.others()
-    return f" beside the {mib(others)} that other stages of this host are about to take" if others else ""
+    return (
+        f" beside the {mib(others)} that other stages of this host are about to take"
+        if others
+        else ""
+    )
 
 
 def mib(num_bytes: int) -> str:

@@ -8,7 +8,14 @@ from services.stage.adapters.peft import Adapter
 from services.stage.engine.forward import Pass
 from services.stage.engine.loading import ForwardLoad
 from services.stage.model.weights import stamp_of
-from services.stage.ranks.messages import DropAdapter, DropShard, LoadAdapter, LoadShard, MoveBlocks, RunPass
+from services.stage.ranks.messages import (
+    DropAdapter,
+    DropShard,
+    LoadAdapter,
+    LoadShard,
+    MoveBlocks,
+    RunPass,
+)
 from services.stage.ranks.processes import OtherRanks
 from shardline_scheduler.step_plan import Move
 
@@ -18,7 +25,8 @@ class RankBroadcaster:
 
     def __init__(self, ranks: OtherRanks, load: ForwardLoad) -> None:
         """Tells the other ranks to load what this one is about to load."""
-        self._ranks, self._number = ranks, next(ranks.numbers)
+        self._ranks = ranks
+        self._number = next(ranks.numbers)
         limits = load.limits
         ranks.post(
             LoadShard(
@@ -29,7 +37,9 @@ class RankBroadcaster:
                 token_budget=limits.token_budget,
                 max_open=limits.max_open,
                 offload_bytes=limits.offload_bytes,
-                offload_folder=None if limits.offload_folder is None else str(limits.offload_folder),
+                offload_folder=None
+                if limits.offload_folder is None
+                else str(limits.offload_folder),
                 streams=limits.streamed_layers != 0,
                 streamed_folder=str(limits.streamed_folder),
                 cache_folder=str(load.cache_folder),
@@ -37,7 +47,8 @@ class RankBroadcaster:
         )
 
     def run(self, what: Pass, x: Tensor) -> None:
-        """Tells them what this rank is about to run: `x` holds ids int64 [T] or states [T, H] of T packed rows."""
+        """Tells them what this rank is about to run: `x` holds ids int64 [T] or states [T, H] of T
+        packed rows."""
         self._ranks.post(
             RunPass(
                 number=self._number,

@@ -17,7 +17,8 @@ class TellingMemory:
     """The first rank's: what all take together is what one process would take."""
 
     def __init__(self, memory: StageMemory, group: RankGroup) -> None:
-        self._memory, self._group = memory, group
+        self._memory = memory
+        self._group = group
 
     @property
     def streamed_layers(self) -> tuple[int, ...]:
@@ -29,10 +30,14 @@ class TellingMemory:
         self._memory.check_fits(weights)
         self._group.tell(len(self._memory.streamed_layers))
 
-    def make_kv(self, kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, *, context: int) -> PagedKv:
+    def make_kv(
+        self, kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, *, context: int
+    ) -> PagedKv:
         """Allocates this rank's share of what `StageMemory` finds room for; tells the number of KV
         blocks."""
-        kv = self._memory.make_kv(kv_shapes, dtype, context=context, num_ranks=self._group.num_ranks)
+        kv = self._memory.make_kv(
+            kv_shapes, dtype, context=context, num_ranks=self._group.num_ranks
+        )
         self._group.tell(kv.num_blocks)
         return kv
 
@@ -46,17 +51,26 @@ class ToldMemory:
 
     def __init__(self, group: RankGroup, limits: Limits) -> None:
         """`limits` are the stage's."""
-        self._group, self._limits = group, limits
+        self._group = group
+        self._limits = limits
         self.streamed_layers: tuple[int, ...] = ()
 
     def check_fits(self, weights: WeightBytes) -> None:
         """Learns which layers are streamed."""
         self.streamed_layers = weights.spread(self._group.tell(None))
 
-    def make_kv(self, kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, *, context: int) -> PagedKv:  # noqa: ARG002 (the first rank knows it)
+    def make_kv(
+        self,
+        kv_shapes: Mapping[int, KvShape],
+        dtype: torch.dtype,
+        *,
+        context: int,  # noqa: ARG002 (the first rank knows it)
+    ) -> PagedKv:
         """Learns the number of KV blocks and allocates this rank's share of them."""
         return PagedKv(layers=kv_shapes, num_blocks=self._group.tell(None), dtype=dtype)
 
     def make_offload_area(self, kv: PagedKv) -> OffloadArea:
         """Allocates this rank's share of the slots: the number that the first rank has."""
-        return OffloadArea(kv, self._limits.offload_bytes // self._group.num_ranks, self._limits.offload_folder)
+        return OffloadArea(
+            kv, self._limits.offload_bytes // self._group.num_ranks, self._limits.offload_folder
+        )

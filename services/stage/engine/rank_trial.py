@@ -1,4 +1,5 @@
-"""Tries on a model's miniature whether ranks compute what the whole model does, each in a thread of this process."""
+"""Tries on a model's miniature whether ranks compute what the whole model does, each in a thread of
+this process."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def check_ranks(config: Any, cache_folder: Path, native: Kernel, num_ranks: int)
 
 
 def in_ranks(native: Kernel, num_ranks: int, whole: Any, sequences: list[Tensor]) -> Tensor:
-    """Returns the logits [T, V] that ranks, each a thread, compute with a whole model of float32; T as `sequences`, ids
-    int64 [length], lie one behind the other."""
+    """Returns the logits [T, V] that ranks, each a thread, compute with a whole model of float32; T
+    as `sequences`, ids int64 [length], lie one behind the other."""
     memory = os.memfd_create("shardline-rank-trial")
     groups = [RankGroup(rank, num_ranks, memory) for rank in range(num_ranks)]
     with closing(os.fdopen(memory)), ThreadPoolExecutor(num_ranks) as pool:
@@ -46,7 +47,8 @@ def _rank(native: Kernel, whole: Any, sequences: list[Tensor], group: RankGroup)
     """What one rank computes: the logits [T, V]."""
     group.open(native, BUFFER_BYTES)
     try:
-        attention, packing = Attention(None), packing_for(torch.float32, native)
+        attention = Attention(None)
+        packing = packing_for(torch.float32, native)
         assert packing.make is not None
         shard = shard_of(whole, range(whole.config.num_hidden_layers), attention)
         split_shard(shard, group)

@@ -1,10 +1,13 @@
-"""The sampler: logits to tokens, at the tail. A token depends on nothing but its own row, parameters, seed and history.
+"""The sampler: logits to tokens, at the tail. A token depends on nothing but its own row,
+parameters, seed and history.
 
-So that bits do not depend on other rows, only operations that are exact in any order (conversion, comparison, maximum)
-run over all rows at once; operations that round run row by row. Random numbers come from a keyed hash, one per proposed
-token, the same on every device and in every version of torch. Knows no scheduler, no hop and no tokenizer.
+So that bits do not depend on other rows, only operations that are exact in any order (conversion,
+comparison, maximum) run over all rows at once; operations that round run row by row. Random numbers
+come from a keyed hash, one per proposed token, the same on every device and in every version of
+torch. Knows no scheduler, no hop and no tokenizer.
 
-Letters of shapes: R rows that may be sampled, V the vocabulary, P the vocabulary padded to whole tiles.
+Letters of shapes: R rows that may be sampled, V the vocabulary, P the vocabulary padded to whole
+tiles.
 """
 
 from __future__ import annotations
@@ -29,14 +32,16 @@ from shardline.contract.job import SamplingParams, TokenLogprob
 from shardline_scheduler.step_plan import Open
 
 TILE = 128
-"""Weights are summed by tiles, then tiles one by one in float64: ten times faster than a running sum, and ordered."""
+"""Weights are summed by tiles, then tiles one by one in float64: ten times faster than a running
+sum, and ordered."""
 
 NO_TOKEN = -1
 """Of a row that is no distribution, as the model gave it or as penalties made it."""
 
 LOG2_E = math.log2(math.e)
 LEAST_TEMPERATURE = 1e-5
-"""Lower temperatures, except 0, draw as this one does: only ties are left to chance, and no scale overflows."""
+"""Lower temperatures, except 0, draw as this one does: only ties are left to chance, and no scale
+overflows."""
 
 
 class Sample(NamedTuple):
@@ -62,14 +67,17 @@ class _Run(NamedTuple):
 
 
 class SampledSequence:
-    """What the tail keeps of an open sequence. `extend` it with the ids of each row before that row is sampled.
+    """What the tail keeps of an open sequence. `extend` it with the ids of each row before that row
+    is sampled.
 
     Drafts that come true are taken in as they are sampled.
     """
 
     __slots__ = ("_masked", "_num_prompt", "_penalties", "index", "params", "seed", "seq")
 
-    def __init__(self, record: Open, *, vocab_size: int, eos_ids: frozenset[int], device: torch.device) -> None:
+    def __init__(
+        self, record: Open, *, vocab_size: int, eos_ids: frozenset[int], device: torch.device
+    ) -> None:
         params = record.params
         self.seq = record.seq
         self.seed = record.seed
@@ -108,7 +116,8 @@ class SampledSequence:
             self._penalties.extend(ids)
 
     def adjusted(self, row: Tensor) -> Tensor:
-        """Returns the logits [V], float32, with penalties, and with stop tokens masked until `min_tokens`.
+        """Returns the logits [V], float32, with penalties, and with stop tokens masked until
+        `min_tokens`.
 
         The given row is not changed.
         """
@@ -121,7 +130,8 @@ class SampledSequence:
 
 
 class _Penalties:
-    """Two vectors over the vocabulary: what a token's logit is divided by, and what is taken off it."""
+    """Two vectors over the vocabulary: what a token's logit is divided by, and what is taken off
+    it."""
 
     __slots__ = ("_counts", "_divisor", "_params", "_shift")
 
@@ -137,17 +147,22 @@ class _Penalties:
         self._counts.update(ids)
         for token in set(ids):
             self._divisor[token] = params.repetition_penalty
-            self._shift[token] = params.presence_penalty + params.frequency_penalty * self._counts[token]
+            self._shift[token] = (
+                params.presence_penalty + params.frequency_penalty * self._counts[token]
+            )
 
     def applied(self, row: Tensor) -> Tensor:
-        """Returns the logits [V], float32, with penalties. Repetition divides positive logits and multiplies others."""
+        """Returns the logits [V], float32, with penalties. Repetition divides positive logits and
+        multiplies others."""
         return row.clamp(min=0) / self._divisor + row.clamp(max=0) * self._divisor - self._shift
 
 
 class Sampler:
     """Samples tokens on a tail. Used by one thread: it keeps a buffer."""
 
-    def __init__(self, *, vocab_size: int, eos_ids: Iterable[int], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, *, vocab_size: int, eos_ids: Iterable[int], device: torch.device | str = "cpu"
+    ) -> None:
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
         self._device = torch.device(device)
@@ -155,10 +170,15 @@ class Sampler:
 
     def open(self, record: Open) -> SampledSequence:
         """Returns the state of a sequence that is opened, or restored, in this epoch."""
-        return SampledSequence(record, vocab_size=self._vocab_size, eos_ids=self._eos_ids, device=self._device)
+        return SampledSequence(
+            record, vocab_size=self._vocab_size, eos_ids=self._eos_ids, device=self._device
+        )
 
     def sample(
-        self, logits: Tensor, sequences: Sequence[SampledSequence], drafts: Sequence[tuple[int, ...]] | None = None
+        self,
+        logits: Tensor,
+        sequences: Sequence[SampledSequence],
+        drafts: Sequence[tuple[int, ...]] | None = None,
     ) -> Sample:
         """Samples a token of each sequence, and one more after each of its drafts that is the token
         sampled before it.
@@ -167,7 +187,9 @@ class Sampler:
         each of its drafts. None: no sequence has drafts.
         """
         drafts = [()] * len(sequences) if drafts is None else drafts
-        assert logits.shape == (len(sequences) + sum(map(len, drafts)), self._vocab_size), logits.shape
+        assert logits.shape == (len(sequences) + sum(map(len, drafts)), self._vocab_size), (
+            logits.shape
+        )
         if not sequences:
             return Sample((), (), ())
         rows = logits.float()
@@ -177,22 +199,40 @@ class Sampler:
             if is_struck(Point.NAN_LOGITS, "nan", seed=sequence.seed):
                 rows[start].fill_(math.nan)
         best = first_largest(rows)
-        peaks = rows.gather(1, torch.tensor(best, device=rows.device).unsqueeze(1)).squeeze(1).tolist()
+        peaks = (
+            rows.gather(1, torch.tensor(best, device=rows.device).unsqueeze(1)).squeeze(1).tolist()
+        )
         # A NaN counts as the largest, so the peak alone tells whether the row is a distribution.
-        best = [token if math.isfinite(peak) else NO_TOKEN for token, peak in zip(best, peaks, strict=True)]
+        best = [
+            token if math.isfinite(peak) else NO_TOKEN
+            for token, peak in zip(best, peaks, strict=True)
+        ]
         each_row = rows.unbind()
         runs = [
             self._run(each_row[start:end], best[start:end], sequence, guesses)
-            for sequence, guesses, (start, end) in zip(sequences, drafts, pairwise(starts), strict=True)
+            for sequence, guesses, (start, end) in zip(
+                sequences, drafts, pairwise(starts), strict=True
+            )
         ]
         return Sample(
             tokens=tuple(run.tokens for run in runs),
             logprobs=_logprobs(sequences, runs),
-            bad=tuple(sequence.seq for sequence, run in zip(sequences, runs, strict=True) if not run.is_good),
+            bad=tuple(
+                sequence.seq
+                for sequence, run in zip(sequences, runs, strict=True)
+                if not run.is_good
+            ),
         )
 
-    def _run(self, rows: Sequence[Tensor], best: list[int], sequence: SampledSequence, drafts: tuple[int, ...]) -> _Run:
-        """Samples from row to row, as long as the token sampled is the one that the next row was computed with."""
+    def _run(
+        self,
+        rows: Sequence[Tensor],
+        best: list[int],
+        sequence: SampledSequence,
+        drafts: tuple[int, ...],
+    ) -> _Run:
+        """Samples from row to row, as long as the token sampled is the one that the next row was
+        computed with."""
         tokens: list[int] = []
         for row, greedy, draft in zip(rows, best, (*drafts, None), strict=True):
             token = greedy
@@ -209,7 +249,8 @@ class Sampler:
     def _choose(self, row: Tensor, sequence: SampledSequence) -> int:
         if sequence.is_adjusted:
             row = sequence.adjusted(row)
-            # A small divisor overflows, and a mask may leave nothing: this sequence fails, and no other.
+            # A small divisor overflows, and a mask may leave nothing: this sequence fails, and no
+            # other.
             if not math.isfinite(float(row.max())):
                 return NO_TOKEN
         if sequence.params.temperature == 0:
@@ -217,14 +258,16 @@ class Sampler:
         return self._draw(row, sequence)
 
     def _draw(self, row: Tensor, sequence: SampledSequence) -> int:
-        """Draws a token of the logits [V], limited by `top_k`, `top_p` and `min_p`, by rejection sampling.
+        """Draws a token of the logits [V], limited by `top_k`, `top_p` and `min_p`, by rejection
+        sampling.
 
-        The limits keep the `top_k` best tokens (and all that tie with the last), of these the smallest set of the best
-        that holds `top_p` of the mass, of these the ones with at least `min_p` of the best one's probability.
+        The limits keep the `top_k` best tokens (and all that tie with the last), of these the
+        smallest set of the best that holds `top_p` of the mass, of these the ones with at least
+        `min_p` of the best one's probability.
 
-        Nothing is sorted: a token is proposed by inverse CDF, and rejected if the tokens with more weight alone hold
-        `top_p`. Only those stay for the next proposal, so an accepted token has exactly the limited distribution, and
-        few proposals are needed.
+        Nothing is sorted: a token is proposed by inverse CDF, and rejected if the tokens with more
+        weight alone hold `top_p`. Only those stay for the next proposal, so an accepted token has
+        exactly the limited distribution, and few proposals are needed.
         """
         params = sequence.params
         weights = self._weigh(row, params.temperature)
@@ -247,7 +290,8 @@ class Sampler:
         return token
 
     def _weigh(self, row: Tensor, temperature: float) -> Tensor:
-        """Returns the probabilities relative to the best one's, float32 [P], zeros past the vocabulary."""
+        """Returns the probabilities relative to the best one's, float32 [P], zeros past the
+        vocabulary."""
         scale = LOG2_E / max(temperature, LEAST_TEMPERATURE)
         torch.exp2((row - row.max()).mul_(scale), out=self._weights[: self._vocab_size])
         return self._weights
@@ -260,7 +304,8 @@ def uniform(seed: int, index: int, proposal: int) -> float:
 
 
 def first_largest(rows: Tensor) -> list[int]:
-    """Returns the index of the largest value of each row of [R, V], float32: the first of equals, a NaN before all."""
+    """Returns the index of the largest value of each row of [R, V], float32: the first of equals, a
+    NaN before all."""
     if rows.device.type == "cpu":
         # numpy's argmax is five times as fast as torch's, with the same answer.
         return [int(index) for index in rows.numpy().argmax(axis=1)]
@@ -268,7 +313,11 @@ def first_largest(rows: Tensor) -> list[int]:
 
 
 def _has_penalties(params: SamplingParams) -> bool:
-    return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
+    return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (
+        1.0,
+        0.0,
+        0.0,
+    )
 
 
 def _is_plain_greedy(sequence: SampledSequence) -> bool:
@@ -278,14 +327,17 @@ def _is_plain_greedy(sequence: SampledSequence) -> bool:
 def _at_least(least: float, weights: Tensor) -> Tensor:
     """Sets weights below `least` to 0.
 
-    torch's `threshold` keeps only what is greater than its bound, hence the next float32 below `least`. A mask would be
-    many times slower.
+    torch's `threshold` keeps only what is greater than its bound, hence the next float32 below
+    `least`. A mask would be many times slower.
     """
-    return functional.threshold(weights, float(np.nextafter(np.float32(least), np.float32(-1.0))), 0.0)
+    return functional.threshold(
+        weights, float(np.nextafter(np.float32(least), np.float32(-1.0))), 0.0
+    )
 
 
 def _kth_largest(weights: Tensor, k: int) -> float:
-    """The k-th largest weight. Values below the k-th best tile's maximum are not among the k largest: few remain."""
+    """The k-th largest weight. Values below the k-th best tile's maximum are not among the k
+    largest: few remain."""
     best = weights.view(-1, TILE).amax(1)
     if k > len(best) or weights.device.type != "cpu":
         return float(weights.topk(k).values[-1])
@@ -299,7 +351,9 @@ def _tile_sums(weights: Tensor) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     return weights.view(-1, TILE).sum(1).numpy(force=True).cumsum(dtype=np.float64)
 
 
-def _pick(weights: Tensor, tiles: np.ndarray[tuple[int], np.dtype[np.float64]], u: float) -> tuple[int, float]:
+def _pick(
+    weights: Tensor, tiles: np.ndarray[tuple[int], np.dtype[np.float64]], u: float
+) -> tuple[int, float]:
     """Returns the token at `u` of the cumulative distribution, and its weight."""
     tile = _find(tiles, u * tiles[-1])
     inside = weights[tile * TILE : (tile + 1) * TILE].numpy(force=True)
@@ -319,7 +373,10 @@ def _logprobs(
 ) -> tuple[tuple[TokenLogprob | None, ...], ...]:
     if all(sequence.params.logprobs is None for sequence in sequences):
         return ()
-    return tuple(_logprobs_of(run, sequence.params.logprobs) for sequence, run in zip(sequences, runs, strict=True))
+    return tuple(
+        _logprobs_of(run, sequence.params.logprobs)
+        for sequence, run in zip(sequences, runs, strict=True)
+    )
 
 
 def _logprobs_of(run: _Run, num_top: int | None) -> tuple[TokenLogprob | None, ...]:
@@ -332,7 +389,10 @@ def _logprobs_of(run: _Run, num_top: int | None) -> tuple[TokenLogprob | None, .
 
 
 def _logprob(row: Tensor, token: int, num_top: int) -> TokenLogprob:
-    """The log-probabilities of the model's own distribution: before temperature, penalties and limits."""
+    """The log-probabilities of the model's own distribution: before temperature, penalties and
+    limits."""
     logprobs = row.log_softmax(0)
     values, ids = logprobs.topk(min(num_top, len(row)))
-    return TokenLogprob(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+    return TokenLogprob(
+        token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    )

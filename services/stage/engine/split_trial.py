@@ -46,31 +46,41 @@ LENGTHS = (30, 9)
 CUTS = ((0, 17, 29, 30), (0, 4, 8, 9))
 """Where each is cut into the chunks that run in one step; the last is a decode."""
 TOLERANCE = 1e-3
-"""The largest difference accepted, in shares of the largest logit. Float32 in another order gives some 1e-6, a part
-that is left out more than 1e-1."""
+"""The largest difference accepted, in shares of the largest logit. Float32 in another order gives
+some 1e-6, a part that is left out more than 1e-1."""
 TRIES = 3
-"""Of other tokens: in a mixture two experts may be so near to each other that a rounding decides which is chosen."""
+"""Of other tokens: in a mixture two experts may be so near to each other that a rounding decides
+which is chosen."""
 CPU = torch.device("cpu")
 
 
 Compute = Callable[[Any, list[Tensor]], Tensor]
-"""Takes the whole miniature and sequences of ids, int64 [length]; returns the logits [T, V] of all, one behind the
-other."""
+"""Takes the whole miniature and sequences of ids, int64 [length]; returns the logits [T, V] of all,
+one behind the other."""
 
 
 def check_split(config: Any, cache_folder: Path) -> None:
-    """Raises Invalid, with the reason, if stages of a model of this config would compute something else than the whole
-    model.
+    """Raises Invalid, with the reason, if stages of a model of this config would compute something
+    else than the whole model.
 
-    A model that passed is not tried again while its code, its structure and the libraries stay the same.
+    A model that passed is not tried again while its code, its structure and the libraries stay the
+    same.
     """
-    try_miniature(config, cache_folder, "stages", lambda whole, sequences: in_steps(_stages(whole), sequences))
+    try_miniature(
+        config, cache_folder, "stages", lambda whole, sequences: in_steps(_stages(whole), sequences)
+    )
 
 
 def try_miniature(config: Any, cache_folder: Path, parts: str, compute: Compute) -> None:
     """Checks as `check_split` does, for any part of a model; `parts` is its name in words."""
     config = miniature_config(config)
-    facts = [VERSION, parts, transformers.__version__, torch.__version__, config.to_json_string(use_diff=False)]
+    facts = [
+        VERSION,
+        parts,
+        transformers.__version__,
+        torch.__version__,
+        config.to_json_string(use_diff=False),
+    ]
     name = f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()}.split"
     if cache.recall(cache_folder, name) is not None:
         return
@@ -80,23 +90,33 @@ def try_miniature(config: Any, cache_folder: Path, parts: str, compute: Compute)
         with quiet_transformers():
             agrees = any(_difference(config, seed, compute) <= TOLERANCE for seed in range(TRIES))
     except FAILURES as error:
-        refuse(f"{kind!r} does not run in {parts}: {type(error).__name__}: {first_line(error)}", cause=error)
+        refuse(
+            f"{kind!r} does not run in {parts}: {type(error).__name__}: {first_line(error)}",
+            cause=error,
+        )
     if not agrees:
         refuse(f"{kind!r} computes something else in {parts} than whole")
     cache.store(cache_folder, name, "")
     tried_s = round(monotonic_s() - began_s, 2)
-    log.info("parts compute what the whole model computes", parts=parts, model_type=kind, tried_s=tried_s)
+    log.info(
+        "parts compute what the whole model computes", parts=parts, model_type=kind, tried_s=tried_s
+    )
 
 
 @torch.inference_mode()
 def _difference(config: Any, seed: int, compute: Compute) -> float:
-    """The largest difference between logits of whole and parts, as a share of the largest logit; NaN if one is."""
+    """The largest difference between logits of whole and parts, as a share of the largest logit;
+    NaN if one is."""
     whole = build_miniature(config)
     if any(getattr(module, "is_causal", True) is False for module in whole.modules()):
         refuse(f"{config.model_type!r} attends to later tokens, or to another model's")
     generator = torch.Generator().manual_seed(seed)
-    sequences = [torch.randint(whole.config.vocab_size, (length,), generator=generator) for length in LENGTHS]
-    expected = torch.cat([whole(input_ids=ids[None], use_cache=False).logits[0] for ids in sequences])
+    sequences = [
+        torch.randint(whole.config.vocab_size, (length,), generator=generator) for length in LENGTHS
+    ]
+    expected = torch.cat(
+        [whole(input_ids=ids[None], use_cache=False).logits[0] for ids in sequences]
+    )
     found = compute(whole, sequences)
     return float((found - expected).abs().max() / expected.abs().max())
 
@@ -105,7 +125,8 @@ def _stages(whole: Any) -> list[Forward]:
     """First layer, middle layers and last layer of the miniature, with separate KV."""
     num_layers = whole.config.num_hidden_layers
     cuts = sorted({0, 1, num_layers - 1, num_layers})
-    attention, shapes = Attention(None), dict[int, KvShape]()
+    attention = Attention(None)
+    shapes = dict[int, KvShape]()
     shards = [shard_of(whole, range(start, stop), attention) for start, stop in pairwise(cuts)]
     for shard in shards:
         shapes |= probe_kv_shapes(shard)
@@ -140,11 +161,17 @@ def forward_of(shard: Shard, attention: Attention, shapes: dict[int, KvShape]) -
 
 
 def in_steps(stages: list[Forward], sequences: list[Tensor]) -> Tensor:
-    """Returns the logits, float32 [T, V], of all rows, sequence by sequence, computed packed, chunk by chunk."""
+    """Returns the logits, float32 [T, V], of all rows, sequence by sequence, computed packed, chunk
+    by chunk."""
     rows: list[list[Tensor]] = [[] for _ in sequences]
     for chunks in zip(*(pairwise(cuts) for cuts in CUTS), strict=True):
-        spans = [Span(start=start, length=stop - start, blocks=[place]) for place, (start, stop) in enumerate(chunks)]
-        x = torch.cat([ids[start:stop] for ids, (start, stop) in zip(sequences, chunks, strict=True)])
+        spans = [
+            Span(start=start, length=stop - start, blocks=[place])
+            for place, (start, stop) in enumerate(chunks)
+        ]
+        x = torch.cat(
+            [ids[start:stop] for ids, (start, stop) in zip(sequences, chunks, strict=True)]
+        )
         for stage in stages:
             x = stage.sampled_outputs(spans, x, list(range(len(x))))
         for place, part in enumerate(x.split([span.length for span in spans])):

@@ -1,4 +1,5 @@
-"""Measures what frames cost the processor of a stage: to encode, send, receive, check and copy them. Knows no torch."""
+"""Measures what frames cost the processor of a stage: to encode, send, receive, check and copy
+them. Knows no torch."""
 
 from __future__ import annotations
 
@@ -23,16 +24,19 @@ Shape = tuple[int, int]
 
 
 def measure_frames(hop: Hop, *, dtype: str, small: Shape, large: Shape) -> tuple[float, float]:
-    """Returns seconds of this process for a frame without its bytes, and for each byte: of frames with tensors of these
-    two shapes. Raises Unavailable or LinkLost if the hop cannot be opened."""
+    """Returns seconds of this process for a frame without its bytes, and for each byte: of frames
+    with tensors of these two shapes. Raises Unavailable or LinkLost if the hop cannot be opened."""
     steps = count()
     with _pair(hop) as (sender, receiver):
 
         def seconds(shape: Shape) -> float:
-            times = [_once_s(sender, receiver, _frame(next(steps), dtype, shape)) for _ in range(RUNS)]
+            times = [
+                _once_s(sender, receiver, _frame(next(steps), dtype, shape)) for _ in range(RUNS)
+            ]
             return statistics.quantiles(times)[0]
 
-        small_s, large_s = seconds(small), seconds(large)
+        small_s = seconds(small)
+        large_s = seconds(large)
     small_bytes, large_bytes = (math.prod(shape) * ITEM_BYTES[dtype] for shape in (small, large))
     byte_s = max(0.0, large_s - small_s) / (large_bytes - small_bytes)
     return max(0.0, small_s - byte_s * small_bytes), byte_s

@@ -1,7 +1,8 @@
-"""A stage in a fleet: it offers its device, waits for a model and layers, and goes when it is given other ones.
+"""A stage in a fleet: it offers its device, waits for a model and layers, and goes when it is given
+other ones.
 
-Its supervisor starts it again, and it loads the new ones: what moves layers is what brings a dead stage back. Knows no
-Celery and no engine; the plan is made by a relay's coordinator.
+Its supervisor starts it again, and it loads the new ones: what moves layers is what brings a dead
+stage back. Knows no Celery and no engine; the plan is made by a relay's coordinator.
 """
 
 from __future__ import annotations
@@ -26,9 +27,19 @@ log = structlog.get_logger(__name__)
 class Membership(threading.Thread):
     """Renews the worker's lease in its own thread, from its announcement until it leaves."""
 
-    def __init__(self, database: Database, worker: str, times: Times, models: Sequence[str], peer: PeerAddress) -> None:
+    def __init__(
+        self,
+        database: Database,
+        worker: str,
+        times: Times,
+        models: Sequence[str],
+        peer: PeerAddress,
+    ) -> None:
         super().__init__(name="membership", daemon=True)
-        self._database, self._worker, self._models, self._peer = database, worker, models, peer
+        self._database = database
+        self._worker = worker
+        self._models = models
+        self._peer = peer
         self._lease_s = fleets.LEASES * times.lease_s
         self._stopped = threading.Event()
         self._has_joined = threading.Event()
@@ -76,13 +87,15 @@ class Membership(threading.Thread):
         return self._given
 
     def when_moved(self, moved: Callable[[], None]) -> None:
-        """Calls this once, in the membership's thread, when the plan gives the worker other layers, or none."""
+        """Calls this once, in the membership's thread, when the plan gives the worker other layers,
+        or none."""
         self._moved = moved
 
     def watch(self, drift: Drift, drifted: Callable[[DeviceProfile], None]) -> None:
         """Informs the plan, from now on, when the device has drifted, and calls `drifted` in the
         membership's thread."""
-        self._drifted, self._drift = drifted, drift
+        self._drifted = drifted
+        self._drift = drift
 
     def leave(self) -> None:
         """Ends the thread, and the membership unless the worker comes back for other layers."""
@@ -93,7 +106,10 @@ class Membership(threading.Thread):
                 with self._database.begin() as connection:
                     fleets.leave(connection, self._worker)
             except DBAPIError as error:
-                log.warning("the fleet misses this worker after its lease only", problem=str(failure_of(error)))
+                log.warning(
+                    "the fleet misses this worker after its lease only",
+                    problem=str(failure_of(error)),
+                )
 
     def run(self) -> None:
         """Beats until stopped. Without Postgres the worker goes on with the layers that it has."""
@@ -112,7 +128,9 @@ class Membership(threading.Thread):
         with self._database.begin() as connection:
             if self._has_joined.is_set():
                 return fleets.beat(connection, self._worker, self._lease_s)
-            fleets.announce(connection, self._worker, self._models, lease_s=self._lease_s, peer=self._peer)
+            fleets.announce(
+                connection, self._worker, self._models, lease_s=self._lease_s, peer=self._peer
+            )
             return None
 
     def _look_for_drift(self) -> None:
@@ -122,13 +140,18 @@ class Membership(threading.Thread):
         factor = self._drift.take()
         if factor is None:
             return
-        log.warning("this device has drifted: steps take other times than planned", factor=round(factor, 2))
+        log.warning(
+            "this device has drifted: steps take other times than planned", factor=round(factor, 2)
+        )
         self._drifted(self._drift.profile)
         try:
             with self._database.begin() as connection:
                 fleets.refresh(connection, self._worker, self._given.model, self._drift.profile)
         except DBAPIError as error:
-            log.warning("the plan does not know that this device has drifted", problem=str(failure_of(error)))
+            log.warning(
+                "the plan does not know that this device has drifted",
+                problem=str(failure_of(error)),
+            )
 
     def _take(self, given: LayerAssignment | None) -> None:
         if self._given is None:
@@ -136,8 +159,13 @@ class Membership(threading.Thread):
                 self._given = given
                 self._has_layers.set()
         elif given != self._given and self._moved is not None:
-            log.info("the plan gives this worker other layers", old=_shown(self._given), new=_shown(given))
-            moved, self._moved = self._moved, None
+            log.info(
+                "the plan gives this worker other layers",
+                old=_shown(self._given),
+                new=_shown(given),
+            )
+            moved = self._moved
+            self._moved = None
             moved()
 
 

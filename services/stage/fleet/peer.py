@@ -1,4 +1,5 @@
-"""Asks other workers of a fleet: how far away one is, and for the files of a model. Knows no plan."""
+"""Asks other workers of a fleet: how far away one is, and for the files of a model. Knows no
+plan."""
 
 from __future__ import annotations
 
@@ -10,13 +11,23 @@ from contextlib import contextmanager
 import msgspec
 import zmq
 
-from services.stage.fleet.peer_server import LIMITS, OK, PIECE_BYTES, WINDOW, Echo, FileSize, ListFiles, ReadFile
+from services.stage.fleet.peer_server import (
+    LIMITS,
+    OK,
+    PIECE_BYTES,
+    WINDOW,
+    Echo,
+    FileSize,
+    ListFiles,
+    ReadFile,
+)
 from services.stage.hop.sockets import SocketFactory
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import LinkLost
 from shardline_fleet.planner import Link
 
-SMALL_RUNS, LARGE_RUNS = 9, 5
+SMALL_RUNS = 9
+LARGE_RUNS = 5
 MEASURE_S = 1.0
 """For one link: after that the times of the runs so far count."""
 ANSWER_S = 2.0
@@ -30,7 +41,8 @@ class Peer:
     """Asks one other worker."""
 
     def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
-        self._socket, self.address = socket, address
+        self._socket = socket
+        self.address = address
 
     def files(self, model: str) -> list[FileSize]:
         """Those of a model. Raises LinkLost if the peer refuses or does not answer."""
@@ -93,7 +105,8 @@ def connected(sockets: SocketFactory, address: str) -> Iterator[Peer]:
 
 
 def measure_link(sockets: SocketFactory, address: str) -> Link:
-    """Returns what frames meet on the way to the peer at `address`. Raises LinkLost if it does not answer."""
+    """Returns what frames meet on the way to the peer at `address`. Raises LinkLost if it does not
+    answer."""
     with connected(sockets, address) as peer:
         end_s = monotonic_s() + MEASURE_S
         small_s = peer.round_trip_s(b"", SMALL_RUNS, end_s)

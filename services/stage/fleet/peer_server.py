@@ -1,6 +1,7 @@
 """Answers other workers of a fleet: how far away they are, and the files of a model.
 
-Owns the messages, and the thread that answers them in order at a ROUTER. Knows no plan, and of a model only its files.
+Owns the messages, and the thread that answers them in order at a ROUTER. Knows no plan, and of a
+model only its files.
 """
 
 from __future__ import annotations
@@ -20,9 +21,14 @@ PIECE_BYTES = 1 << 20
 """Of a file, in one answer; about what a step of 256 rows sends."""
 WINDOW = 8
 """Pieces for which a worker asks ahead."""
-LIMITS: dict[int, int] = {zmq.RCVHWM: 2 * WINDOW, zmq.SNDHWM: 2 * WINDOW, zmq.MAXMSGSIZE: 2 * PIECE_BYTES}
+LIMITS: dict[int, int] = {
+    zmq.RCVHWM: 2 * WINDOW,
+    zmq.SNDHWM: 2 * WINDOW,
+    zmq.MAXMSGSIZE: 2 * PIECE_BYTES,
+}
 """Of both ends' sockets: a ROUTER drops what a peer has no room for."""
-OK, REFUSED = b"ok", b"refused"
+OK = b"ok"
+REFUSED = b"refused"
 
 log = structlog.get_logger(__name__)
 
@@ -64,7 +70,8 @@ class PeerServer(threading.Thread):
         self._files = {model: {path.name: path for path in paths} for model, paths in files.items()}
         self._decoder = msgspec.msgpack.Decoder(Echo | ListFiles | ReadFile)
         self._socket, self.address = sockets.bind(zmq.ROUTER, LIMITS)
-        self._wakeup, self._poller = sockets.wakeup(), sockets.poller()
+        self._wakeup = sockets.wakeup()
+        self._poller = sockets.poller()
         for source in (self._socket, self._wakeup.fd):
             self._poller.register(source, zmq.POLLIN)
 
@@ -73,7 +80,9 @@ class PeerServer(threading.Thread):
         while not self._wakeup.clear():
             if self._socket in dict(self._poller.poll()):
                 peer, *parts = self._socket.recv_multipart(copy=False)
-                self._socket.send_multipart([peer.bytes, *self._answer([part.buffer for part in parts])])
+                self._socket.send_multipart(
+                    [peer.bytes, *self._answer([part.buffer for part in parts])]
+                )
         self._socket.close()
         self._wakeup.close()
 
@@ -90,7 +99,9 @@ class PeerServer(threading.Thread):
                 case Echo():
                     return OK, b""
                 case ListFiles(model=model):
-                    return OK, msgspec.msgpack.encode([_size(path) for path in self._files[model].values()])
+                    return OK, msgspec.msgpack.encode(
+                        [_size(path) for path in self._files[model].values()]
+                    )
                 case ReadFile() as asked:
                     with self._files[asked.model][asked.name].open("rb") as file:
                         file.seek(asked.offset)

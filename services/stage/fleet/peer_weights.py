@@ -1,7 +1,8 @@
-"""A model's folder, copied from another worker of the fleet: for hosts that have neither the folder nor the hub.
+"""A model's folder, copied from another worker of the fleet: for hosts that have neither the folder
+nor the hub.
 
-`SHARDLINE_MODEL=peer:NAME` names a model that other workers serve. What is copied counts only if its fingerprint is
-the one that Postgres has of that model. Knows no engine.
+`SHARDLINE_MODEL=peer:NAME` names a model that other workers serve. What is copied counts only if
+its fingerprint is the one that Postgres has of that model. Knows no engine.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from shardline.store import fleets, models
 from shardline.store.connection.database import unavailable
 
 PATIENCE_S = 120.0
-"""So long a worker waits for another one that has the model; then its supervisor starts it again."""
+"""So long a worker waits for another one that has the model; then its supervisor starts it
+again."""
 LOOK_S = 1.0
 PROGRESS_S = 5.0
 FOLDER = "peers"
@@ -40,10 +42,17 @@ MIB = 1 << 20
 log = structlog.get_logger(__name__)
 
 
-def with_folders(settings: StageSettings, database: Database, sockets: SocketFactory) -> StageSettings:
-    """The same settings with a folder on this host in place of each `peer:NAME`. Raises Invalid, Unavailable."""
+def with_folders(
+    settings: StageSettings, database: Database, sockets: SocketFactory
+) -> StageSettings:
+    """The same settings with a folder on this host in place of each `peer:NAME`. Raises Invalid,
+    Unavailable."""
     if not settings.is_planned:
-        raise Invalid("SHARDLINE_MODEL", f"{PEER}NAME is for workers of a fleet", "Set SHARDLINE_LAYERS=planned")
+        raise Invalid(
+            "SHARDLINE_MODEL",
+            f"{PEER}NAME is for workers of a fleet",
+            "Set SHARDLINE_LAYERS=planned",
+        )
     found: dict[str, str] = {}
     for each in settings.every_model:
         path = each.model
@@ -53,7 +62,9 @@ def with_folders(settings: StageSettings, database: Database, sockets: SocketFac
         found[each.name] = path
     (name, model), *further = found.items()
     further_models = ",".join(f"{name}={path}" for name, path in further) or None
-    return settings.model_copy(update={"model": model, "model_name": name, "further_models": further_models})
+    return settings.model_copy(
+        update={"model": model, "model_name": name, "further_models": further_models}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +77,33 @@ class Copying:
     sockets: SocketFactory
 
     def folder(self, patience_s: float) -> Path:
-        """Returns the folder of the model: what was copied before, or now from a worker that has it.
+        """Returns the folder of the model: what was copied before, or now from a worker that has
+        it.
 
-        Raises Unavailable if none that has it is found within `patience_s`, or the disk has no room.
+        Raises Unavailable if none that has it is found within `patience_s`, or the disk has no
+        room.
         """
         trusted, addresses = self._sources(patience_s)
         folder = self.cache_folder / FOLDER / trusted
         try:
             with _alone(folder.with_suffix(".lock")):
-                if folder.is_dir() or any(self._is_copied(address, trusted, folder) for address in addresses):
+                if folder.is_dir() or any(
+                    self._is_copied(address, trusted, folder) for address in addresses
+                ):
                     return folder
         except OSError as error:
-            raise Unavailable(f"the model {self.model!r} cannot be kept in {folder.parent}: {error}") from error
-        raise Unavailable(f"none of {len(addresses)} workers gave all of the model {self.model!r}. It is tried again")
+            raise Unavailable(
+                f"the model {self.model!r} cannot be kept in {folder.parent}: {error}"
+            ) from error
+        raise Unavailable(
+            f"none of {len(addresses)} workers gave all of the model {self.model!r}. It is tried again"
+        )
 
     def _sources(self, patience_s: float) -> tuple[str, Sequence[str]]:
-        """The fingerprint to trust, and the addresses of workers that have the model. Waits for both, unless a copy is
-        there already."""
-        end_s, has_told = monotonic_s() + patience_s, False
+        """The fingerprint to trust, and the addresses of workers that have the model. Waits for
+        both, unless a copy is there already."""
+        end_s = monotonic_s() + patience_s
+        has_told = False
         while True:
             try:
                 with self.database.begin() as connection:
@@ -91,7 +111,9 @@ class Copying:
                     addresses = fleets.holders(connection, self.model)
             except DBAPIError as error:
                 raise unavailable(error) from error
-            if trusted is not None and (addresses or (self.cache_folder / FOLDER / trusted).is_dir()):
+            if trusted is not None and (
+                addresses or (self.cache_folder / FOLDER / trusted).is_dir()
+            ):
                 return trusted, addresses
             if monotonic_s() > end_s:
                 raise Unavailable(
@@ -113,7 +135,8 @@ class Copying:
         return True
 
     def _copy_all(self, address: str, trusted: str, folder: Path) -> None:
-        """A part of a file that is here already is not asked for again. Raises LinkLost, Unavailable."""
+        """A part of a file that is here already is not asked for again. Raises LinkLost,
+        Unavailable."""
         draft = folder.with_suffix(".part")
         draft.mkdir(parents=True, exist_ok=True)
         with connected(self.sockets, address) as peer:
@@ -150,7 +173,9 @@ class Copying:
                 tell(len(piece))
 
     def _check_room(self, draft: Path, files: Sequence[FileSize]) -> None:
-        needed = sum(file.num_bytes for file in files) - sum(path.stat().st_size for path in draft.iterdir())
+        needed = sum(file.num_bytes for file in files) - sum(
+            path.stat().st_size for path in draft.iterdir()
+        )
         free = shutil.disk_usage(draft).free
         if needed > free:
             problem = f"the model {self.model!r} needs {needed:,} bytes more in {draft.parent}, where {free:,} are free"
@@ -159,7 +184,8 @@ class Copying:
 
 def _teller(address: str, num_bytes: int) -> Callable[[int], None]:
     """Counts bytes, and logs them now and then."""
-    done, due_s = 0, monotonic_s() + PROGRESS_S
+    done = 0
+    due_s = monotonic_s() + PROGRESS_S
 
     def tell(count: int) -> None:
         nonlocal done, due_s
@@ -173,7 +199,8 @@ def _teller(address: str, num_bytes: int) -> Callable[[int], None]:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """A context that one worker of this host enters at a time: the others find what it has copied."""
+    """A context that one worker of this host enters at a time: the others find what it has
+    copied."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

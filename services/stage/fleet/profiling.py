@@ -1,7 +1,9 @@
-"""`python -m services.stage profile`: measures what a model's layers and ends cost on this stage's device, in seconds.
+"""`python -m services.stage profile`: measures what a model's layers and ends cost on this stage's
+device, in seconds.
 
-Times are of the stage's own executor: first layers with the embedding, then the last layer with output layer and
-sampler. A kind of layer costs what a step saves without it. Starts no thread and talks to no server.
+Times are of the stage's own executor: first layers with the embedding, then the last layer with
+output layer and sampler. A kind of layer costs what a step saves without it. Starts no thread and
+talks to no server.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ logger = structlog.get_logger(__name__)
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024)
 """Packed rows of the steps that are timed, up to the token budget."""
 SAMPLED = (1, 8, 32, 64)
-LEAST_S = 1e-7  # of layers, whatever a busy machine measures: no plan can be made of those that take no time
+# of layers, whatever a busy machine measures: no plan can be made of those that take no time
+LEAST_S = 1e-7
 DECODES = 32
 """Sequences of the steps that tell what a token of context costs."""
 CONTEXT = 8 * BLOCK_TOKENS - 1
@@ -100,19 +103,23 @@ class FirstLayers:
     """Times steps of a shard that holds the embedding and some first layers."""
 
     def __init__(self, executor: Executor, model: ModelCosts, clock: Clock) -> None:
-        self._forward, self._clock = executor.forward, clock
-        self._budget, self._num_blocks = executor.token_budget, executor.num_blocks
+        self._forward = executor.forward
+        self._clock = clock
+        self._budget = executor.token_budget
+        self._num_blocks = executor.num_blocks
         self._kinds: dict[str, list[int]] = {}
         for number in executor.layers:
             self._kinds.setdefault(model.layers[number].name, []).append(number)
 
     def measure(self) -> tuple[dict[str, LayerTimes], Points]:
-        """Returns the times of each kind of layer, and those of a step without layers, by packed rows."""
+        """Returns the times of each kind of layer, and those of a step without layers, by packed
+        rows."""
         num_rows = [rows for rows in ROWS if rows < self._budget] + [self._budget]
         by_rows = {rows: self._parts(_decodes(rows, before=0)) for rows in num_rows}
         decodes = min(DECODES, self._budget, self._num_blocks // blocks_for(CONTEXT + 1))
         short, long = (self._parts(_decodes(decodes, before=before)) for before in (0, CONTEXT))
-        chunk, before = self._budget, CHUNKS_BEFORE * self._budget
+        chunk = self._budget
+        before = CHUNKS_BEFORE * self._budget
         early, late = (self._parts(_chunk(start, chunk)) for start in (0, before))
         layers = {
             kind: LayerTimes(
@@ -127,13 +134,18 @@ class FirstLayers:
     def _parts(self, spans: Sequence[Span]) -> dict[str, float]:
         """Seconds of one layer of each kind, and under "" those of the step without layers."""
         whole_s = self._seconds(spans, ())
-        saved = {kind: max(LEAST_S, whole_s - self._seconds(spans, layers)) for kind, layers in self._kinds.items()}
+        saved = {
+            kind: max(LEAST_S, whole_s - self._seconds(spans, layers))
+            for kind, layers in self._kinds.items()
+        }
         parts = {kind: saved_s / len(self._kinds[kind]) for kind, saved_s in saved.items()}
         return {**parts, "": max(0.0, whole_s - sum(saved.values()))}
 
     def _seconds(self, spans: Sequence[Span], left_out: Iterable[int]) -> float:
         """Returns the time of a step without these layers."""
-        x = self._forward.random_inputs(sum(span.length for span in spans), torch.Generator().manual_seed(0))
+        x = self._forward.random_inputs(
+            sum(span.length for span in spans), torch.Generator().manual_seed(0)
+        )
         with self._forward.without(left_out):
             return self._clock.seconds(lambda: self._forward.hidden(spans, x))
 
@@ -142,11 +154,13 @@ class Tail:
     """Times what output layer and sampler add to a step of the last layer."""
 
     def __init__(self, executor: Executor, clock: Clock) -> None:
-        self._executor, self._clock = executor, clock
+        self._executor = executor
+        self._clock = clock
 
     def measure(self) -> tuple[Points, float]:
-        """Returns the seconds that sampled rows add, by their number, and those that a prompt's row adds, which may be
-        below 0: the last layer leaves out most of what is not sampled. Noise below 0 counts as 0."""
+        """Returns the seconds that sampled rows add, by their number, and those that a prompt's row
+        adds, which may be below 0: the last layer leaves out most of what is not sampled. Noise
+        below 0 counts as 0."""
         budget = self._executor.token_budget
         added = {rows: self._added_s(rows, length=1) for rows in SAMPLED if rows <= budget}
         sampled = tuple((rows, max(0.0, added_s)) for rows, added_s in added.items())
@@ -154,18 +168,30 @@ class Tail:
 
     def _added_s(self, sequences: int, length: int) -> float:
         """Returns the time of a step that samples after the last row of each sequence."""
-        executor, num = self._executor, blocks_for(length)
+        executor = self._executor
+        num = blocks_for(length)
         blocks = [_blocks(index, num) for index in range(sequences)]
         opened = tuple(
-            Open(seq=index, ids=(0,) * length, num_prompt=length, params=SamplingParams(), seed=0, num_blocks=num)
+            Open(
+                seq=index,
+                ids=(0,) * length,
+                num_prompt=length,
+                params=SamplingParams(),
+                seed=0,
+                num_blocks=num,
+            )
             for index in range(sequences)
         )
-        rows = tuple(Row(index, 0, length, (), tuple(own), True) for index, own in enumerate(blocks))
+        rows = tuple(
+            Row(index, 0, length, (), tuple(own), True) for index, own in enumerate(blocks)
+        )
         plan = StepPlan(0, opened, rows, tuple(range(sequences)))
         spans = [Span(start=0, length=length, blocks=own) for own in blocks]
         x = executor.forward.random_inputs(sequences * length, torch.Generator().manual_seed(0))
         whole_s = self._clock.seconds(lambda: executor.run(plan, x))
-        return whole_s - self._clock.seconds(torch.inference_mode()(lambda: executor.forward.hidden(spans, x)))
+        return whole_s - self._clock.seconds(
+            torch.inference_mode()(lambda: executor.forward.hidden(spans, x))
+        )
 
 
 def _decodes(num_rows: int, before: int) -> list[Span]:
@@ -184,7 +210,9 @@ def _blocks(index: int, num: int) -> list[int]:
     return list(range(index * num, (index + 1) * num))
 
 
-def profile(settings: StageSettings, device: Device, *, fresh: bool, together: bool) -> DeviceProfile:
+def profile(
+    settings: StageSettings, device: Device, *, fresh: bool, together: bool
+) -> DeviceProfile:
     """Returns the profile of these settings' model on a device of this process, known or measured.
 
     `fresh`: measured anyway. `together`: for a plan; prints `ready`, then waits for a line on
@@ -195,7 +223,8 @@ def profile(settings: StageSettings, device: Device, *, fresh: bool, together: b
     info = ModelInfo.read(settings.model, settings.model_revision)
     model = ModelCosts.read(info.path)
     known = None if fresh else _recalled(settings, device, model)
-    if known is not None and known.was_busy and together:  # a worker that starts again does not wait for it
+    # a worker that starts again does not wait for it
+    if known is not None and known.was_busy and together:
         known = None
     measuring = None if known else _Measuring(settings, info, model, device)
     if together:
@@ -211,7 +240,8 @@ def profile(settings: StageSettings, device: Device, *, fresh: bool, together: b
 
 
 def recalled(settings: StageSettings, device: Device, folder: Path) -> DeviceProfile | None:
-    """The profile of a device with these settings and the model in this folder, if it was measured once."""
+    """The profile of a device with these settings and the model in this folder, if it was measured
+    once."""
     try:
         known = _recalled(settings, device, ModelCosts.read(folder))
     except Invalid:  # a model that is not planned for may be served
@@ -220,20 +250,29 @@ def recalled(settings: StageSettings, device: Device, folder: Path) -> DevicePro
 
 
 def retime(settings: StageSettings, device: Device, folder: Path, profile: DeviceProfile) -> None:
-    """The known profile gets the times of this one, which has drifted: the next start recalls them."""
+    """The known profile gets the times of this one, which has drifted: the next start recalls
+    them."""
     model = ModelCosts.read(folder)
     known = _recalled(settings, device, model)
     if known is not None:
-        times = {name: getattr(profile, name) for name in ("layers", "step", "sampled", "tail_prefill_row_s")}
+        times = {
+            name: getattr(profile, name)
+            for name in ("layers", "step", "sampled", "tail_prefill_row_s")
+        }
         _remember(msgspec.structs.replace(known, **times), settings, device, model)
 
 
 class _Measuring:
     """A device with loaded layers."""
 
-    def __init__(self, settings: StageSettings, info: ModelInfo, model: ModelCosts, device: Device) -> None:
-        self._settings, self._model, self._device = settings, model, device
-        # Before anything computes: threads of a product that wait for the next one take time of the processor.
+    def __init__(
+        self, settings: StageSettings, info: ModelInfo, model: ModelCosts, device: Device
+    ) -> None:
+        self._settings = settings
+        self._model = model
+        self._device = device
+        # Before anything computes: threads of a product that wait for the next one take time of the
+        # processor.
         self._frame_s, self._frame_byte_s = _frames(settings, model)
         self._memory_bytes = device.available_bytes()
         self._stream_bytes_per_s = (
@@ -243,14 +282,20 @@ class _Measuring:
         )
         first = self._load(info, range(_num_layers(model, settings.dtype)))
         self._first = FirstLayers(first, model, Clock(device))
-        last = first if first.is_last else self._load(info, range(info.num_layers - 1, info.num_layers))
+        last = (
+            first
+            if first.is_last
+            else self._load(info, range(info.num_layers - 1, info.num_layers))
+        )
         self._tail = Tail(last, Clock(device))
         self._loaded = {first, last}
 
     def _load(self, info: ModelInfo, layers: range) -> Executor:
         settings = self._settings
         num_decodes = min(DECODES, settings.token_budget)
-        num_tokens = max(settings.token_budget, num_decodes * blocks_for(CONTEXT + 1)) * BLOCK_TOKENS
+        num_tokens = (
+            max(settings.token_budget, num_decodes * blocks_for(CONTEXT + 1)) * BLOCK_TOKENS
+        )
         kv_numbers = sum(self._model.layers[number].kv_numbers for number in layers)
         limits = Limits(
             # More than counted: stored values are padded.
@@ -272,19 +317,26 @@ class _Measuring:
 
     def profile(self) -> DeviceProfile:
         """Runs for some seconds."""
-        began_s, began = monotonic_s(), SchedulerTimes.now()
+        began_s = monotonic_s()
+        began = SchedulerTimes.now()
         with torch.inference_mode():
             layers, step = self._first.measure()
         sampled, tail_prefill_row_s = self._tail.measure()
         # Stages that share their cores wait for each other, as they will when they work.
-        others_share = 0.0 if self._settings.device_shared else SchedulerTimes.now().waited_share(began)
+        others_share = (
+            0.0 if self._settings.device_shared else SchedulerTimes.now().waited_share(began)
+        )
         for executor in self._loaded:
             executor.drop()
-        logger.info("device measured", device=self._device.name, seconds=round(monotonic_s() - began_s, 1))
+        logger.info(
+            "device measured", device=self._device.name, seconds=round(monotonic_s() - began_s, 1)
+        )
         return DeviceProfile(
             device=self._device.name,
             host=socket.gethostname(),
-            hardware=_hash([*self._device.identity(), str(self._device.num_threads), *_ranks(self._settings)]),
+            hardware=_hash(
+                [*self._device.identity(), str(self._device.num_threads), *_ranks(self._settings)]
+            ),
             dtype=self._settings.dtype,
             ranks=self._settings.tp,
             model=self._model.shapes_id,
@@ -304,11 +356,15 @@ class _Measuring:
 def _here(profile: DeviceProfile, settings: StageSettings) -> DeviceProfile:
     """Returns it for this machine since its start, with the memory that the stage may take: a limit
     makes it its own, next to other stages of the host."""
-    machine, memory_bytes = boot_id(), profile.memory_bytes
+    machine = boot_id()
+    memory_bytes = profile.memory_bytes
     host_memory = None if profile.host_memory is None else machine
     if settings.memory_bytes is not None:
-        host_memory, memory_bytes = None, min(memory_bytes, settings.memory_bytes)
-    return msgspec.structs.replace(profile, memory_bytes=memory_bytes, host_memory=host_memory, machine=machine)
+        host_memory = None
+        memory_bytes = min(memory_bytes, settings.memory_bytes)
+    return msgspec.structs.replace(
+        profile, memory_bytes=memory_bytes, host_memory=host_memory, machine=machine
+    )
 
 
 def _frames(settings: StageSettings, model: ModelCosts) -> tuple[float, float]:
@@ -327,7 +383,9 @@ def _frames(settings: StageSettings, model: ModelCosts) -> tuple[float, float]:
 
 def _num_layers(model: ModelCosts, dtype: str) -> int:
     """Returns how many first layers have each kind, and more weights than a cache, if possible."""
-    with_all_kinds = 1 + max([kind.name for kind in model.layers].index(name) for name in model.kinds)
+    with_all_kinds = 1 + max(
+        [kind.name for kind in model.layers].index(name) for name in model.kinds
+    )
     sizes = accumulate(kind.num_weights * WEIGHT_BYTES[dtype] for kind in model.layers)
     large = 1 + sum(size < LAYERS_BYTES for size in sizes)
     return min(max(with_all_kinds, large), len(model.layers))
@@ -337,17 +395,32 @@ def _recalled(settings: StageSettings, device: Device, model: ModelCosts) -> Dev
     return _known(cache.recall(settings.cache_dir / PROFILES, _file_name(settings, device, model)))
 
 
-def _remember(profile: DeviceProfile, settings: StageSettings, device: Device, model: ModelCosts) -> None:
+def _remember(
+    profile: DeviceProfile, settings: StageSettings, device: Device, model: ModelCosts
+) -> None:
     text = msgspec.json.encode(profile).decode()
     cache.store(settings.cache_dir / PROFILES, _file_name(settings, device, model), text)
 
 
 def _file_name(settings: StageSettings, device: Device, model: ModelCosts) -> str:
-    limits = [settings.dtype, str(settings.token_budget), settings.cpu_parts, settings.gpu_products, str(VERSION)]
+    limits = [
+        settings.dtype,
+        str(settings.token_budget),
+        settings.cpu_parts,
+        settings.gpu_products,
+        str(VERSION),
+    ]
     limits += [str(settings.streaming_folder)] if settings.streams_on(cores=device.is_cpu) else []
     limits += ["shared"] if settings.device_shared else []  # its threads wait in another way
     limits += _ranks(settings)
-    key = [socket.gethostname(), device.name, str(device.num_threads), *limits, *device.identity(), model.shapes_id]
+    key = [
+        socket.gethostname(),
+        device.name,
+        str(device.num_threads),
+        *limits,
+        *device.identity(),
+        model.shapes_id,
+    ]
     return f"{_hash(key)}.json"
 
 
@@ -377,7 +450,9 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--fresh", action="store_true", help="measure again what is known")
     parser.add_argument(
-        "--together", action="store_true", help="say `ready` when loaded, and begin at a line on standard input"
+        "--together",
+        action="store_true",
+        help="say `ready` when loaded, and begin at a line on standard input",
     )
     options = parser.parse_args(arguments)
     try:

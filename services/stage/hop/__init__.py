@@ -1,7 +1,8 @@
-"""Hops: how activations travel from stage to stage. Owns the Protocols, which `zeromq` implements; knows no engine.
+"""Hops: how activations travel from stage to stage. Owns the Protocols, which `zeromq` implements;
+knows no engine.
 
-A link's two ends live for one epoch: every epoch gets new ones. Each end is used by one thread at a time; only
-`Receiver.wake` may be called from any thread.
+A link's two ends live for one epoch: every epoch gets new ones. Each end is used by one thread at a
+time; only `Receiver.wake` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Sender(Protocol):
     def send(self, frame: Frame) -> None:
         """Sends a frame without blocking.
 
-        Raises LinkLost if the peer is gone, or takes fewer frames than the credit allows. The tensor's memory must not
-        change until the step's result is back at the head.
+        Raises LinkLost if the peer is gone, or takes fewer frames than the credit allows. The
+        tensor's memory must not change until the step's result is back at the head.
         """
         ...
 
@@ -52,14 +53,16 @@ class Receiver(Protocol):
     def receive(self, timeout_s: float) -> Frame | None:
         """Returns the next frame; None after `timeout_s` or `wake`.
 
-        It checks pipeline, kind and epoch, and that steps are numbered 0, 1, 2 and so on. The tensor's memory may start
-        at any address: copy it before kernels that need alignment. Raises LinkLost for a skipped, repeated or reordered
-        step or a lost peer, ProtocolError for an invalid frame; close this end then.
+        It checks pipeline, kind and epoch, and that steps are numbered 0, 1, 2 and so on. The
+        tensor's memory may start at any address: copy it before kernels that need alignment. Raises
+        LinkLost for a skipped, repeated or reordered step or a lost peer, ProtocolError for an
+        invalid frame; close this end then.
         """
         ...
 
     def wake(self) -> None:
-        """Makes the present or next `receive` return at once. May be called from any thread, also after `close`."""
+        """Makes the present or next `receive` return at once. May be called from any thread, also
+        after `close`."""
         ...
 
     def close(self) -> None:
@@ -75,7 +78,8 @@ class Hop(Protocol):
         ...
 
     def open_sender(self, channel: Channel, address: str, timeout_s: float) -> Sender:
-        """Opens the sending end, connected to the receiver at `address`. Raises LinkLost after `timeout_s`."""
+        """Opens the sending end, connected to the receiver at `address`. Raises LinkLost after
+        `timeout_s`."""
         ...
 
 

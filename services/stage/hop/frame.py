@@ -1,6 +1,8 @@
-"""A frame: one step's message and activations as bytes. Owns the header; knows no socket and no torch.
+"""A frame: one step's message and activations as bytes. Owns the header; knows no socket and no
+torch.
 
-Parts on the wire: header, message, and the tensor if there is one. `docs/wire-format.md` draws the header.
+Parts on the wire: header, message, and the tensor if there is one. `docs/wire-format.md` draws the
+header.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ _KINDS = frozenset(Kind)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """One step's bytes: an encoded StepPlan or StepResult as `message`, and activations as `tensor`.
+    """One step's bytes: an encoded StepPlan or StepResult as `message`, and activations as
+    `tensor`.
 
     `tensor` is C-contiguous and holds `shape` items of `dtype`.
     """
@@ -87,7 +90,9 @@ def encode(frame: Frame) -> list[Buffer]:
     """
     tensor = None if frame.tensor is None else frame.tensor.cast("B")
     num_bytes = 0 if tensor is None else tensor.nbytes
-    if tensor is not None and (math.prod(frame.shape) * ITEM_BYTES[frame.dtype] != num_bytes or num_bytes == 0):
+    if tensor is not None and (
+        math.prod(frame.shape) * ITEM_BYTES[frame.dtype] != num_bytes or num_bytes == 0
+    ):
         raise ProtocolError(f"a tensor of {num_bytes} bytes is not {frame.shape} of {frame.dtype}")
     dims = frame.shape + (0,) * (MAX_DIMS - len(frame.shape))
     header = _HEADER.pack(
@@ -145,7 +150,9 @@ def _read_header(part: Buffer) -> _Header:
     if header.magic != _MAGIC:
         raise ProtocolError("not a frame of Shardline")
     if header.version != PROTOCOL_VERSION:
-        raise ProtocolError(f"the peer speaks protocol version {header.version}, this stage {PROTOCOL_VERSION}")
+        raise ProtocolError(
+            f"the peer speaks protocol version {header.version}, this stage {PROTOCOL_VERSION}"
+        )
     if header.kind not in _KINDS:
         raise ProtocolError(f"unknown kind of frame {header.kind}")
     if header.message_bytes > MAX_MESSAGE_BYTES or header.tensor_bytes > MAX_TENSOR_BYTES:

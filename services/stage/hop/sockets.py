@@ -1,7 +1,8 @@
-"""Makes ZeroMQ sockets and what waits for them: where they bind, what they advertise, CURVE, and when a peer is gone.
-Knows no message.
+"""Makes ZeroMQ sockets and what waits for them: where they bind, what they advertise, CURVE, and
+when a peer is gone. Knows no message.
 
-A socket is used by one thread at a time; handing it to another through a queue or a thread's start is allowed.
+A socket is used by one thread at a time; handing it to another through a queue or a thread's start
+is allowed.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class CurveKeys:
 
     @classmethod
     def of(cls, secret: str) -> CurveKeys:
-        """Derives the pair from the secret key. Raises Invalid, without repeating the key, if it is not valid."""
+        """Derives the pair from the secret key. Raises Invalid, without repeating the key, if it is
+        not valid."""
         text = secret.strip()
         if re.fullmatch(rf"[0-9A-Fa-f]{{{2 * SECRET_BYTES}}}", text) is None:
             problem = f"it has not {2 * SECRET_BYTES} hexadecimal digits"
@@ -70,7 +72,8 @@ class CurveKeys:
 
 
 class SocketFactory(Protocol):
-    """Makes what hops and control links of one process are made of: sockets, and what waits for them."""
+    """Makes what hops and control links of one process are made of: sockets, and what waits for
+    them."""
 
     def bind(self, kind: int, options: Mapping[int, int]) -> tuple[zmq.Socket[bytes], str]:
         """Returns a bound socket and the address that peers use. Raises Unavailable."""
@@ -78,7 +81,8 @@ class SocketFactory(Protocol):
     def connect(
         self, kind: int, address: str, options: Mapping[int, int], timeout_s: float
     ) -> tuple[zmq.Socket[bytes], Watch]:
-        """Returns a connected socket with its watch. Raises LinkLost if the peer does not answer in `timeout_s`."""
+        """Returns a connected socket with its watch. Raises LinkLost if the peer does not answer in
+        `timeout_s`."""
 
     def watch(self, socket: zmq.Socket[bytes]) -> Watch:
         """Watches the only peer of a bound socket."""
@@ -93,9 +97,10 @@ class SocketFactory(Protocol):
 class Sockets:
     """Makes the sockets of one process: the SocketFactory of ZeroMQ.
 
-    `bind` is `tcp://HOST` (0.0.0.0 for all) or `ipc:///FOLDER`; `advertise` is the host that peers connect to. Without
-    it that is the bound host, or this machine's own name if all are bound. `ports` are those that a firewall lets
-    through; without them any free port is used. Raises Invalid for a `bind` of another form.
+    `bind` is `tcp://HOST` (0.0.0.0 for all) or `ipc:///FOLDER`; `advertise` is the host that peers
+    connect to. Without it that is the bound host, or this machine's own name if all are bound.
+    `ports` are those that a firewall lets through; without them any free port is used. Raises
+    Invalid for a `bind` of another form.
     """
 
     def __init__(
@@ -107,16 +112,19 @@ class Sockets:
         curve: CurveKeys | None = None,
     ) -> None:
         self._scheme, self._host = _parse_bind(bind)
-        self._advertise = advertise or (gethostname() if self._host in ("0.0.0.0", "*") else self._host)  # noqa: S104 (compared)
+        is_any_host = self._host in ("0.0.0.0", "*")  # noqa: S104 (compared)
+        self._advertise = advertise or (gethostname() if is_any_host else self._host)
         self._ports = ports
-        # Each socket takes the port after the one before: a late peer of a closed socket does not reach another one.
+        # Each socket takes the port after the one before: a late peer of a closed socket does not
+        # reach another one.
         self._next_port = itertools.count(random.randrange(len(ports)) if ports else 0)  # noqa: S311 (no secret)
         self._curve = curve
         self._context = zmq.Context()
         self._authenticator = self._authenticate(curve) if curve else None
 
     def bind(self, kind: int, options: Mapping[int, int]) -> tuple[zmq.Socket[bytes], str]:
-        """Returns a socket bound to a free port or path, and the address that peers use. Raises Unavailable."""
+        """Returns a socket bound to a free port or path, and the address that peers use. Raises
+        Unavailable."""
         socket = self._open(kind, options)
         if self._curve:
             socket.curve_server = True
@@ -127,7 +135,12 @@ class Sockets:
             socket.close()
             raise
         bound = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        return socket, bound if self._scheme == "ipc" else f"tcp://{self._advertise}:{bound.rpartition(':')[2]}"
+        return (
+            socket,
+            bound
+            if self._scheme == "ipc"
+            else f"tcp://{self._advertise}:{bound.rpartition(':')[2]}",
+        )
 
     def _bind(self, socket: zmq.Socket[bytes]) -> None:
         for endpoint in self._endpoints():
@@ -138,7 +151,9 @@ class Sockets:
                     raise Unavailable(f"cannot bind {endpoint}: {error}") from error
             else:
                 return
-        raise Unavailable(f"no port is free on {self._host}: widen {PORTS_FIELD}, or stop what else listens there")
+        raise Unavailable(
+            f"no port is free on {self._host}: widen {PORTS_FIELD}, or stop what else listens there"
+        )
 
     def _endpoints(self) -> Iterator[str]:
         """Yields the endpoints to try, in order."""
@@ -153,7 +168,8 @@ class Sockets:
     def connect(
         self, kind: int, address: str, options: Mapping[int, int], timeout_s: float
     ) -> tuple[zmq.Socket[bytes], Watch]:
-        """Returns a connected socket with its watch. Raises LinkLost if the peer does not answer in `timeout_s`.
+        """Returns a connected socket with its watch. Raises LinkLost if the peer does not answer in
+        `timeout_s`.
 
         The socket never reconnects: frames queued in a broken connection are lost.
         """
@@ -194,7 +210,8 @@ class Sockets:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
         if self._curve:
-            socket.curve_publickey, socket.curve_secretkey = self._curve.public, self._curve.secret
+            socket.curve_publickey = self._curve.public
+            socket.curve_secretkey = self._curve.secret
         for option, value in options.items():
             socket.setsockopt(option, value)
         return socket
@@ -207,7 +224,8 @@ class Sockets:
 
 
 class Watch:
-    """Watches a socket's only peer: tells when the connection broke, was refused, or was never made."""
+    """Watches a socket's only peer: tells when the connection broke, was refused, or was never
+    made."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
@@ -221,7 +239,8 @@ class Watch:
         self.events.connect(address)
 
     def lost(self) -> str | None:
-        """Returns why the peer is gone, or None. Strangers that failed the handshake, or came later, do not count."""
+        """Returns why the peer is gone, or None. Strangers that failed the handshake, or came
+        later, do not count."""
         while self.events.poll(0):
             event, connection = struct.unpack_from("=Hi", self.events.recv_multipart()[0])
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -238,7 +257,8 @@ class Watch:
         return None
 
     def refusal(self, timeout_s: float) -> str | None:
-        """Waits until the socket accepts a message; returns None then, or why it does not within `timeout_s`."""
+        """Waits until the socket accepts a message; returns None then, or why it does not within
+        `timeout_s`."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLOUT)
         poller.register(self.events, zmq.POLLIN)
@@ -259,14 +279,17 @@ class Watch:
 
 
 def parse_ports(text: str | None) -> range | None:
-    """Parses a range such as `7600-7631`, both ends included; None stays None. Raises Invalid for any other text."""
+    """Parses a range such as `7600-7631`, both ends included; None stays None. Raises Invalid for
+    any other text."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
     ports = range(int(match[1]), int(match[2]) + 1) if match else range(0)
     if not ports or ports[0] < 1 or ports[-1] > MAX_PORT:
         raise Invalid(
-            PORTS_FIELD, f"{text!r} is not a range of ports from 1 to {MAX_PORT}", "Use FIRST-LAST: 7600-7631"
+            PORTS_FIELD,
+            f"{text!r} is not a range of ports from 1 to {MAX_PORT}",
+            "Use FIRST-LAST: 7600-7631",
         )
     return ports
 

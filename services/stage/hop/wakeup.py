@@ -24,7 +24,8 @@ class Wakeup:
 
     def wake(self) -> None:
         """Makes `fd` readable. May be called from any thread; after `close` it does nothing."""
-        # Without the lock a late call could write into a file that reuses the closed descriptor's number.
+        # Without the lock a late call could write into a file that reuses the closed descriptor's
+        # number.
         with self._lock, contextlib.suppress(BlockingIOError):
             if self._is_open:
                 self._writer.send(b"\0")

@@ -1,4 +1,5 @@
-"""The wiring: all that an engine needs to be one stage of a pipeline for one epoch. Knows no control link."""
+"""The wiring: all that an engine needs to be one stage of a pipeline for one epoch. Knows no
+control link."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wiring:
-    """The links of one stage for one epoch. The engine that gets it uses and closes both ends in its own thread."""
+    """The links of one stage for one epoch. The engine that gets it uses and closes both ends in
+    its own thread."""
 
     pipeline: UUID
     epoch: int
@@ -48,15 +50,18 @@ class Wiring:
     num_blocks: int
     """The KV blocks that every stage uses: the minimum over the stages."""
     receiver: Receiver | None
-    """Receives plans from the stage before; on the head, results from the tail. None in a pipeline of one stage."""
+    """Receives plans from the stage before; on the head, results from the tail. None in a pipeline
+    of one stage."""
     sender: Sender | None
-    """Sends plans to the next stage; on the tail, results to the head. None in a pipeline of one stage."""
+    """Sends plans to the next stage; on the tail, results to the head. None in a pipeline of one
+    stage."""
     sends_int8: bool = False
     """Activations leave as int8 with a scale for each row."""
     members: tuple[Member, ...] = ()
     """On the head: all stages in order, the head first."""
     first_lanes: int | None = None
-    """On the head: lanes that the epoch begins with, if they follow its links; None: always `num_lanes`."""
+    """On the head: lanes that the epoch begins with, if they follow its links; None: always
+    `num_lanes`."""
     num_slots: int = 0
     """On the head: the slots for offloaded KV that every stage has."""
     move_s: float = 0.0
@@ -88,7 +93,9 @@ class Wiring:
         for name, group in groupby(self.members, key=lambda member: member.exactness):
             alike = list(group)
             parts.append(f"layers {alike[0].first_layer} to {alike[-1].last_layer}: {name}")
-        parts += [f"int8 before layer {member.last_layer}" for member in self.members if member.sends_int8]
+        parts += [
+            f"int8 before layer {member.last_layer}" for member in self.members if member.sends_int8
+        ]
         if len(parts) == 1:
             return self.members[0].exactness
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()

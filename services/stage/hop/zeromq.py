@@ -1,4 +1,5 @@
-"""Hops over ZeroMQ: PUSH to PULL, tcp or ipc. Owns the data sockets of one epoch; knows no step's content."""
+"""Hops over ZeroMQ: PUSH to PULL, tcp or ipc. Owns the data sockets of one epoch; knows no step's
+content."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from shardline.base.config import Times
 from shardline.base.errors import LinkLost, ProtocolError
 
 LEND_FROM_BYTES = 1 << 20
-"""Smaller tensors are copied on send: lending memory to ZeroMQ costs more (docs/decisions/stages-own-tensors.md)."""
+"""Smaller tensors are copied on send: lending memory to ZeroMQ costs more
+(docs/decisions/stages-own-tensors.md)."""
 
 GRACE_MS = 100
 """How long a send waits for ZeroMQ's own thread to make room: by the credit there must be room."""
@@ -29,19 +31,23 @@ class ZeroMqHop:
         self._dead_ms = max(1, round(times.link_dead_s * 1000))
 
     def open_receiver(self, channel: Channel) -> Receiver:
-        """Opens the receiving end: a bound PULL socket. Raises Unavailable if no address is free."""
+        """Opens the receiving end: a bound PULL socket. Raises Unavailable if no address is
+        free."""
         socket, address = self._sockets.bind(zmq.PULL, self._options(channel, zmq.RCVHWM))
         return ZeroMqReceiver(socket, address, channel, self._sockets)
 
     def open_sender(self, channel: Channel, address: str, timeout_s: float) -> Sender:
         """Opens the sending end: a PUSH socket with a peer that has answered. Raises LinkLost after
         `timeout_s`."""
-        socket, watch = self._sockets.connect(zmq.PUSH, address, self._options(channel, zmq.SNDHWM), timeout_s)
+        socket, watch = self._sockets.connect(
+            zmq.PUSH, address, self._options(channel, zmq.SNDHWM), timeout_s
+        )
         return ZeroMqSender(socket, watch, address)
 
     def _options(self, channel: Channel, high_water_mark: int) -> dict[int, int]:
         return {
-            # The peer reports what it has taken only at every half mark, so twice the credit never blocks.
+            # The peer reports what it has taken only at every half mark, so twice the credit never
+            # blocks.
             high_water_mark: 2 * (channel.num_lanes + 1),
             zmq.MAXMSGSIZE: MAX_TENSOR_BYTES,
             zmq.HEARTBEAT_IVL: self._heartbeat_ms,
@@ -68,7 +74,8 @@ class ZeroMqSender:
             for part in first:
                 self._socket.send(part, zmq.NOBLOCK | zmq.SNDMORE)
             self._socket.send(last, zmq.NOBLOCK, copy=len(last) < LEND_FROM_BYTES)
-        except zmq.Again as error:  # The connection broke after the poll, and took the room with it.
+        # The connection broke after the poll, and took the room with it.
+        except zmq.Again as error:
             raise self._blocked(frame) from error
 
     def close(self) -> None:
@@ -85,7 +92,9 @@ class ZeroMqSender:
 class ZeroMqReceiver:
     """The `Receiver` of a ZeroMQ link."""
 
-    def __init__(self, socket: zmq.Socket[bytes], address: str, channel: Channel, sockets: SocketFactory) -> None:
+    def __init__(
+        self, socket: zmq.Socket[bytes], address: str, channel: Channel, sockets: SocketFactory
+    ) -> None:
         self._socket = socket
         self._address = address
         self._channel = channel
@@ -116,7 +125,9 @@ class ZeroMqReceiver:
                     return frame
                 continue
             if self._problem is not None:
-                raise LinkLost(f"no steps after {self._next_step - 1} on {self._address}: {self._problem}")
+                raise LinkLost(
+                    f"no steps after {self._next_step - 1} on {self._address}: {self._problem}"
+                )
             self._problem = self._watch.lost()
             if self._problem is not None:
                 continue  # What arrived before the connection broke still counts.
@@ -150,9 +161,13 @@ class ZeroMqReceiver:
         """False for a frame of an older epoch."""
         channel = self._channel
         if frame.pipeline != channel.pipeline:
-            raise ProtocolError(f"a frame of pipeline {frame.pipeline} on a link of {channel.pipeline}")
+            raise ProtocolError(
+                f"a frame of pipeline {frame.pipeline} on a link of {channel.pipeline}"
+            )
         if frame.kind != channel.kind:
-            raise ProtocolError(f"a {frame.kind.name} frame on a link for {channel.kind.name} frames")
+            raise ProtocolError(
+                f"a {frame.kind.name} frame on a link for {channel.kind.name} frames"
+            )
         if frame.epoch < channel.epoch:
             return False
         if frame.epoch > channel.epoch:

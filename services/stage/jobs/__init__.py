@@ -1,1 +1,2 @@
-"""A head's jobs: claims, leases, checkpoints, ends. The one wing that writes rows. Knows no pipeline and no tensor."""
+"""A head's jobs: claims, leases, checkpoints, ends. The one wing that writes rows. Knows no
+pipeline and no tensor."""

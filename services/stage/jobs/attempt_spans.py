@@ -1,4 +1,5 @@
-"""A head's spans in the traces of jobs, made when an attempt has left it: waits, claim, prefill, decoding, COMMIT."""
+"""A head's spans in the traces of jobs, made when an attempt has left it: waits, claim, prefill,
+decoding, COMMIT."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.outcome import JobOutcome
 from shardline.base import genai
 from shardline.base.clock import monotonic_s
-from shardline.base.tracing import JobTrace, TracedPhase, Tracer, Value, attempt_span_id, traceparent
+from shardline.base.tracing import (
+    JobTrace,
+    TracedPhase,
+    Tracer,
+    Value,
+    attempt_span_id,
+    traceparent,
+)
 from shardline.contract.job import JobState
 from shardline.store.claims import ClaimedJob
 from shardline_scheduler.events import SequenceFailed
@@ -32,23 +40,32 @@ class AttemptSpans:
         """The job's end is committed: its last attempt and the job itself."""
         if not self._tracer.is_on:
             return
-        job, event, now_s = outcome.job, outcome.event, monotonic_s()
-        trace, error = _trace(job.claimed), event.reason if isinstance(event, SequenceFailed) else None
+        job = outcome.job
+        event = outcome.event
+        now_s = monotonic_s()
+        trace = _trace(job.claimed)
+        error = event.reason if isinstance(event, SequenceFailed) else None
         self._attempt(job, trace, str(outcome.state), error)
         accepted_s = job.began_s - job.claimed.age_s
         about = _about_job(outcome)
         name = f"{genai.TEXT_COMPLETION} {job.identity.model}"
         self._tracer.job(
-            trace, TracedPhase(name=name, began_s=accepted_s, ended_s=now_s, attributes=about, error=error)
+            trace,
+            TracedPhase(
+                name=name, began_s=accepted_s, ended_s=now_s, attributes=about, error=error
+            ),
         )
 
     def given_back(self, job: LiveJob, outcome: str) -> None:
         """The attempt's tokens are saved, and it goes on elsewhere."""
         if self._tracer.is_on:
-            self._attempt(job, _trace(job.claimed), outcome, outcome if outcome == "crashed" else None)
+            self._attempt(
+                job, _trace(job.claimed), outcome, outcome if outcome == "crashed" else None
+            )
 
     def _attempt(self, job: LiveJob, trace: JobTrace, outcome: str, error: str | None) -> None:
-        claimed, identity = job.claimed, job.identity
+        claimed = job.claimed
+        identity = job.identity
         span_id = attempt_span_id(claimed.job_id, claimed.fence)
         about: dict[str, Value] = {
             genai.JOB_ID: str(claimed.job_id),
@@ -60,11 +77,19 @@ class AttemptSpans:
             genai.PIPELINE: identity.pipeline,
             genai.EPOCH: identity.epoch,
         }
-        queued = TracedPhase(name="queue", began_s=job.began_s - claimed.queued_s, ended_s=job.began_s, attributes={})
+        queued = TracedPhase(
+            name="queue", began_s=job.began_s - claimed.queued_s, ended_s=job.began_s, attributes={}
+        )
         self._tracer.phase(trace, queued)
-        began_s, ended_s = min(job.delivery.began_s, job.began_s), monotonic_s()
+        began_s = min(job.delivery.began_s, job.began_s)
+        ended_s = monotonic_s()
         attempt = TracedPhase(
-            name="attempt", began_s=began_s, ended_s=ended_s, attributes=about, kind=SpanKind.CONSUMER, error=error
+            name="attempt",
+            began_s=began_s,
+            ended_s=ended_s,
+            attributes=about,
+            kind=SpanKind.CONSUMER,
+            error=error,
         )
         self._tracer.phase(trace, attempt, span_id=span_id)
         for phase in _phases(job, began_s, ended_s):
@@ -73,7 +98,8 @@ class AttemptSpans:
 
 def _phases(job: LiveJob, began_s: float, ended_s: float) -> Iterator[TracedPhase]:
     """One after the other, without a gap."""
-    first_s, last_s = job.first_token_s or ended_s, job.last_token_s or ended_s
+    first_s = job.first_token_s or ended_s
+    last_s = job.last_token_s or ended_s
     yield TracedPhase(name="claim", began_s=began_s, ended_s=job.began_s, attributes={})
     yield TracedPhase(name="prefill", began_s=job.began_s, ended_s=first_s, attributes={})
     if job.first_token_s is not None:
@@ -82,7 +108,9 @@ def _phases(job: LiveJob, began_s: float, ended_s: float) -> Iterator[TracedPhas
 
 
 def _about_job(outcome: JobOutcome) -> dict[str, Value]:
-    job, claimed, params = outcome.job, outcome.job.claimed, outcome.job.claimed.params
+    job = outcome.job
+    claimed = outcome.job.claimed
+    params = outcome.job.claimed.params
     about: dict[str, Value] = {
         genai.OPERATION: genai.TEXT_COMPLETION,
         genai.PROVIDER: genai.SHARDLINE,

@@ -26,8 +26,8 @@ def beats_of(jobs: Sequence[LiveJob]) -> list[Beat]:
 
 
 def _chosen(jobs: Iterable[LiveJob]) -> Iterable[LiveJob]:
-    """First those of which nothing is saved, because their first tokens show that they harm no engine; then those that
-    were passed over most often."""
+    """First those of which nothing is saved, because their first tokens show that they harm no
+    engine; then those that were passed over most often."""
     num_rewritten = 0
     for job in sorted(jobs, key=lambda job: (not job.is_unsaved, -job.num_passed_over)):
         cost = len(job.logprobs) if len(job.logprobs) > job.num_saved else 0

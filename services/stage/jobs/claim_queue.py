@@ -1,4 +1,5 @@
-"""Deliveries that wait for a claim, in order of arrival. Knows no rows: which may be claimed is not decided here."""
+"""Deliveries that wait for a claim, in order of arrival. Knows no rows: which may be claimed is not
+decided here."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from services.stage.celery.delivery import Delivery
 
 
 class ClaimQueue:
-    """`put` is for Celery's thread, all else for the lease manager's. Bounded by the pool: one delivery a seat."""
+    """`put` is for Celery's thread, all else for the lease manager's. Bounded by the pool: one
+    delivery a seat."""
 
     def __init__(self) -> None:
         self._arrived: deque[Delivery] = deque()
@@ -26,13 +28,16 @@ class ClaimQueue:
 
     def take(self) -> list[Delivery]:
         """All of them, the oldest first."""
-        taken, self._waiting, self._asked_again = self._waiting, [], False
+        taken = self._waiting
+        self._waiting = []
+        self._asked_again = False
         while self._arrived:
             taken.append(self._arrived.popleft())
         return taken
 
     def put_back(self, deliveries: Iterable[Delivery]) -> None:
-        """Taken, and not claimed now: they come first when they are asked for again, or with the next that arrives."""
+        """Taken, and not claimed now: they come first when they are asked for again, or with the
+        next that arrives."""
         self._waiting.extend(deliveries)
 
     def again(self) -> None:

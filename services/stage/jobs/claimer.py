@@ -1,4 +1,5 @@
-"""Deliveries become claimed rows, many in one transaction, and claimed rows become work of the engine.
+"""Deliveries become claimed rows, many in one transaction, and claimed rows become work of the
+engine.
 
 Owns the deliveries that wait and the parked jobs that may begin; knows neither heartbeats nor ends.
 """
@@ -66,8 +67,9 @@ class Claimer:
         self._queue.again()
 
     def claim_waiting(self, identity: Identity, context: ClaimContext) -> None:
-        """Claims what may be claimed now and hands it to the engine. The other rows that were asked for have ended, are
-        claimed elsewhere or do not fit: their deliveries are dropped, and a relay sends what is due again."""
+        """Claims what may be claimed now and hands it to the engine. The other rows that were asked
+        for have ended, are claimed elsewhere or do not fit: their deliveries are dropped, and a
+        relay sends what is due again."""
         for sent_s, rows in self._claim_batches(identity, context):
             if not self._jobs:
                 self._engine.extend_lease(sent_s + self._times.fence_s)
@@ -99,7 +101,8 @@ class Claimer:
         self._may_begin.append(key)
 
     def begin_parked(self, context: ClaimContext) -> None:
-        """Parked jobs there is room for: in Postgres first, so that it can tell what was computed when a head dies."""
+        """Parked jobs there is room for: in Postgres first, so that it can tell what was computed
+        when a head dies."""
         waiting = self._jobs.select(self._may_begin)
         chosen = beginnable(waiting, context) if waiting else []
         if chosen:
@@ -123,7 +126,8 @@ class Claimer:
         try:
             chosen, with_quarantined = self._choose(list(waiting), context)
             for first in range(0, len(chosen), CLAIM_BATCH):
-                deliveries, sent_s = chosen[first : first + CLAIM_BATCH], lease_clock_s()
+                deliveries = chosen[first : first + CLAIM_BATCH]
+                sent_s = lease_clock_s()
                 by_id = {delivery.job_id: delivery for delivery in deliveries}
                 rows = self._claim(list(by_id), identity, context, with_quarantined)
                 claimed = [(row, by_id[str(row.job_id)]) for row in rows]
@@ -136,7 +140,9 @@ class Claimer:
         finally:
             self._queue.put_back(waiting)
 
-    def _choose(self, deliveries: Sequence[Delivery], context: ClaimContext) -> tuple[list[Delivery], bool]:
+    def _choose(
+        self, deliveries: Sequence[Delivery], context: ClaimContext
+    ) -> tuple[list[Delivery], bool]:
         """Those to claim now, and whether they are a quarantined job, alone."""
         with self._database.begin() as connection:
             found = crashes.quarantined(connection, [delivery.job_id for delivery in deliveries])
@@ -168,7 +174,9 @@ class Claimer:
             failpoint(Point.AFTER_CLAIM)
         return [replace(row, parked=(row.job_id, row.fence) in parked) for row in claimed]
 
-    def _postpone_unfit(self, connection: Connection, ids: set[str], claimant: Claimant, identity: Identity) -> None:
+    def _postpone_unfit(
+        self, connection: Connection, ids: set[str], claimant: Claimant, identity: Identity
+    ) -> None:
         wait_s = self._times.resend_s
         for job_id in claims.postpone_unfit(connection, ids, claimant, wait_s=wait_s):
             log.warning(

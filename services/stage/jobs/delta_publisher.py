@@ -27,7 +27,8 @@ class DeltaSink(Protocol):
     """Takes deltas. Used by one thread."""
 
     def write(self, batch: Sequence[tuple[UUID, Delta]]) -> None:
-        """Append each delta to its job's stream. Raises redis.RedisError; what could not be written is dropped."""
+        """Append each delta to its job's stream. Raises redis.RedisError; what could not be written
+        is dropped."""
 
 
 class DeltaPublisher(threading.Thread):

@@ -1,4 +1,5 @@
-"""Claimed rows as the engine's requests, with the model's finish rules. Knows neither Postgres nor Celery."""
+"""Claimed rows as the engine's requests, with the model's finish rules. Knows neither Postgres nor
+Celery."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ class EngineRequests:
             key=(str(row.job_id), row.fence),
             prompt_ids=row.prompt_ids,
             # Stages need nothing of what decides texts alone.
-            params=msgspec.structs.replace(params, chat_template_kwargs={}, skip_special_tokens=True),
+            params=msgspec.structs.replace(
+                params, chat_template_kwargs={}, skip_special_tokens=True
+            ),
             seed=row.seed,
             output_ids=row.output_ids,
             output_logprobs=row.logprobs or (),
@@ -58,19 +61,22 @@ class EngineRequests:
             refusal=refusal or self._foreign_id(row),
         )
         room = self._context_length - len(row.prompt_ids)
-        return request, CompletionText(self._vocabulary, params, room=room, prompt_ids=row.prompt_ids)
+        return request, CompletionText(
+            self._vocabulary, params, room=room, prompt_ids=row.prompt_ids
+        )
 
     def _foreign_id(self, row: ClaimedJob) -> str:
         """Why its ids are none of the model's, if so. Doors check them, but a row can be written by
-        hand, or be prepared for other weights of this name; such an id would end everybody's epoch."""
+        hand, or be prepared for other weights of this name; such an id would end everybody's
+        epoch."""
         for token_id in chain(row.prompt_ids, row.output_ids):
             if token_id is None or not 0 <= token_id < self._vocab_size:
                 return f"token id {token_id} is not in the vocabulary of {self._vocab_size}. Submit the job again"
         return ""
 
     def _adapter(self, row: ClaimedJob) -> tuple[str, str]:
-        """The fingerprint of its adapter, or why there is none. The claim's counts: files that changed since then are
-        refused when they are loaded."""
+        """The fingerprint of its adapter, or why there is none. The claim's counts: files that
+        changed since then are refused when they are loaded."""
         name = row.params.adapter
         try:
             return "" if name is None else row.adapter or self.adapters.get(name).fingerprint, ""

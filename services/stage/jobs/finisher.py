@@ -1,4 +1,5 @@
-"""How live jobs leave a head: committed, counted a crash, or given back. Owns what waits for a COMMIT.
+"""How live jobs leave a head: committed, counted a crash, or given back. Owns what waits for a
+COMMIT.
 
 Knows neither claims nor when leases are renewed.
 """
@@ -67,7 +68,8 @@ class Finisher:
             self._outcomes.append(JobOutcome(job=self._jobs.remove(event.key), event=event))
 
     def commit_outcomes(self) -> bool:
-        """Every result that waits, in one transaction. Returns whether there was any: seats are free."""
+        """Every result that waits, in one transaction. Returns whether there was any: seats are
+        free."""
         outcomes = self._outcomes
         if not outcomes:
             return False
@@ -84,7 +86,11 @@ class Finisher:
 
     def _told_by_relays(self, connection: Connection, job_ids: Iterable[UUID]) -> set[UUID]:
         """Returns those jobs that are Celery tasks; without a result backend no caller asks."""
-        return celery_tasks.with_tasks(connection, list(job_ids)) if self._host.tells_results else set()
+        return (
+            celery_tasks.with_tasks(connection, list(job_ids))
+            if self._host.tells_results
+            else set()
+        )
 
     def _settle(self, outcome: JobOutcome, state: JobState | None, *, is_told: bool) -> None:
         job = outcome.job
@@ -101,17 +107,21 @@ class Finisher:
             job.delivery.drop()  # The lease was lost.
 
     def give_back_crashed(self) -> None:
-        """Jobs under which the pipeline broke while they ran alone: each is counted a crash, which may be its end."""
+        """Jobs under which the pipeline broke while they ran alone: each is counted a crash, which
+        may be its end."""
         jobs = self._jobs.select(event.key for event in self._crashed)
         if jobs:
             with self._database.begin() as connection:
                 self._save(connection, jobs)
                 keys = [job.attempt for job in jobs]
-                outcomes = crashes.requeue_or_fail_held(connection, keys, max_crashes=self._host.max_crashes)
+                outcomes = crashes.requeue_or_fail_held(
+                    connection, keys, max_crashes=self._host.max_crashes
+                )
                 told_by_relays = self._told_by_relays(connection, outcomes)
             self._host.jobs_crashed(outcomes.values())
             log.warning(
-                "the pipeline broke under quarantined jobs", outcomes={str(key): end for key, end in outcomes.items()}
+                "the pipeline broke under quarantined jobs",
+                outcomes={str(key): end for key, end in outcomes.items()},
             )
             for job in jobs:
                 if outcomes.get(job.job_id) == JobState.FAILED:
@@ -120,13 +130,16 @@ class Finisher:
         self._crashed.clear()
 
     def _fail(self, job: LiveJob, *, is_told: bool) -> None:
-        self._publisher.delta(job.job_id, Delta(fence=job.claimed.fence, start=len(job.ids), state=JobState.FAILED))
+        self._publisher.delta(
+            job.job_id, Delta(fence=job.claimed.fence, start=len(job.ids), state=JobState.FAILED)
+        )
         if not is_told:
             self._host.job_told(str(job.job_id), JobState.FAILED, USED_UP)
         job.delivery.fail(USED_UP)
 
     def give_back_outgrown(self) -> None:
-        """Jobs that need more KV than this pipeline has: a claim here does not get them again, a larger one does."""
+        """Jobs that need more KV than this pipeline has: a claim here does not get them again, a
+        larger one does."""
         jobs = {job.key: job for job in self._jobs.select(event.key for event in self._outgrown)}
         self._give_back(list(jobs.values()))
         for event in self._outgrown:
@@ -143,7 +156,10 @@ class Finisher:
         claim decides what becomes of them."""
         jobs = [job for job in self._jobs if not job.keeps_bits_on(identity)]
         if jobs:
-            log.warning("the pipeline computes other bits than before: its exact jobs are given back", jobs=len(jobs))
+            log.warning(
+                "the pipeline computes other bits than before: its exact jobs are given back",
+                jobs=len(jobs),
+            )
         self._give_back(jobs)
 
     def give_back_all(self) -> None:

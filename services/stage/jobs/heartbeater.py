@@ -1,4 +1,5 @@
-"""Heartbeats: every lease renewed and new tokens saved in one statement. Owns when a hung engine's leases run out.
+"""Heartbeats: every lease renewed and new tokens saved in one statement. Owns when a hung engine's
+leases run out.
 
 Knows neither claims nor ends.
 """
@@ -59,7 +60,8 @@ class Heartbeater:
 
     def claim_context(self) -> ClaimContext:
         """What decisions about quarantine are made on."""
-        now_s, heartbeat_s = monotonic_s(), self._times.heartbeat_s
+        now_s = monotonic_s()
+        heartbeat_s = self._times.heartbeat_s
         return ClaimContext(
             live=self._jobs,
             now_s=now_s,
@@ -82,7 +84,9 @@ class Heartbeater:
         with self._database.begin() as connection:
             replies = leases.heartbeat(connection, beats, lease_s=self._times.lease_s)
             failpoint(Point.HEARTBEAT_BEFORE_COMMIT)
-        failpoint(Point.HEARTBEAT_AFTER_COMMIT, saves="tokens" if any(beat.ids for beat in beats) else "")
+        failpoint(
+            Point.HEARTBEAT_AFTER_COMMIT, saves="tokens" if any(beat.ids for beat in beats) else ""
+        )
         self._engine.extend_lease(sent_s + self._times.fence_s)
         for job, beat in zip(jobs, beats, strict=True):
             reply = replies.get((beat.job_id, beat.fence))
@@ -91,7 +95,10 @@ class Heartbeater:
                 continue
             self._saved(job, beat.start + len(beat.ids))
             if reply.cancel_requested or reply.expired:
-                self._engine.end(job.key, FinishReason.CANCELLED if reply.cancel_requested else FinishReason.EXPIRED)
+                self._engine.end(
+                    job.key,
+                    FinishReason.CANCELLED if reply.cancel_requested else FinishReason.EXPIRED,
+                )
 
     def _saved(self, job: LiveJob, num_saved: int) -> None:
         if job.is_quarantined and num_saved > job.num_saved:
@@ -101,9 +108,11 @@ class Heartbeater:
             self._publisher.deltas(job.job_id, job.take_held())
 
     def _is_hung(self) -> bool:
-        """No step was made for longer than a stall of every stage. An engine that is fenced or has no pipeline makes
-        none either, and is not hung."""
-        num_steps, now_s = self._engine.num_steps, monotonic_s()
+        """No step was made for longer than a stall of every stage. An engine that is fenced or has
+        no pipeline makes none either, and is not hung."""
+        num_steps = self._engine.num_steps
+        now_s = monotonic_s()
         if num_steps != self._last_step or self._engine.is_fenced or self._readiness.is_recovering:
-            self._last_step, self._last_move_s = num_steps, now_s
+            self._last_step = num_steps
+            self._last_move_s = now_s
         return now_s - self._last_move_s > self._times.stall_s * self._readiness.num_stages

@@ -1,4 +1,5 @@
-"""What the job life cycle asks of an engine. Owns the Protocol; knows neither Postgres nor how tokens are made."""
+"""What the job life cycle asks of an engine. Owns the Protocol; knows neither Postgres nor how
+tokens are made."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from shardline_scheduler.sequence import Key, Request, TokenSink
 
 
 class JobEngine(Protocol):
-    """A head's engine as seen from other threads. No method waits for a step; events follow in the engine's thread."""
+    """A head's engine as seen from other threads. No method waits for a step; events follow in the
+    engine's thread."""
 
     @property
     def num_steps(self) -> int:

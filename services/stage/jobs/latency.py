@@ -1,4 +1,5 @@
-"""How long a job took, as its caller sees it. Owns the three times that operators compare; knows no row."""
+"""How long a job took, as its caller sees it. Owns the three times that operators compare; knows no
+row."""
 
 from __future__ import annotations
 

@@ -77,7 +77,12 @@ class LeaseManager(threading.Thread):
         self._jobs = LiveJobs(engine)
         self._readiness = PipelineReadiness(database, seats=seats.num_any, times=times, host=host)
         self._claimer = Claimer(
-            database=database, engine=engine, requests=requests, jobs=self._jobs, seats=seats, times=times
+            database=database,
+            engine=engine,
+            requests=requests,
+            jobs=self._jobs,
+            seats=seats,
+            times=times,
         )
         self._heartbeater = Heartbeater(
             database=database,
@@ -87,10 +92,13 @@ class LeaseManager(threading.Thread):
             readiness=self._readiness,
             times=times,
         )
-        self._finisher = Finisher(database=database, jobs=self._jobs, publisher=publisher, host=host, times=times)
+        self._finisher = Finisher(
+            database=database, jobs=self._jobs, publisher=publisher, host=host, times=times
+        )
         self._outage = Outage()
 
-    # From other threads -----------------------------------------------------------------------------------------
+    # From other threads
+    # -----------------------------------------------------------------------------------------
 
     def offer(self, delivery: Delivery) -> None:
         """Celery's thread: claim this row, soon."""
@@ -98,8 +106,9 @@ class LeaseManager(threading.Thread):
         self._woken.set()
 
     def report(self, events: Sequence[Event]) -> None:
-        """The engine's thread: tokens and ends, in order. Tokens of an exact job go to its readers at once, since a
-        resume gives the same ones; others after the COMMIT that holds them. So no reader waits for Postgres."""
+        """The engine's thread: tokens and ends, in order. Tokens of an exact job go to its readers
+        at once, since a resume gives the same ones; others after the COMMIT that holds them. So no
+        reader waits for Postgres."""
         for event in events:
             if isinstance(event, NewTokens) and (job := self._jobs.get(event.key)) is not None:
                 job.note_token()
@@ -117,14 +126,15 @@ class LeaseManager(threading.Thread):
         return len(here)
 
     def let_go(self, identity: Identity) -> None:
-        """The pipeline's thread, before the engine is wired for an epoch of `identity`: exact jobs that began with
-        other bits get no token from it."""
+        """The pipeline's thread, before the engine is wired for an epoch of `identity`: exact jobs
+        that began with other bits get no token from it."""
         for job in self._jobs:
             if not job.keeps_bits_on(identity):
                 self._engine.forget(job.key)
 
     def ready(self, identity: Identity) -> None:
-        """The pipeline's thread: a generation can pass through every stage; as `identity` from now on."""
+        """The pipeline's thread: a generation can pass through every stage; as `identity` from now
+        on."""
         self._readiness.ready(identity)
         self._woken.set()
 
@@ -157,7 +167,8 @@ class LeaseManager(threading.Thread):
         self._phase = max(self._phase, phase)
         self._woken.set()
 
-    # The thread ---------------------------------------------------------------------------------------------------
+    # The thread
+    # ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Works until stopped and empty. Each turn does all that waits, in batches."""
@@ -202,7 +213,8 @@ class LeaseManager(threading.Thread):
                 continue
             if isinstance(event, NewTokens):
                 if job.is_quarantined and job.is_unsaved:
-                    self._heartbeater.hasten()  # Other quarantined jobs wait until this one's token is saved.
+                    # Other quarantined jobs wait until this one's token is saved.
+                    self._heartbeater.hasten()
                 job.take(event)
             elif isinstance(event, MayBegin):
                 self._claimer.note_room(event.key)
@@ -210,7 +222,8 @@ class LeaseManager(threading.Thread):
                 self._finisher.note(event)
 
     def _claim(self) -> None:
-        """While the pipeline forms, deliveries wait; at shutdown they go back unread, to be sent again at once."""
+        """While the pipeline forms, deliveries wait; at shutdown they go back unread, to be sent
+        again at once."""
         identity = self._readiness.identity
         if identity is not None:
             self._claimer.begin_parked(self._heartbeater.claim_context())

@@ -1,4 +1,5 @@
-"""A live job: one claimed row, its delivery and its tokens so far. Knows no statement and no engine."""
+"""A live job: one claimed row, its delivery and its tokens so far. Knows no statement and no
+engine."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ class LiveJob:
     """Beats in a row that saved no token of it: there were too many log-probabilities."""
 
     @classmethod
-    def from_claim(cls, claimed: ClaimedJob, delivery: Delivery, identity: Identity, num_steps: int) -> LiveJob:
+    def from_claim(
+        cls, claimed: ClaimedJob, delivery: Delivery, identity: Identity, num_steps: int
+    ) -> LiveJob:
         """A job just claimed, with the tokens of earlier attempts."""
         return cls(
             claimed=claimed,
@@ -87,7 +90,8 @@ class LiveJob:
 
     @property
     def is_unsaved(self) -> bool:
-        """It runs and no token of this attempt is saved: if the head died now, that would count as a crash."""
+        """It runs and no token of this attempt is saved: if the head died now, that would count as
+        a crash."""
         return not self.parked and self.num_saved == len(self.claimed.output_ids)
 
     @property
@@ -101,7 +105,8 @@ class LiveJob:
         return self.num_known - num_cached - 1 if is_begun else 0
 
     def keeps_bits_on(self, identity: Identity) -> bool:
-        """Whether stages of this exactness may go on with it: an exact job gets its tokens from one exactness only."""
+        """Whether stages of this exactness may go on with it: an exact job gets its tokens from one
+        exactness only."""
         return not self.exact or self.identity.exactness == identity.exactness
 
     def provenance(self) -> dict[str, Any]:
@@ -113,7 +118,8 @@ class LiveJob:
 
     def begin(self, num_steps: int) -> None:
         """Postgres knows that it runs from now on."""
-        self.parked, self.began_step = False, num_steps
+        self.parked = False
+        self.began_step = num_steps
 
     def delta(self, tokens: NewTokens) -> Delta:
         """What a reader of the stream gets."""
@@ -132,7 +138,8 @@ class LiveJob:
             self.first_token_s = self.last_token_s
 
     def take(self, tokens: NewTokens) -> None:
-        """Adds tokens, to be saved by the next heartbeat; without exactness their reader waits for that."""
+        """Adds tokens, to be saved by the next heartbeat; without exactness their reader waits for
+        that."""
         self.ids.extend(tokens.ids)
         self.logprobs.extend(tokens.logprobs)
         if not self.exact:
@@ -140,7 +147,8 @@ class LiveJob:
 
     def take_held(self) -> list[Delta]:
         """Deltas that may be published now: all of their tokens are saved."""
-        held, self.held = self.held, []
+        held = self.held
+        self.held = []
         return held
 
     def beat(self) -> Beat:
@@ -158,7 +166,8 @@ class LiveJob:
         return Beat(job_id=self.claimed.job_id, fence=self.claimed.fence, start=self.num_saved)
 
     def timings(self) -> dict[str, float]:
-        """Seconds: waiting before this claim, to this attempt's first token, and in this attempt altogether."""
+        """Seconds: waiting before this claim, to this attempt's first token, and in this attempt
+        altogether."""
         now_s = monotonic_s()
         timings = {"queued_s": self.claimed.queued_s, "running_s": now_s - self.began_s}
         if self.first_token_s is not None:
@@ -167,10 +176,15 @@ class LiveJob:
 
     def latency(self) -> Latency:
         """Returns it as its caller sees it, once its end is committed."""
-        before_s, num_resumed = self.claimed.due_s - self.began_s, len(self.claimed.output_ids)
-        first_s, last_s, num_gaps = self.first_token_s, self.last_token_s, len(self.ids) - num_resumed - 1
+        before_s = self.claimed.due_s - self.began_s
+        num_resumed = len(self.claimed.output_ids)
+        first_s = self.first_token_s
+        last_s = self.last_token_s
+        num_gaps = len(self.ids) - num_resumed - 1
         return Latency(
             whole_s=before_s + monotonic_s(),
             first_token_s=None if first_s is None or num_resumed else before_s + first_s,
-            token_s=None if first_s is None or last_s is None or num_gaps < 1 else (last_s - first_s) / num_gaps,
+            token_s=None
+            if first_s is None or last_s is None or num_gaps < 1
+            else (last_s - first_s) / num_gaps,
         )

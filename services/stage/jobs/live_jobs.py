@@ -10,7 +10,8 @@ from shardline_scheduler.sequence import Key
 
 
 class LiveJobs(Collection[LiveJob]):
-    """Changed by the lease manager's thread alone; any thread may look a job up or iterate over a copy."""
+    """Changed by the lease manager's thread alone; any thread may look a job up or iterate over a
+    copy."""
 
     def __init__(self, engine: JobEngine) -> None:
         self._engine = engine
@@ -42,7 +43,8 @@ class LiveJobs(Collection[LiveJob]):
         return self._jobs.pop(key)
 
     def drop(self, job: LiveJob) -> None:
-        """The claim is lost or given back: the engine forgets the job, Celery hears nothing of it."""
+        """The claim is lost or given back: the engine forgets the job, Celery hears nothing of
+        it."""
         del self._jobs[job.key]
         self._engine.forget(job.key)
         job.delivery.drop()

@@ -31,7 +31,11 @@ class Outage:
             self._logged.add(failure.sqlstate)
             write = log.warning if failure.is_lost else log.error
             what = "postgres unreachable" if failure.is_lost else "Postgres refuses a statement"
-            write(f"{what}: claiming paused, results kept", sqlstate=failure.sqlstate, error=failure.problem)
+            write(
+                f"{what}: claiming paused, results kept",
+                sqlstate=failure.sqlstate,
+                error=failure.problem,
+            )
 
     def end(self) -> None:
         """A whole turn succeeded."""

@@ -1,4 +1,5 @@
-"""How a live job ended: its row in Postgres, its last stream entry, Celery's verdict, its line in the log."""
+"""How a live job ended: its row in Postgres, its last stream entry, Celery's verdict, its line in
+the log."""
 
 from __future__ import annotations
 
@@ -35,16 +36,24 @@ class JobOutcome:
     @property
     def state(self) -> JobState:
         """The row's terminal state."""
-        return STATES[self.event.reason] if isinstance(self.event, SequenceFinished) else JobState.FAILED
+        return (
+            STATES[self.event.reason]
+            if isinstance(self.event, SequenceFinished)
+            else JobState.FAILED
+        )
 
     @property
     def num_rows(self) -> int:
         """Token rows that its attempt took."""
-        return self.job.num_rows(self.event.num_cached if isinstance(self.event, SequenceFinished) else 0)
+        return self.job.num_rows(
+            self.event.num_cached if isinstance(self.event, SequenceFinished) else 0
+        )
 
     def row(self) -> End:
-        """What is committed: a result with the completion, whole or partial, or the reason of a failure."""
-        job, event = self.job, self.event
+        """What is committed: a result with the completion, whole or partial, or the reason of a
+        failure."""
+        job = self.job
+        event = self.event
         claimed = job.claimed
         if isinstance(event, SequenceFailed):
             error = {"code": "engine", "problem": event.reason}
@@ -68,10 +77,17 @@ class JobOutcome:
 
     def last_delta(self) -> Delta:
         """Tells readers of the stream that the row is committed."""
-        fence, start = self.job.claimed.fence, len(self.job.ids)
+        fence = self.job.claimed.fence
+        start = len(self.job.ids)
         if isinstance(self.event, SequenceFailed):
             return Delta(fence=fence, start=start, state=self.state)
-        return Delta(fence=fence, start=start, text=self.event.tail, state=self.state, finish_reason=self.event.reason)
+        return Delta(
+            fence=fence,
+            start=start,
+            text=self.event.tail,
+            state=self.state,
+            finish_reason=self.event.reason,
+        )
 
     def value(self) -> Any:
         """The completion, or the reason of a failure, for a result backend."""
@@ -97,7 +113,8 @@ class JobOutcome:
             delivery.revoke()
 
     def _tell(self) -> None:
-        claimed, event = self.job.claimed, self.event
+        claimed = self.job.claimed
+        event = self.event
         log.info(
             "job ended",
             job_id=str(claimed.job_id),

@@ -31,11 +31,13 @@ class PipelineReadiness:
 
     def ready(self, identity: Identity) -> None:
         """The pipeline's thread: a generation can pass through every stage."""
-        self.identity, self._recovering_since_s = identity, None
+        self.identity = identity
+        self._recovering_since_s = None
 
     def lost(self) -> None:
         """The pipeline's thread: a stage is gone."""
-        self.identity, self._recovering_since_s = None, monotonic_s()
+        self.identity = None
+        self._recovering_since_s = monotonic_s()
 
     @property
     def is_recovering(self) -> bool:
@@ -56,7 +58,8 @@ class PipelineReadiness:
 
     def announce(self) -> None:
         """Writes down what changed."""
-        identity, announced = self.identity, self._announced
+        identity = self.identity
+        announced = self._announced
         if identity is announced:
             return
         with self._database.begin() as connection:
@@ -82,6 +85,8 @@ class PipelineReadiness:
         if announced is None:
             return
         with self._database.begin() as connection:
-            held = pipelines.renew(connection, announced.pipeline, announced.epoch, self._times.lease_s)
+            held = pipelines.renew(
+                connection, announced.pipeline, announced.epoch, self._times.lease_s
+            )
         if not held and announced is self.identity:
             self._host.epoch_superseded(announced.epoch)

@@ -1,6 +1,8 @@
-"""The head's one thread that waits for Celery's result backend. Nothing waits for it, streams and jobs least of all.
+"""The head's one thread that waits for Celery's result backend. Nothing waits for it, streams and
+jobs least of all.
 
-A result that it cannot store is in Postgres. Jobs that are Celery tasks are not among its own: relays tell those.
+A result that it cannot store is in Postgres. Jobs that are Celery tasks are not among its own:
+relays tell those.
 """
 
 from __future__ import annotations
@@ -57,4 +59,8 @@ class ResultPublisher(threading.Thread):
         try:
             self._store(job_id, state, value)
         except Exception as error:  # noqa: BLE001 (whatever the backend's driver raises)
-            log.warning("a result is not stored", job_id=job_id, error=f"{type(error).__name__}: {error}"[:200])
+            log.warning(
+                "a result is not stored",
+                job_id=job_id,
+                error=f"{type(error).__name__}: {error}"[:200],
+            )

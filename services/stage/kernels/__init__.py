@@ -1,1 +1,2 @@
-"""C++ kernels for CPU and their build, and what loads kernels in Triton. Imports nothing of ours."""
+"""C++ kernels for CPU and their build, and what loads kernels in Triton. Imports nothing of
+ours."""

@@ -1,8 +1,9 @@
 """Builds the CPU kernels, all sources into one library per instruction set. Knows no tensor.
 
-`python -m services.stage.kernels.build` builds every variant; a library that was built before is used without a
-compiler. The file's name holds a hash of sources and flags, so an old build is never loaded. The bits that the kernels
-compute do not depend on the compiler: fused multiply-adds are spelled out and contraction is off.
+`python -m services.stage.kernels.build` builds every variant; a library that was built before is
+used without a compiler. The file's name holds a hash of sources and flags, so an old build is never
+loaded. The bits that the kernels compute do not depend on the compiler: fused multiply-adds are
+spelled out and contraction is off.
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 HERE = Path(__file__).parent
-_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wno-maybe-uninitialized")
+_FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-fopenmp",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-Wno-maybe-uninitialized",
+)
 MARCH = {
     "amx": ("-march=x86-64-v4", "-mamx-tile", "-mamx-bf16"),
     "avx512_bf16": ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
@@ -40,7 +49,8 @@ class KernelSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="SHARDLINE_", frozen=True, extra="ignore")
 
     kernel: Literal["auto", "off"] = Field(
-        "auto", description="auto, or off: attention through torch's SDPA instead of our kernels, and exact=false"
+        "auto",
+        description="auto, or off: attention through torch's SDPA instead of our kernels, and exact=false",
     )
     kernel_dir: Path = Field(
         Path(__file__).parents[3] / ".build",
@@ -48,10 +58,14 @@ class KernelSettings(BaseSettings):
     )
 
 
-def library_path(isa: str, folder: Path, sources: Path = HERE, defined: tuple[str, ...] = ()) -> Path:
+def library_path(
+    isa: str, folder: Path, sources: Path = HERE, defined: tuple[str, ...] = ()
+) -> Path:
     """Returns where the library of these sources and flags is stored once it is built."""
     flags = " ".join((*_FLAGS, *MARCH[isa], *defined))
-    text = b"".join(file.read_bytes() for file in sorted((*sources.glob("*.cpp"), *sources.glob("*.h"))))
+    text = b"".join(
+        file.read_bytes() for file in sorted((*sources.glob("*.cpp"), *sources.glob("*.h")))
+    )
     digest = hashlib.sha256(text + flags.encode()).hexdigest()[:16]
     return folder / f"kernel-{isa}-{digest}.so"
 
@@ -76,13 +90,20 @@ def build(isa: str, folder: Path, sources: Path = HERE, defined: tuple[str, ...]
 
 
 def _compile(flags: tuple[str, ...], sources: list[Path], path: Path) -> None:
-    compiler = shlex.split(os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or "")
+    compiler = shlex.split(
+        os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or ""
+    )
     if not compiler:
-        raise OSError("no C++ compiler: install g++, or put a built library into SHARDLINE_KERNEL_DIR")
+        raise OSError(
+            "no C++ compiler: install g++, or put a built library into SHARDLINE_KERNEL_DIR"
+        )
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor() as pool:
-        linked, objects = Path(folder, path.name), [str(Path(folder, source.stem)) + ".o" for source in sources]
+        linked = Path(folder, path.name)
+        objects = [str(Path(folder, source.stem)) + ".o" for source in sources]
         pairs = zip(sources, objects, strict=True)
-        list(pool.map(lambda pair: _run(*compiler, *flags, "-c", str(pair[0]), "-o", pair[1]), pairs))
+        list(
+            pool.map(lambda pair: _run(*compiler, *flags, "-c", str(pair[0]), "-o", pair[1]), pairs)
+        )
         # Linked without -fopenmp: the symbols must resolve to the OpenMP runtime that torch loaded.
         _run(*compiler, "-shared", "-Wl,-z,now", *objects, "-o", str(linked))
         linked.replace(path)

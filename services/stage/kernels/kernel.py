@@ -1,4 +1,5 @@
-"""The CPU kernels as Python calls them: loads the library for this processor and declares its functions.
+"""The CPU kernels as Python calls them: loads the library for this processor and declares its
+functions.
 
 Owns the C ABI's mirror; `build` makes the library. Knows no model.
 """
@@ -34,7 +35,8 @@ _LIMITS = {
     "AVX512_CORE_VNNI": "avx512_vnni",
     **dict.fromkeys(("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512"), "avx512_bf16"),
 }
-"""The widest variant under each of oneDNN's limits, ONEDNN_MAX_CPU_ISA; any other limit allows tiles."""
+"""The widest variant under each of oneDNN's limits, ONEDNN_MAX_CPU_ISA; any other limit allows
+tiles."""
 
 
 class _Strides(ctypes.Structure):
@@ -90,9 +92,24 @@ class ProductCall(ctypes.Structure):
     """calls.h's `ProductCall`, field by field."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "weights", "out", "bias", "scales", "column_sums", "x_rows", "out_rows")),
+        *(
+            (name, c_void_p)
+            for name in (
+                "x",
+                "weights",
+                "out",
+                "bias",
+                "scales",
+                "column_sums",
+                "x_rows",
+                "out_rows",
+            )
+        ),
         ("adapters", POINTER(AdapterStep)),
-        *((name, c_int64) for name in ("num_rows", "num_inputs", "num_outputs", "x_stride", "out_stride")),
+        *(
+            (name, c_int64)
+            for name in ("num_rows", "num_inputs", "num_outputs", "x_stride", "out_stride")
+        ),
         *((name, c_int32) for name in ("kind", "num_threads", "number")),
     )
 
@@ -127,7 +144,8 @@ class LayerCall(ctypes.Structure):
 
 
 def _typed(function: Any, *types: Any) -> Any:
-    function.argtypes, function.restype = types, c_int32
+    function.argtypes = types
+    function.restype = c_int32
     return function
 
 
@@ -135,23 +153,49 @@ class Kernel:
     """One loaded variant. OpenMP comes from torch's own runtime: the library links none."""
 
     __slots__ = (
-        *("attend", "isa", "meet", "multiply", "pack_weights", "path", "rms_norm", "rotate", "run_layer", "silu_mul"),
+        *(
+            "attend",
+            "isa",
+            "meet",
+            "multiply",
+            "pack_weights",
+            "path",
+            "rms_norm",
+            "rotate",
+            "run_layer",
+            "silu_mul",
+        ),
     )
 
     def __init__(self, path: Path, isa: str) -> None:
         library = ctypes.CDLL(str(path))
-        calls = {"attention": AttentionCall, "product": ProductCall, "layer": LayerCall, "ranks": Ranks}
+        calls = {
+            "attention": AttentionCall,
+            "product": ProductCall,
+            "layer": LayerCall,
+            "ranks": Ranks,
+        }
         if any(
-            getattr(library, f"shardline_{name}_call_bytes")() != ctypes.sizeof(call) for name, call in calls.items()
+            getattr(library, f"shardline_{name}_call_bytes")() != ctypes.sizeof(call)
+            for name, call in calls.items()
         ):
             raise OSError(f"{path} expects another call layout: delete it and build again")
         self.attend = _typed(library.shardline_attend, POINTER(AttentionCall))
         self.rms_norm = _typed(
-            library.shardline_rms_norm, c_void_p, POINTER(Norm), c_void_p, *[c_int64] * 4, *[c_int32] * 2
+            library.shardline_rms_norm,
+            c_void_p,
+            POINTER(Norm),
+            c_void_p,
+            *[c_int64] * 4,
+            *[c_int32] * 2,
         )
         self.run_layer = _typed(library.shardline_run_layer, POINTER(LayerCall))
-        self.silu_mul = _typed(library.shardline_silu_mul, *[c_void_p] * 3, *[c_int64] * 4, *[c_int32] * 2)
-        self.rotate = _typed(library.shardline_rotate, *[c_void_p] * 4, *[c_int64] * 4, *[c_int32] * 2)
+        self.silu_mul = _typed(
+            library.shardline_silu_mul, *[c_void_p] * 3, *[c_int64] * 4, *[c_int32] * 2
+        )
+        self.rotate = _typed(
+            library.shardline_rotate, *[c_void_p] * 4, *[c_int64] * 4, *[c_int32] * 2
+        )
         self.pack_weights = _typed(library.shardline_pack_weights, *[c_void_p] * 2, *[c_int64] * 2)
         self.multiply = _typed(library.shardline_multiply, POINTER(ProductCall))
         self.meet = _typed(library.shardline_meet, POINTER(Ranks))
@@ -160,7 +204,8 @@ class Kernel:
 
 
 def supported_isas() -> list[str]:
-    """Returns the variants that this processor, torch and oneDNN as they are limited here run, the widest first."""
+    """Returns the variants that this processor, torch and oneDNN as they are limited here run, the
+    widest first."""
     if platform.machine() not in {"x86_64", "AMD64"}:
         return []
     capability = torch.backends.cpu.get_cpu_capability().lower()
@@ -171,9 +216,14 @@ def supported_isas() -> list[str]:
 def _widest_avx512() -> str:
     """Returns the variant for what the processor has in addition to AVX-512, as far as oneDNN's
     limit of this process goes."""
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "DEFAULT")).upper()
-    flags, allowed = _processor_flags(), _LIMITS.get(limit, "amx")
-    isas = [isa for isa in list(MARCH)[list(MARCH).index(allowed) :] if flags >= _FLAGS.get(isa, set())]
+    limit = os.environ.get(
+        "ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "DEFAULT")
+    ).upper()
+    flags = _processor_flags()
+    allowed = _LIMITS.get(limit, "amx")
+    isas = [
+        isa for isa in list(MARCH)[list(MARCH).index(allowed) :] if flags >= _FLAGS.get(isa, set())
+    ]
     return next(isa for isa in isas if isa != "amx" or _may_use_tiles())
 
 
@@ -189,12 +239,15 @@ def _processor_flags() -> set[str]:
 
 def _may_use_tiles() -> bool:
     """Asks Linux, which keeps the tiles' state from a process that does not."""
-    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    arch_prctl = 158
+    request_permission = 0x1023
+    tile_data = 18
     return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 def load() -> Kernel | None:
-    """Loads the kernel for this processor, built first if necessary; without one, logs the reason and returns None."""
+    """Loads the kernel for this processor, built first if necessary; without one, logs the reason
+    and returns None."""
     settings = KernelSettings()
     isas = supported_isas()
     if settings.kernel == "off" or not isas:

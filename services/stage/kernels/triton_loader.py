@@ -26,15 +26,23 @@ class TritonKernels:
 
     module: Any
     version: str
-    """Changes whenever the bits of a row may change: of triton, of the kernels and of their launches."""
+    """Changes whenever the bits of a row may change: of triton, of the kernels and of their
+    launches."""
     is_interpreted: bool
 
     @classmethod
     def load(cls, name: str, launcher: str) -> Self:
         """Imports the module `name`; the source file `launcher` launches its kernels."""
-        module, triton = import_module(name), import_module("triton")
-        source = hashlib.sha256(Path(launcher).read_bytes() + Path(module.__file__ or "").read_bytes()).hexdigest()
-        return cls(module, f"triton-{triton.__version__}-{source[:16]}", bool(triton.knobs.runtime.interpret))
+        module = import_module(name)
+        triton = import_module("triton")
+        source = hashlib.sha256(
+            Path(launcher).read_bytes() + Path(module.__file__ or "").read_bytes()
+        ).hexdigest()
+        return cls(
+            module,
+            f"triton-{triton.__version__}-{source[:16]}",
+            bool(triton.knobs.runtime.interpret),
+        )
 
 
 def unserved(device: torch.device) -> str | None:

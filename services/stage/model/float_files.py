@@ -1,8 +1,8 @@
-"""The float weights of a checkpoint as files, where its own are quantized, or of another dtype and too many to convert
-in memory: written once, layer by layer, so that it loads as any other.
+"""The float weights of a checkpoint as files, where its own are quantized, or of another dtype and
+too many to convert in memory: written once, layer by layer, so that it loads as any other.
 
-They lie in the cache folder under the checkpoint's fingerprint. Memory never holds more than one layer; a later start,
-or another stage of this host, finds what is written.
+They lie in the cache folder under the checkpoint's fingerprint. Memory never holds more than one
+layer; a later start, or another stage of this host, finds what is written.
 """
 
 from __future__ import annotations
@@ -43,7 +43,12 @@ ROOM = 1.1
 
 
 def with_floats(
-    info: ModelInfo, layers: range, dtype: torch.dtype, cache_folder: Path, *, converts: bool = False
+    info: ModelInfo,
+    layers: range,
+    dtype: torch.dtype,
+    cache_folder: Path,
+    *,
+    converts: bool = False,
 ) -> ModelInfo:
     """Returns the model itself, or one with a folder of float weights of these layers: if its own
     are quantized, or, with `converts`, of another dtype, which the loader would convert in memory,
@@ -62,8 +67,13 @@ def with_floats(
 
 
 class _Writer:
-    def __init__(self, info: ModelInfo, quantization: Quantization, dtype: torch.dtype, folder: Path) -> None:
-        self._info, self._quantization, self._dtype, self._folder = info, quantization, dtype, folder
+    def __init__(
+        self, info: ModelInfo, quantization: Quantization, dtype: torch.dtype, folder: Path
+    ) -> None:
+        self._info = info
+        self._quantization = quantization
+        self._dtype = dtype
+        self._folder = folder
 
     def write(self, layers: range) -> ModelInfo:
         """Writes what is missing; returns a model with a folder of links to the files of these
@@ -75,7 +85,9 @@ class _Writer:
         for part in parts:
             if not self._file(part).is_file():
                 self._write(part, names[part])
-        index = {weight: self._file(part).name for part in parts for weight in _weights(self._file(part))}
+        index = {
+            weight: self._file(part).name for part in parts for weight in _weights(self._file(part))
+        }
         for part in parts:
             _link(own / self._file(part).name, self._file(part))
         _replace(own / INDEX, {"metadata": {}, "weight_map": index})
@@ -101,15 +113,22 @@ class _Writer:
         file = self._file(part)
         try:
             with ExitStack() as stack:
-                files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in set(names.values())}
-                floats = self._floats({name: files[path].get_tensor(name) for name, path in names.items()})
+                files = {
+                    path: stack.enter_context(safe_open(path, framework="pt"))
+                    for path in set(names.values())
+                }
+                floats = self._floats(
+                    {name: files[path].get_tensor(name) for name, path in names.items()}
+                )
         except (SafetensorError, KeyError, RuntimeError, ValueError, IndexError) as error:
             refuse(f"{part} of {self._info.path} cannot be unpacked: {error}", COPY_AGAIN, error)
         size_bytes = sum(tensor.nbytes for tensor in floats.values())
         free_bytes = shutil.disk_usage(self._folder).free
         if size_bytes * ROOM > free_bytes:
             problem = f"{file} needs {size_bytes >> 20:,} MiB, the disk has {free_bytes >> 20:,}"
-            raise Invalid("SHARDLINE_CACHE_DIR", problem, "Free some, or name a folder of another disk")
+            raise Invalid(
+                "SHARDLINE_CACHE_DIR", problem, "Free some, or name a folder of another disk"
+            )
         with tempfile.TemporaryDirectory(dir=self._folder) as draft:
             save_file(floats, Path(draft) / file.name, metadata={"format": "pt"})
             (Path(draft) / file.name).replace(file)
@@ -123,7 +142,11 @@ class _Writer:
         for name in tensors:
             layer, _, part = name.rpartition(".")
             if part == first:
-                parts = {each: tensors[f"{layer}.{each}"] for each in (first, *others) if f"{layer}.{each}" in tensors}
+                parts = {
+                    each: tensors[f"{layer}.{each}"]
+                    for each in (first, *others)
+                    if f"{layer}.{each}" in tensors
+                }
                 used |= {f"{layer}.{each}" for each in parts}
                 weight = self._quantization.weight(parts) if len(parts) > 1 else parts[first]
                 floats[f"{layer}.weight"] = weight.to(self._dtype).contiguous()
@@ -132,8 +155,12 @@ class _Writer:
 
 def _has_dtype(folder: Path, dtype: torch.dtype) -> bool:
     """Whether all weights of more than one dimension are stored so."""
-    tensors = [tensor for file in weight_files(folder) for tensor in check_file(file).tensors.values()]
-    return all(tensor["dtype"] == STORED.get(dtype) for tensor in tensors if len(tensor["shape"]) > 1)
+    tensors = [
+        tensor for file in weight_files(folder) for tensor in check_file(file).tensors.values()
+    ]
+    return all(
+        tensor["dtype"] == STORED.get(dtype) for tensor in tensors if len(tensor["shape"]) > 1
+    )
 
 
 def _weights(file: Path) -> Iterable[str]:

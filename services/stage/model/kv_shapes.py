@@ -1,6 +1,8 @@
-"""Finds what each layer of a shard keeps per token, by one run on two rows. Refuses layers that cannot be split off.
+"""Finds what each layer of a shard keeps per token, by one run on two rows. Refuses layers that
+cannot be split off.
 
-The run is small and real, so it sees all that a model does to its keys and values. Knows no KV block.
+The run is small and real, so it sees all that a model does to its keys and values. Knows no KV
+block.
 """
 
 from __future__ import annotations
@@ -18,17 +20,27 @@ from services.stage.model.shard import Shard
 PROBE = "shardline_probe"
 NUM_ROWS = 2
 LAYER_INPUTS = frozenset(
-    {"hidden_states", "attention_mask", "position_ids", "position_embeddings", "cache_position", "past_key_values"}
+    {
+        "hidden_states",
+        "attention_mask",
+        "position_ids",
+        "position_embeddings",
+        "cache_position",
+        "past_key_values",
+    }
 )
 
 
 def probe_kv_shapes(shard: Shard) -> dict[int, KvShape]:
-    """Returns the KV shape of every layer. Raises Invalid for layers that take or return more than hidden states."""
+    """Returns the KV shape of every layer. Raises Invalid for layers that take or return more than
+    hidden states."""
     seen: dict[int, KvShape] = {}
     layers = shard.layer_modules.values()
     hooks = [layer.register_forward_pre_hook(_check_inputs, with_kwargs=True) for layer in layers]
     hooks += [layer.register_forward_hook(_check_output) for layer in layers]
-    attention = [module for layer in layers for module in layer.modules() if hasattr(module, "layer_idx")]
+    attention = [
+        module for layer in layers for module in layer.modules() if hasattr(module, "layer_idx")
+    ]
     usual = shard.model.config._attn_implementation  # noqa: SLF001 (transformers has no public reader)
     shard.model.set_attn_implementation(PROBE)
     try:
@@ -47,9 +59,14 @@ def probe_kv_shapes(shard: Shard) -> dict[int, KvShape]:
     return seen
 
 
-def _record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    """An attention function that stores the KV shape on its module and returns zeros [1, T, H, Dv]."""
-    module.__dict__[PROBE] = KvShape(num_kv_heads=key.shape[1], head_dim=key.shape[3], value_head_dim=value.shape[3])
+def _record(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """An attention function that stores the KV shape on its module and returns zeros [1, T, H,
+    Dv]."""
+    module.__dict__[PROBE] = KvShape(
+        num_kv_heads=key.shape[1], head_dim=key.shape[3], value_head_dim=value.shape[3]
+    )
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -57,11 +74,17 @@ AttentionInterface.register(PROBE, _record)
 
 
 def _check_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    others = [name for name, value in kwargs.items() if name not in LAYER_INPUTS and _carries_tensor(value)]
+    others = [
+        name
+        for name, value in kwargs.items()
+        if name not in LAYER_INPUTS and _carries_tensor(value)
+    ]
     if any(_carries_tensor(value) for value in args[1:]):
         others.append("a second positional input")
     if others:
-        refuse(f"{type(layer).__name__} takes {', '.join(others)} besides hidden states, which a split would cut")
+        refuse(
+            f"{type(layer).__name__} takes {', '.join(others)} besides hidden states, which a split would cut"
+        )
 
 
 def _check_output(layer: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
@@ -72,4 +95,6 @@ def _check_output(layer: nn.Module, _args: tuple[Any, ...], output: Any) -> None
 def _carries_tensor(value: Any) -> bool:
     if isinstance(value, dict):
         value = tuple(value.values())
-    return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(_carries_tensor(v) for v in value))
+    return isinstance(value, Tensor) or (
+        isinstance(value, list | tuple) and any(_carries_tensor(v) for v in value)
+    )

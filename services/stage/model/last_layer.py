@@ -1,4 +1,5 @@
-"""Narrows the tail's last layer: rows that are not sampled get keys and values only, all that later rows need of them.
+"""Narrows the tail's last layer: rows that are not sampled get keys and values only, all that later
+rows need of them.
 
 The prefill of a prompt saves most of one layer. Knows no sequence and no sampling.
 """
@@ -18,7 +19,8 @@ Narrow = Callable[[Tensor], None]
 
 
 class LastLayer:
-    """The last layer of a shard: one that attends once, through `attention`, and else treats rows independently."""
+    """The last layer of a shard: one that attends once, through `attention`, and else treats rows
+    independently."""
 
     def __init__(self, layer: nn.Module, attention: Attention) -> None:
         self._attention = attention
@@ -27,7 +29,9 @@ class LastLayer:
         layer.register_forward_pre_hook(self._narrow, with_kwargs=True)
 
     @contextmanager
-    def narrowed(self, rows: Tensor, micro_batch: MicroBatch, narrow: Narrow | None = None) -> Iterator[None]:
+    def narrowed(
+        self, rows: Tensor, micro_batch: MicroBatch, narrow: Narrow | None = None
+    ) -> Iterator[None]:
         """A context in which forwards go on, from the last layer, with the packed rows `rows` only,
         int64 [R].
 
@@ -54,7 +58,9 @@ class LastLayer:
             self._ends_after_kv = False
         raise AssertionError("the last layer was never called")
 
-    def _narrow(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def _narrow(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
         if self._kept is None and not self._ends_after_kv:
             return None
         self._write_kv(layer, args, kwargs)
@@ -80,9 +86,12 @@ class LastLayer:
 
 
 def _rows_of(value: Any, rows: Tensor, num_rows: int) -> Any:
-    """Returns the arguments for some of the rows: selects `rows` in every tensor [1, T, ...], however deeply nested."""
+    """Returns the arguments for some of the rows: selects `rows` in every tensor [1, T, ...],
+    however deeply nested."""
     if isinstance(value, Tensor):
-        return value.index_select(1, rows) if value.dim() > 1 and value.shape[1] == num_rows else value
+        return (
+            value.index_select(1, rows) if value.dim() > 1 and value.shape[1] == num_rows else value
+        )
     if isinstance(value, dict):
         return {name: _rows_of(part, rows, num_rows) for name, part in value.items()}
     if isinstance(value, list | tuple):

@@ -1,7 +1,8 @@
-"""A model's miniature: transformers' own class with the model's structure, small sizes and random weights.
+"""A model's miniature: transformers' own class with the model's structure, small sizes and random
+weights.
 
-What a model's code does can be tried on it, whole on any stage, without a weight of the model. Knows no shard and no
-KV.
+What a model's code does can be tried on it, whole on any stage, without a weight of the model.
+Knows no shard and no KV.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ GAIN = 1.5
 def miniature_config(config: Any) -> Any:
     """Returns a copy of a causal LM's config with small widths and few layers.
 
-    What decides which code runs stays as it is: kinds of layers, query heads for each KV head, experts.
+    What decides which code runs stays as it is: kinds of layers, query heads for each KV head,
+    experts.
     """
     miniature = copy.deepcopy(config)
     heads = config.num_attention_heads
@@ -54,14 +56,17 @@ def miniature_config(config: Any) -> Any:
         sizes["num_key_value_heads"] = kv_heads // fewer
     for name, size in sizes.items():
         setattr(miniature, name, size)
-    miniature.pad_token_id, miniature.dtype = None, torch.float32
+    miniature.pad_token_id = None
+    miniature.dtype = torch.float32
     return miniature
 
 
 def build_miniature(config: Any) -> Any:
-    """Returns the whole model of a config from `miniature_config`, with transformers' plainest attention and experts.
+    """Returns the whole model of a config from `miniature_config`, with transformers' plainest
+    attention and experts.
 
-    Its weights are the same every time, float32 on the CPU. Raises Invalid if transformers cannot make it.
+    Its weights are the same every time, float32 on the CPU. Raises Invalid if transformers cannot
+    make it.
     """
     kind = model_class(config)
     with torch.random.fork_rng(devices=[]):
@@ -69,7 +74,9 @@ def build_miniature(config: Any) -> Any:
         try:
             model = kind(copy.deepcopy(config)).eval()
         except FAILURES as error:
-            refuse(f"{kind.__name__} cannot be tried in a small size: {first_line(error)}", cause=error)
+            refuse(
+                f"{kind.__name__} cannot be tried in a small size: {first_line(error)}", cause=error
+            )
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=GAIN / math.sqrt(parameter.shape[-1]))
@@ -83,8 +90,14 @@ def build_miniature(config: Any) -> Any:
 def _num_layers(config: Any) -> int:
     """Returns how many first layers show every kind that a list of layers names."""
     total: int = config.num_hidden_layers
-    lists = [value for value in vars(config).values() if _is_by_layer(value, total) and isinstance(value[0], str)]
-    return min(total, max([MIN_LAYERS, *(1 + max(kinds.index(kind) for kind in kinds) for kinds in lists)]))
+    lists = [
+        value
+        for value in vars(config).values()
+        if _is_by_layer(value, total) and isinstance(value[0], str)
+    ]
+    return min(
+        total, max([MIN_LAYERS, *(1 + max(kinds.index(kind) for kind in kinds) for kinds in lists)])
+    )
 
 
 def _smaller(name: str, value: Any, config: Any, hidden: int, num_layers: int) -> Any:
@@ -111,12 +124,20 @@ def _is_by_layer(value: Any, num_layers: int) -> bool:
 
 
 def _smaller_rope(rope: dict[str, Any]) -> dict[str, Any]:
-    """A rope without factors for each dimension of a head, of which the miniature has fewer, and of a length that few
-    tokens pass: some models scale by it themselves. A rope that rescales at that length keeps it."""
+    """A rope without factors for each dimension of a head, of which the miniature has fewer, and of
+    a length that few tokens pass: some models scale by it themselves. A rope that rescales at that
+    length keeps it."""
     if any(isinstance(value, list) for value in rope.values()):
-        kept = {name: value for name, value in rope.items() if name in {"rope_theta", "partial_rotary_factor"}}
+        kept = {
+            name: value
+            for name, value in rope.items()
+            if name in {"rope_theta", "partial_rotary_factor"}
+        }
         return kept | {"rope_type": "default"}
-    small = {name: _smaller_rope(value) if isinstance(value, dict) else value for name, value in rope.items()}
+    small = {
+        name: _smaller_rope(value) if isinstance(value, dict) else value
+        for name, value in rope.items()
+    }
     length = rope.get(ROPE_LENGTH)
     if isinstance(length, int | float) and rope.get("rope_type") != "dynamic":
         small[ROPE_LENGTH] = min(length, SHORT)

@@ -1,4 +1,5 @@
-"""Reads a model's sizes and limits from its folder, without its weights, and refuses what cannot be sharded.
+"""Reads a model's sizes and limits from its folder, without its weights, and refuses what cannot be
+sharded.
 
 Owns the rules of refusal; knows nothing of devices, KV or how a shard is loaded.
 """
@@ -45,7 +46,8 @@ ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """A causal LM that can be sharded: its folder, its config, and what a scheduler needs to know of it."""
+    """A causal LM that can be sharded: its folder, its config, and what a scheduler needs to know
+    of it."""
 
     path: Path
     revision: str | None
@@ -61,7 +63,8 @@ class ModelInfo:
     def read(cls, model: str | Path, revision: str | None = None) -> ModelInfo:
         """Reads a model from a local folder or a hub id.
 
-        Raises Invalid, with the reason, if it cannot be sharded, and Unavailable if the hub does not answer.
+        Raises Invalid, with the reason, if it cannot be sharded, and Unavailable if the hub does
+        not answer.
         """
         path, commit = _find(model, revision)
         config = _read_config(path)
@@ -79,7 +82,8 @@ class ModelInfo:
         )
 
     def row(self, *, name: str, fingerprint: str) -> dict[str, Any]:
-        """Returns the row of the table `models`: doors read from it the limits that a head of this model keeps."""
+        """Returns the row of the table `models`: doors read from it the limits that a head of this
+        model keeps."""
         return model_row(
             self.path,
             name=name,
@@ -92,7 +96,8 @@ class ModelInfo:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """All that another host needs of a model's folder. Raises Invalid if a file of weights is missing."""
+    """All that another host needs of a model's folder. Raises Invalid if a file of weights is
+    missing."""
     found = {path for pattern in HUB_FILES for path in folder.glob(pattern) if path.is_file()}
     return sorted(found | set(weight_files(folder)))
 
@@ -102,10 +107,16 @@ def _find(model: str | Path, revision: str | None) -> tuple[Path, str | None]:
     path = Path(model).expanduser()
     if path.is_dir():
         if revision is not None:
-            refuse(f"{path} is a folder, which has no revision {revision!r}", "Unset SHARDLINE_MODEL_REVISION")
+            refuse(
+                f"{path} is a folder, which has no revision {revision!r}",
+                "Unset SHARDLINE_MODEL_REVISION",
+            )
         return path.resolve(), None
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)):
-        refuse(f"{str(model)!r} is neither a folder nor a hub id", "Give a folder with config.json, or owner/name")
+        refuse(
+            f"{str(model)!r} is neither a folder nor a hub id",
+            "Give a folder with config.json, or owner/name",
+        )
     snapshot = _download(str(model), revision)
     commit = snapshot.name
     if revision != commit:
@@ -120,16 +131,27 @@ def _find(model: str | Path, revision: str | None) -> tuple[Path, str | None]:
 
 
 def _download(model: str, revision: str | None) -> Path:
-    """Downloads safetensors and text files only into the hub's own cache; returns the folder `snapshots/<commit>`."""
+    """Downloads safetensors and text files only into the hub's own cache; returns the folder
+    `snapshots/<commit>`."""
     try:
         patterns = list(HUB_FILES)
         # Offline, huggingface_hub 1 asks the network for the files of a commit all the same.
         is_local = is_offline_mode()
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, local_files_only=is_local))
+        return Path(
+            snapshot_download(
+                model, revision=revision, allow_patterns=patterns, local_files_only=is_local
+            )
+        )
     except RevisionNotFoundError as error:
-        refuse(f"the hub's model {model!r} has no revision {revision!r}", "Check SHARDLINE_MODEL_REVISION", error)
+        refuse(
+            f"the hub's model {model!r} has no revision {revision!r}",
+            "Check SHARDLINE_MODEL_REVISION",
+            error,
+        )
     except (RepositoryNotFoundError, HFValidationError) as error:
-        refuse(f"the hub has no model {model!r}", "Check the name, or HF_TOKEN if it is private", error)
+        refuse(
+            f"the hub has no model {model!r}", "Check the name, or HF_TOKEN if it is private", error
+        )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise Unavailable(f"cannot fetch {model!r} from the hub: {error}") from error
 
@@ -144,8 +166,15 @@ def _read_config(path: Path) -> Any:
     except (ValueError, KeyError, TypeError) as error:
         refuse(f"{file} is not a model's config: {error!r}", "Copy the model again", error)
     if model_type not in tf.CONFIG_MAPPING:
-        why = "needs remote code, which is never run" if "auto_map" in raw else "is unknown to this transformers"
-        refuse(f"model type {model_type!r} {why} ({tf.__version__})", "Choose a model that transformers has built in")
+        why = (
+            "needs remote code, which is never run"
+            if "auto_map" in raw
+            else "is unknown to this transformers"
+        )
+        refuse(
+            f"model type {model_type!r} {why} ({tf.__version__})",
+            "Choose a model that transformers has built in",
+        )
     try:
         return tf.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except (ValueError, TypeError, KeyError, OSError, StrictDataclassError) as error:
@@ -159,29 +188,41 @@ def check_can_be_sharded(config: Any) -> None:
     if config.is_encoder_decoder:
         refuse(f"{kind!r} is an encoder-decoder, not a causal LM")
     others = [getattr(config, name) for name in config.sub_configs]
-    if config.get_text_config() is not config or any(hasattr(other, "num_hidden_layers") for other in others):
+    if config.get_text_config() is not config or any(
+        hasattr(other, "num_hidden_layers") for other in others
+    ):
         refuse(f"{kind!r} is multimodal", "Give its text model alone")
     if type(config) not in tf.MODEL_FOR_CAUSAL_LM_MAPPING:
         refuse(f"{kind!r} is not a causal LM")
     name = model_class(config).__name__
     if config.architectures and name not in config.architectures:
         refuse(
-            f"it was saved as {config.architectures[0]}, not as {name}", "Give a checkpoint with a language-model head"
+            f"it was saved as {config.architectures[0]}, not as {name}",
+            "Give a checkpoint with a language-model head",
         )
     quantization_of(config)
     odd = set(getattr(config, "layer_types", None) or ()) - ATTENTION_TYPES
     if odd:
-        refuse(f"{kind!r} has layers of type {', '.join(sorted(odd))}; only full and sliding attention are supported")
+        refuse(
+            f"{kind!r} has layers of type {', '.join(sorted(odd))}; only full and sliding attention are supported"
+        )
     if model_class(config)._is_stateful:  # noqa: SLF001 (transformers has no public reader)
-        refuse(f"{kind!r} keeps a state that goes from token to token; only keys and values are kept")
+        refuse(
+            f"{kind!r} keeps a state that goes from token to token; only keys and values are kept"
+        )
     missing = [name for name in SIZES if not _has_size(config, name)]
     if missing:
         refuse(f"{kind!r} has no {missing[0]}: it is not one stack of equal layers")
     if not hasattr(sys.modules[model_class(config).__module__], "ALL_ATTENTION_FUNCTIONS"):
         refuse(f"{kind!r} does not attend through transformers' attention interface")
     if getattr(config, "num_kv_shared_layers", 0):
-        refuse(f"{kind!r} shares keys and values across layers (num_kv_shared_layers), which a split would cut")
-    if getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_causal", True) is False:
+        refuse(
+            f"{kind!r} shares keys and values across layers (num_kv_shared_layers), which a split would cut"
+        )
+    if (
+        getattr(config, "use_bidirectional_attention", None)
+        or getattr(config, "is_causal", True) is False
+    ):
         refuse(f"{kind!r} attends to later tokens")
 
 
@@ -206,22 +247,28 @@ def _check_vocabulary(path: Path, vocab_size: int) -> None:
             rows = (tensor.get("shape") or [vocab_size])[0]
             if name.endswith(EMBEDDINGS) and rows != vocab_size:
                 found = f"vocab_size is {vocab_size} in config.json, and {name} has {rows} rows"
-                refuse(found, "Correct the config, or resize the embedding and save the model again")
+                refuse(
+                    found, "Correct the config, or resize the embedding and save the model again"
+                )
 
 
 def _context_length(config: Any) -> int:
-    """Returns the context that the checkpoint is made for: YaRN and linear scaling extend its positions by
-    their factor, as they do in vLLM.
+    """Returns the context that the checkpoint is made for: YaRN and linear scaling extend its
+    positions by their factor, as they do in vLLM.
 
-    Where a rope has other frequencies for longer sequences (`dynamic`, `longrope`), it is the length from which
-    it has: within a batch, and within a sequence that grows, there can be only one kind.
+    Where a rope has other frequencies for longer sequences (`dynamic`, `longrope`), it is the
+    length from which it has: within a batch, and within a sequence that grows, there can be only
+    one kind.
     """
     length = getattr(config, "max_position_embeddings", None)
     if length is None:
         refuse(f"{config.model_type!r} names no limit of its context (max_position_embeddings)")
     rope = getattr(config, "rope_parameters", None) or {}
     layered = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    limits = [_scaled(int(length), rope), *(limit for part in layered if (limit := _limit_of_rope(part)))]
+    limits = [
+        _scaled(int(length), rope),
+        *(limit for part in layered if (limit := _limit_of_rope(part))),
+    ]
     context = min(limits)
     if context < limits[0]:
         log.warning(

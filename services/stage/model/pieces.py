@@ -1,5 +1,5 @@
-"""The pieces of a decoder: what runs before its layers, the layers, what runs after them; and what replaces a piece
-that another stage computes.
+"""The pieces of a decoder: what runs before its layers, the layers, what runs after them; and what
+replaces a piece that another stage computes.
 
 Letters of shapes: T packed rows, H the hidden size.
 """
@@ -25,14 +25,17 @@ class PassThrough(nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         """Returns the first tensor of a float dtype that it is given, [...], unchanged."""
-        return next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point())
+        return next(
+            x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()
+        )
 
 
 class NoEmbedding(nn.Module):
     """Replaces an embedding, of positions for example, if another stage has added its rows."""
 
     def forward(self, ids: Tensor, *_args: object, **_kwargs: object) -> Tensor:
-        """Returns a zero, [], of the dtype of `ids`, int64 [...]: it changes nothing that it is added to."""
+        """Returns a zero, [], of the dtype of `ids`, int64 [...]: it changes nothing that it is
+        added to."""
         return ids.new_zeros(())
 
 
@@ -43,8 +46,8 @@ def stub_of(piece: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """Names of modules inside the base model, such as `norm` or `decoder.layers`. What no name holds stays on every
-    stage, such as a rotary embedding, which all layers need."""
+    """Names of modules inside the base model, such as `norm` or `decoder.layers`. What no name
+    holds stays on every stage, such as a rotary embedding, which all layers need."""
 
     before: tuple[str, ...]
     layers: str
@@ -52,39 +55,55 @@ class Pieces:
 
     @classmethod
     def planned(cls, model: Any) -> Pieces:
-        """Reads the names from transformers' pipeline plan. Raises Invalid if plan and model do not agree."""
-        config, children = model.config, dict(model.base_model.named_children())
+        """Reads the names from transformers' pipeline plan. Raises Invalid if plan and model do not
+        agree."""
+        config = model.config
+        children = dict(model.base_model.named_children())
         plan = [name for name in config.base_model_pp_plan if name in children]
         lists = [name for name in plan if _are_layers(children[name], config)]
         unplanned = sorted(n for n, m in children.items() if n not in plan and _has_weights(m))
         if len(lists) != 1 or unplanned:
-            what = f"parts outside it ({', '.join(unplanned)})" if unplanned else "no single list of layers in it"
-            refuse(f"{config.model_type!r} has a pipeline plan, but {what}, so it cannot be sharded")
+            what = (
+                f"parts outside it ({', '.join(unplanned)})"
+                if unplanned
+                else "no single list of layers in it"
+            )
+            refuse(
+                f"{config.model_type!r} has a pipeline plan, but {what}, so it cannot be sharded"
+            )
         index = plan.index(lists[0])
         return cls(before=tuple(plan[:index]), layers=plan[index], after=tuple(plan[index + 1 :]))
 
     @classmethod
     def watched(cls, config: Any) -> Pieces:
-        """Runs the model's miniature and sees which pieces come before its first layer and which later.
+        """Runs the model's miniature and sees which pieces come before its first layer and which
+        later.
 
-        So their order in the class does not matter: OPT declares its final norm before its layers. Raises Invalid if
-        there is no single list of layers, or the miniature does not run.
+        So their order in the class does not matter: OPT declares its final norm before its layers.
+        Raises Invalid if there is no single list of layers, or the miniature does not run.
         """
         miniature = build_miniature(miniature_config(config))
         base = miniature.base_model
-        alike = [name for name, module in base.named_modules() if _are_layers(module, miniature.config)]
+        alike = [
+            name for name, module in base.named_modules() if _are_layers(module, miniature.config)
+        ]
         # Within a layer there may be the same number of modules of another kind, such as a norm
         # for each head
         lists = [name for name in alike if not any(name.startswith(f"{other}.") for other in alike)]
         if len(lists) != 1:
-            refuse(f"{type(base).__name__} has {len(lists) or 'no'} lists of as many modules as it has layers")
+            refuse(
+                f"{type(base).__name__} has {len(lists) or 'no'} lists of as many modules as it has layers"
+            )
         first = base.get_submodule(lists[0])[0]
         pieces = {name: base.get_submodule(name) for name in _pieces_around(base, lists[0])}
         order = _order_of_calls(miniature, [first, *pieces.values()])
         if first not in order:
             refuse(f"{type(base).__name__} does not call its layers one by one")
-        early, late = order[: order.index(first)], order[order.index(first) :]
-        before = tuple(name for name, piece in pieces.items() if piece in early and _has_weights(piece))
+        early = order[: order.index(first)]
+        late = order[order.index(first) :]
+        before = tuple(
+            name for name, piece in pieces.items() if piece in early and _has_weights(piece)
+        )
         after = tuple(name for name, piece in pieces.items() if piece in late)
         return cls(before=before, layers=lists[0], after=after)
 
@@ -92,12 +111,17 @@ class Pieces:
 def _order_of_calls(model: Any, modules: list[nn.Module]) -> list[nn.Module]:
     """Those of the modules that the model's forward calls, in the order of their first calls."""
     order: list[nn.Module] = []
-    hooks = [module.register_forward_pre_hook(lambda called, _: order.append(called)) for module in modules]
+    hooks = [
+        module.register_forward_pre_hook(lambda called, _: order.append(called))
+        for module in modules
+    ]
     try:
         with torch.inference_mode():
             model(input_ids=torch.arange(NUM_TOKENS)[None], use_cache=False)
     except FAILURES as error:
-        refuse(f"{type(model).__name__} does not run in a small size: {first_line(error)}", cause=error)
+        refuse(
+            f"{type(model).__name__} does not run in a small size: {first_line(error)}", cause=error
+        )
     finally:
         for hook in hooks:
             hook.remove()

@@ -1,7 +1,8 @@
-"""Quantized checkpoints: which tensors make one weight, and its float values. Knows no file and no shard.
+"""Quantized checkpoints: which tensors make one weight, and its float values. Knows no file and no
+shard.
 
-A packed word has 32 bits, its first number in the lowest ones. Letters of shapes: O outputs, I inputs of a linear
-layer, G groups of inputs that share a scale, P numbers in a word.
+A packed word has 32 bits, its first number in the lowest ones. Letters of shapes: O outputs, I
+inputs of a linear layer, G groups of inputs that share a scale, P numbers in a word.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ class Quantization(ABC):
 
     @abstractmethod
     def weight(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Returns the weight [O, I] in float32. `parts` are those of one linear layer that the checkpoint has."""
+        """Returns the weight [O, I] in float32. `parts` are those of one linear layer that the
+        checkpoint has."""
 
 
 class Gptq(Quantization):
-    """Inputs packed along rows: `qweight` int32 [I/P, O], `qzeros` int32 [G, O/P], `scales` [G, O], `g_idx` [I]."""
+    """Inputs packed along rows: `qweight` int32 [I/P, O], `qzeros` int32 [G, O/P], `scales` [G, O],
+    `g_idx` [I]."""
 
     parts = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -46,28 +49,38 @@ class Gptq(Quantization):
         """Returns the weight [O, I] in float32."""
         bits = self._bits_of(parts)
         numbers = unpacked(parts["qweight"].T, bits).T
-        zeros = unpacked(parts["qzeros"], bits)[:, : parts["scales"].shape[1]] + self._zeros_are_less
-        num_inputs, scales = len(numbers), parts["scales"].float()
+        zeros = (
+            unpacked(parts["qzeros"], bits)[:, : parts["scales"].shape[1]] + self._zeros_are_less
+        )
+        num_inputs = len(numbers)
+        scales = parts["scales"].float()
         group = parts.get("g_idx", torch.arange(num_inputs) // (num_inputs // len(scales))).long()
         return ((numbers - zeros[group]) * scales[group]).T
 
     def _bits_of(self, parts: Mapping[str, Tensor]) -> int:
-        """Those of this layer, by its shapes: `dynamic` in the config may give some layers others than the model's."""
-        num_outputs, words = parts["scales"].shape[1], parts["qzeros"].shape[1]
+        """Those of this layer, by its shapes: `dynamic` in the config may give some layers others
+        than the model's."""
+        num_outputs = parts["scales"].shape[1]
+        words = parts["qzeros"].shape[1]
         found = [bits for bits in BITS if -(-num_outputs * bits // WORD_BITS) == words]
         if not found:
-            refuse(f"zero points of {num_outputs} outputs in {words} words are of neither 4 nor 8 bits", REMEDY)
+            refuse(
+                f"zero points of {num_outputs} outputs in {words} words are of neither 4 nor 8 bits",
+                REMEDY,
+            )
         return found[0]
 
 
 class Awq(Quantization):
-    """Outputs packed along columns: `qweight` int32 [I, O/P], `qzeros` int32 [G, O/P], `scales` [G, O]."""
+    """Outputs packed along columns: `qweight` int32 [I, O/P], `qzeros` int32 [G, O/P], `scales` [G,
+    O]."""
 
     parts = ("qweight", "qzeros", "scales")
 
     def weight(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Returns the weight [O, I] in float32."""
-        numbers, zeros = self._unpacked(parts["qweight"]), self._unpacked(parts["qzeros"])
+        numbers = self._unpacked(parts["qweight"])
+        zeros = self._unpacked(parts["qzeros"])
         size = len(numbers) // len(zeros)
         scales = parts["scales"].float().repeat_interleave(size, 0)
         return ((numbers - zeros.repeat_interleave(size, 0)) * scales).T
@@ -86,11 +99,17 @@ class PackedIntegers(Quantization):
 
     def weight(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Returns the weight [O, I] in float32."""
-        words, scale = parts["weight_packed"], parts["weight_scale"].float()
+        words = parts["weight_packed"]
+        scale = parts["weight_scale"].float()
         num_outputs, num_inputs = (int(size) for size in parts["weight_shape"])
-        bits = next((bits for bits in BITS if -(-num_inputs * bits // WORD_BITS) == words.shape[1]), None)
+        bits = next(
+            (bits for bits in BITS if -(-num_inputs * bits // WORD_BITS) == words.shape[1]), None
+        )
         if bits is None:
-            refuse(f"weights of {num_inputs} inputs in {words.shape[1]} words are of neither 4 nor 8 bits", REMEDY)
+            refuse(
+                f"weights of {num_inputs} inputs in {words.shape[1]} words are of neither 4 nor 8 bits",
+                REMEDY,
+            )
         offset = 1 << (bits - 1)
         numbers = unpacked(words, bits)[:, :num_inputs] - offset
         if "weight_zero_point" in parts:
@@ -100,7 +119,8 @@ class PackedIntegers(Quantization):
 
 
 class ScaledQuantization(Quantization):
-    """Numbers of one byte, int8 or fp8, [O, I], with a scale for the whole, for each row, group or block."""
+    """Numbers of one byte, int8 or fp8, [O, I], with a scale for the whole, for each row, group or
+    block."""
 
     parts = ("weight", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_scale_inv")
 
@@ -140,7 +160,8 @@ SCALED = ("int-quantized", "naive-quantized", "float-quantized")
 
 
 def quantization_of(config: Any) -> Quantization | None:
-    """Returns how a model's weights are quantized; None if they are not. Raises Invalid for what is not read here."""
+    """Returns how a model's weights are quantized; None if they are not. Raises Invalid for what is
+    not read here."""
     found = getattr(config, "quantization_config", None)
     if not found:
         return None
@@ -164,7 +185,10 @@ def quantization_of(config: Any) -> Quantization | None:
         return PackedIntegers()
     groups = [group.get("weights") or {} for group in (said.get("config_groups") or {}).values()]
     return ScaledQuantization(
-        next((_block(group["block_structure"]) for group in groups if group.get("block_structure")), None)
+        next(
+            (_block(group["block_structure"]) for group in groups if group.get("block_structure")),
+            None,
+        )
     )
 
 

@@ -9,6 +9,8 @@ from shardline.base.errors import Invalid
 FIELD = "SHARDLINE_MODEL"
 
 
-def refuse(problem: str, remedy: str = "Choose another model", cause: Exception | None = None) -> Never:
+def refuse(
+    problem: str, remedy: str = "Choose another model", cause: Exception | None = None
+) -> Never:
     """Raises Invalid for a model that can never work here."""
     raise Invalid(FIELD, problem, remedy) from cause

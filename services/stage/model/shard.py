@@ -1,7 +1,9 @@
-"""A shard: layers [a, b) of a causal LM, loaded by transformers' own loader and computed by its own modules.
+"""A shard: layers [a, b) of a causal LM, loaded by transformers' own loader and computed by its own
+modules.
 
-A run-time subclass of the model's class replaces everything outside [a, b) by stubs before weights are read, so the
-loader does renames, merges and ties, and reads only what is left. Knows no KV, no StepPlan and no sampling.
+A run-time subclass of the model's class replaces everything outside [a, b) by stubs before weights
+are read, so the loader does renames, merges and ties, and reads only what is left. Knows no KV, no
+StepPlan and no sampling.
 
 Letters of shapes: T packed rows, H the hidden size, R sampled rows, V the vocabulary.
 """
@@ -31,7 +33,8 @@ from shardline.base.errors import Invalid
 
 REPORTS = ("missing_keys", "mismatched_keys", "error_msgs")
 Check = Callable[[nn.Module], Collection[int]]
-"""Gets a shard's model before any weight is read, and may raise. Returns the numbers of its streamed layers."""
+"""Gets a shard's model before any weight is read, and may raise. Returns the numbers of its
+streamed layers."""
 
 
 class LinearSize(NamedTuple):
@@ -44,7 +47,8 @@ class LinearSize(NamedTuple):
 def shard_class(info: ModelInfo, layers: range, check: Check) -> Any:
     """Returns the model's class with stubs outside `layers`."""
     base = model_class(info.config)
-    first, last = layers.start == 0, layers.stop == info.num_layers
+    first = layers.start == 0
+    last = layers.stop == info.num_layers
     watched = None if info.config.base_model_pp_plan else Pieces.watched(info.config)
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -63,7 +67,8 @@ def shard_class(info: ModelInfo, layers: range, check: Check) -> Any:
                     decoder.set_submodule(name, stub_of(piece))
         for number in range(info.num_layers):
             if number not in layers:
-                stack[number] = PassThrough()  # the entry stays: models index their layers by number
+                # the entry stays: models index their layers by number
+                stack[number] = PassThrough()
         if not last:
             for name in pieces.after:
                 decoder.set_submodule(name, PassThrough())
@@ -82,7 +87,8 @@ def shard_layers(model: Any, layers: range) -> dict[int, nn.Module]:
 
 
 def row_lengths(layers: Iterable[nn.Module]) -> frozenset[int]:
-    """Returns the outputs of the linear layers in these layers, and their halves, where two may be fused."""
+    """Returns the outputs of the linear layers in these layers, and their halves, where two may be
+    fused."""
     sizes = {int(p.shape[-2]) for layer in layers for p in layer.parameters() if p.dim() > 1}
     return frozenset(sizes | {size // 2 for size in sizes if size % 2 == 0})
 
@@ -91,8 +97,12 @@ class Shard:
     """Some layers of a model, ready to compute: `hidden` on any stage, `logits` on the tail."""
 
     def __init__(self, model: Any, info: ModelInfo, layers: range, device: torch.device) -> None:
-        self.model, self.info, self.layers, self.device = model, info, layers, device
-        self.is_first, self.is_last = layers.start == 0, layers.stop == info.num_layers
+        self.model = model
+        self.info = info
+        self.layers = layers
+        self.device = device
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == info.num_layers
         self.decoder = model.base_model
         self.dtype: torch.dtype = model.dtype
         self._stack = self.decoder.get_submodule(model.pieces.layers)
@@ -102,12 +112,17 @@ class Shard:
         self.streamed_layers: tuple[int, ...] = model.streamed_layers
         """By number: those with weights that are read in every step."""
         self.output_shares: dict[str, range] = {}
-        """The outputs that this rank computes of linear layers that ranks divide, by their names in the model."""
+        """The outputs that this rank computes of linear layers that ranks divide, by their names in
+        the model."""
         self.linear_sizes: dict[str, LinearSize] = model.linear_sizes
-        """Of the linear layers within every layer of the model, other stages' too, by their names in it."""
+        """Of the linear layers within every layer of the model, other stages' too, by their names
+        in it."""
         self._received: Tensor | None = None
-        if not self.is_first:  # what the stage before sent replaces all that the model did before its layers
-            self.layer_modules[layers.start].register_forward_pre_hook(self._take_received, with_kwargs=True)
+        # what the stage before sent replaces all that the model did before its layers
+        if not self.is_first:
+            self.layer_modules[layers.start].register_forward_pre_hook(
+                self._take_received, with_kwargs=True
+            )
 
     @classmethod
     def load(
@@ -121,15 +136,18 @@ class Shard:
         cpu_parts: frozenset[CpuPart] = frozenset(),
         check: Check = lambda _: (),
     ) -> Shard:
-        """Loads these layers of a model from a folder or hub id, onto `device` but for `cpu_parts` and streamed layers.
+        """Loads these layers of a model from a folder or hub id, onto `device` but for `cpu_parts`
+        and streamed layers.
 
-        Raises what `check` raises, Invalid, with the remedy, if the model cannot be sharded or loaded, and Unavailable
-        if the hub does not answer.
+        Raises what `check` raises, Invalid, with the remedy, if the model cannot be sharded or
+        loaded, and Unavailable if the hub does not answer.
         """
         info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)
         if not 0 <= layers.start < layers.stop <= info.num_layers or layers.step != 1:
             raise Invalid(
-                "SHARDLINE_SPLIT", f"the model has layers 0-{info.num_layers - 1}, not {layers}", "Correct it"
+                "SHARDLINE_SPLIT",
+                f"the model has layers 0-{info.num_layers - 1}, not {layers}",
+                "Correct it",
             )
         for file in weight_files(info.path):
             check_file(file)
@@ -144,13 +162,17 @@ class Shard:
                     local_files_only=True,
                     trust_remote_code=False,
                     output_loading_info=True,
-                    ignore_mismatched_sizes=True,  # the report below names them; the loader's own error does not
+                    # the report below names them; the loader's own error does not
+                    ignore_mismatched_sizes=True,
                 )
             except (SafetensorError, RuntimeError, OSError, ValueError) as error:
                 refuse(f"{info.path} cannot be loaded: {error}", "Copy the model again", error)
         for name in REPORTS:
             if report[name]:
-                refuse(f"{info.path} has {name} {_some(report[name])}", "Copy the model again, or correct its config")
+                refuse(
+                    f"{info.path} has {name} {_some(report[name])}",
+                    "Copy the model again, or correct its config",
+                )
         shard = cls(loaded.eval(), info, layers, device)
         with shard.without(shard.streamed_layers):
             place(loaded, device, cpu_parts)
@@ -163,14 +185,16 @@ class Shard:
         return self.device if parameter is None else parameter.device
 
     def zeros(self, num_rows: int) -> Tensor:
-        """Returns zeros as input: ids int64 [T] on the first shard, hidden states [T, H] in `dtype` on the others."""
+        """Returns zeros as input: ids int64 [T] on the first shard, hidden states [T, H] in `dtype`
+        on the others."""
         if self.is_first:
             return torch.zeros(num_rows, dtype=torch.long, device=self.device)
         return torch.zeros(num_rows, self.info.hidden_size, dtype=self.dtype, device=self.device)
 
     @contextmanager
     def without(self, layers: Iterable[int]) -> Iterator[None]:
-        """While entered, the model lacks these layers: those of a shard that holds the first one return their input."""
+        """While entered, the model lacks these layers: those of a shard that holds the first one
+        return their input."""
         left_out = list(layers)
         try:
             for number in left_out:
@@ -183,19 +207,23 @@ class Shard:
     def hidden(self, x: Tensor, position_ids: Tensor) -> Tensor:
         """Returns the hidden states [T, H] in `dtype` after this shard's layers.
 
-        `x` holds ids int64 [T] on the first shard, hidden states [T, H] in `dtype` on the others; `position_ids` is
-        int64 [T].
+        `x` holds ids int64 [T] on the first shard, hidden states [T, H] in `dtype` on the others;
+        `position_ids` is int64 [T].
         """
         states: Tensor = self.decoder(**self._inputs(x, position_ids)).last_hidden_state
         return states[0]
 
     def logits(self, x: Tensor, position_ids: Tensor, sampled_rows: Tensor) -> Tensor:
-        """Returns the logits [R, V] of the sampled rows, with all that the model's own forward does after its layers.
+        """Returns the logits [R, V] of the sampled rows, with all that the model's own forward does
+        after its layers.
 
-        `x` and `position_ids` are those of `hidden`; `sampled_rows`, int64 [R], are indices of packed rows. The logits
-        have the dtype that the model's forward gives them, and lie where the output layer does.
+        `x` and `position_ids` are those of `hidden`; `sampled_rows`, int64 [R], are indices of
+        packed rows. The logits have the dtype that the model's forward gives them, and lie where
+        the output layer does.
         """
-        logits: Tensor = self.model(**self._inputs(x, position_ids), logits_to_keep=sampled_rows).logits
+        logits: Tensor = self.model(
+            **self._inputs(x, position_ids), logits_to_keep=sampled_rows
+        ).logits
         return logits[0]
 
     def _inputs(self, x: Tensor, position_ids: Tensor) -> dict[str, Any]:
@@ -203,7 +231,9 @@ class Shard:
         name = "input_ids" if self.is_first else "inputs_embeds"
         return {name: x, "position_ids": position_ids[None], "use_cache": False}
 
-    def _take_received(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _take_received(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
         if args:
             return (self._received, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": self._received}
@@ -212,9 +242,13 @@ class Shard:
 def _linear_sizes(model: nn.Module, stack: nn.Module) -> dict[str, LinearSize]:
     """Returns the sizes of linear layers within `stack`, by their names in the model."""
     prefix = next(name for name, module in model.named_modules() if module is stack)
-    found = ((f"{prefix}.{name}", module) for name, module in stack.named_modules() if is_linear(module))
+    found = (
+        (f"{prefix}.{name}", module) for name, module in stack.named_modules() if is_linear(module)
+    )
     return {
-        name: LinearSize(*(module.weight.shape if isinstance(module, Conv1D) else reversed(module.weight.shape)))
+        name: LinearSize(
+            *(module.weight.shape if isinstance(module, Conv1D) else reversed(module.weight.shape))
+        )
         for name, module in found
     }
 
@@ -232,8 +266,10 @@ def _check_signatures(model: Any) -> None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silences progress bars, warnings about a miniature, and the report of the other stages' weights as unexpected."""
-    verbosity, bars = tf.logging.get_verbosity(), tf.logging.is_progress_bar_enabled()
+    """Silences progress bars, warnings about a miniature, and the report of the other stages'
+    weights as unexpected."""
+    verbosity = tf.logging.get_verbosity()
+    bars = tf.logging.is_progress_bar_enabled()
     tf.logging.set_verbosity_error()
     tf.logging.disable_progress_bar()
     try:

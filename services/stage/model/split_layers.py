@@ -25,7 +25,8 @@ from services.stage.products.packing import MakeLayer, is_linear
 from services.stage.products.tiled_linear import TILE_OUTPUTS
 from services.stage.ranks.group import RankGroup
 
-KEPT, TAKES_KEPT = "colwise", "rowwise"
+KEPT = "colwise"
+TAKES_KEPT = "rowwise"
 """transformers' words for a layer with outputs that stay on their rank, and for one with such
 inputs."""
 
@@ -40,23 +41,30 @@ class Share(NamedTuple):
 class GatheredLinear(nn.Module):
     """A linear layer of which each rank has some outputs; it gives all."""
 
-    def __init__(self, group: RankGroup, linear: Any, outputs: Share, inputs: Share | None = None) -> None:
-        """`linear` has this rank's share of the outputs. With `inputs` each rank has only its share of those."""
+    def __init__(
+        self, group: RankGroup, linear: Any, outputs: Share, inputs: Share | None = None
+    ) -> None:
+        """`linear` has this rank's share of the outputs. With `inputs` each rank has only its share
+        of those."""
         super().__init__()
-        self.linear, self.inputs, self.outputs = linear, inputs, outputs
+        self.linear = linear
+        self.inputs = inputs
+        self.outputs = outputs
         self.in_features: int = linear.in_features
         self.out_features = outputs.num
         self._group = group
 
     @property
     def weight(self) -> Tensor:
-        """A tensor, [0] or [n, K], of the weight's dtype: some models ask a weight for its dtype or device."""
+        """A tensor, [0] or [n, K], of the weight's dtype: some models ask a weight for its dtype or
+        device."""
         linear: Any = self.linear
         weight: Tensor = linear.weight
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x @ weight.T + bias [..., T, N] for x [..., T, K], or this rank's share of it, in one dtype."""
+        """Returns x @ weight.T + bias [..., T, N] for x [..., T, K], or this rank's share of it, in
+        one dtype."""
         if self.inputs is not None:
             x = self._group.gather(x, *self.inputs)
         return self._group.gather(self.linear(x), *self.outputs)
@@ -67,17 +75,20 @@ class SentEmbedding(nn.Module):
 
     def __init__(self, group: RankGroup, embedding: nn.Module) -> None:
         super().__init__()
-        self._group, self.embedding = group, embedding
+        self._group = group
+        self.embedding = embedding
 
     @property
     def weight(self) -> Tensor:
-        """The embedding's own, [V, H] or [0], in the dtype of outputs: some models ask a weight for its dtype."""
+        """The embedding's own, [V, H] or [0], in the dtype of outputs: some models ask a weight for
+        its dtype."""
         embedding: Any = self.embedding
         weight: Tensor = embedding.weight
         return weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Looks up ids int64 [...]; returns [..., H] in the dtype of the weight, H the width of the embedding."""
+        """Looks up ids int64 [...]; returns [..., H] in the dtype of the weight, H the width of the
+        embedding."""
         states: Tensor = self.embedding(ids)
         self._group.send(states)
         return states
@@ -88,11 +99,14 @@ class ReceivedEmbedding(nn.Module):
 
     def __init__(self, group: RankGroup, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self._group, self._width, self._empty = group, width, torch.empty(0, dtype=dtype)
+        self._group = group
+        self._width = width
+        self._empty = torch.empty(0, dtype=dtype)
 
     @property
     def weight(self) -> Tensor:
-        """An empty tensor [0] of the dtype of outputs: some models ask a weight for its dtype or device."""
+        """An empty tensor [0] of the dtype of outputs: some models ask a weight for its dtype or
+        device."""
         return self._empty
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -101,7 +115,8 @@ class ReceivedEmbedding(nn.Module):
 
 
 def split_shard(shard: Shard, group: RankGroup) -> None:
-    """Replaces a shard's linear layers, which must not be packed yet, by this rank's shares of them.
+    """Replaces a shard's linear layers, which must not be packed yet, by this rank's shares of
+    them.
 
     Experts are divided by `gathered`, as they are packed.
     """
@@ -122,17 +137,23 @@ def send_embedding(model: Any, group: RankGroup) -> None:
     if group.rank == 0:
         model.set_input_embeddings(SentEmbedding(group, embedding))
     else:
-        model.set_input_embeddings(ReceivedEmbedding(group, embedding.weight.shape[-1], embedding.weight.dtype))
+        model.set_input_embeddings(
+            ReceivedEmbedding(group, embedding.weight.shape[-1], embedding.weight.dtype)
+        )
 
 
 def gathered(make: MakeLayer, group: RankGroup) -> MakeLayer:
-    """Returns what makes this rank's share of a packed layer, which gives all outputs, of a whole weight [N, K]."""
+    """Returns what makes this rank's share of a packed layer, which gives all outputs, of a whole
+    weight [N, K]."""
 
     def make_share(weight: Tensor, bias: Tensor | None) -> Any:
         if not group.can_share(len(weight), TILE_OUTPUTS):
             return make(weight, bias)
         share = group.share_of(len(weight), TILE_OUTPUTS)
-        mine = make(weight[share.start : share.stop], None if bias is None else bias[share.start : share.stop])
+        mine = make(
+            weight[share.start : share.stop],
+            None if bias is None else bias[share.start : share.stop],
+        )
         return GatheredLinear(group, mine, Share(share, len(weight)))
 
     return make_share
@@ -141,7 +162,11 @@ def gathered(make: MakeLayer, group: RankGroup) -> MakeLayer:
 def widest(shard: Shard) -> int:
     """Returns the most numbers of a row that ranks put together in a layer."""
     layers = (each for layer in shard.layer_modules.values() for each in layer.modules())
-    found = [max(each.in_features, each.out_features) for each in layers if isinstance(each, GatheredLinear)]
+    found = [
+        max(each.in_features, each.out_features)
+        for each in layers
+        if isinstance(each, GatheredLinear)
+    ]
     return max([shard.info.hidden_size, *found])
 
 
@@ -149,10 +174,14 @@ class _Splitter:
     """Replaces the linear layers of one parent after the other."""
 
     def __init__(self, shard: Shard, group: RankGroup, prefix: str) -> None:
-        """`prefix` is what names in the model have before those in its decoder, which the plan has."""
+        """`prefix` is what names in the model have before those in its decoder, which the plan
+        has."""
         config = shard.info.config
-        self._group, self._prefix, self._shares = group, prefix, shard.output_shares
-        self._plan, self._num_heads = dict(config.base_model_tp_plan or {}), config.num_attention_heads
+        self._group = group
+        self._prefix = prefix
+        self._shares = shard.output_shares
+        self._plan = dict(config.base_model_tp_plan or {})
+        self._num_heads = config.num_attention_heads
 
     def split(self, parent: Any, name: str) -> None:
         """Divides its own linear layers; `name` is its own in the model."""
@@ -160,14 +189,17 @@ class _Splitter:
         of_plan = re.sub(r"\.\d+", ".*", name.removeprefix(self._prefix))
         kinds = {child: self._plan.get(f"{of_plan}.{child}") for child in linears}
         kept, takers = (
-            [linears[child] for child, kind in kinds.items() if kind == each] for each in (KEPT, TAKES_KEPT)
+            [linears[child] for child, kind in kinds.items() if kind == each]
+            for each in (KEPT, TAKES_KEPT)
         )
         # A layer that stays whole needs all of its inputs
         can_take = all(self._group.can_share(_num_outputs(taker), TILE_OUTPUTS) for taker in takers)
         num_units = self._num_units(parent, kept) if can_take else None
         for child, linear in linears.items():
             if num_units is not None and kinds[child] == KEPT:
-                share = self._group.share_of(_num_outputs(linear), _num_outputs(linear) // num_units)
+                share = self._group.share_of(
+                    _num_outputs(linear), _num_outputs(linear) // num_units
+                )
                 setattr(parent, child, _rows_of(linear, share))
                 self._shares[f"{name}.{child}"] = share
             elif self._group.can_share(_num_outputs(linear), TILE_OUTPUTS):
@@ -183,7 +215,11 @@ class _Splitter:
             return None  # nothing to keep, or `parent` has weights itself for each of the outputs
         sizes = [_num_outputs(linear) for linear in linears]
         if not hasattr(parent, "layer_idx"):
-            num = sizes[0] // TILE_OUTPUTS if len(set(sizes)) == 1 and sizes[0] % TILE_OUTPUTS == 0 else 1
+            num = (
+                sizes[0] // TILE_OUTPUTS
+                if len(set(sizes)) == 1 and sizes[0] % TILE_OUTPUTS == 0
+                else 1
+            )
         elif isinstance(head_dim := getattr(parent, "head_dim", None), int):
             num = math.gcd(*sizes) // head_dim if all(size % head_dim == 0 for size in sizes) else 1
         else:
@@ -192,7 +228,8 @@ class _Splitter:
 
 
 def _split_output(shard: Shard, group: RankGroup) -> None:
-    output, embedding = shard.model.get_output_embeddings(), shard.model.get_input_embeddings()
+    output = shard.model.get_output_embeddings()
+    embedding = shard.model.get_input_embeddings()
     if not is_linear(output) or not group.can_share(_num_outputs(output), TILE_OUTPUTS):
         return
     is_tied = getattr(embedding, "weight", None) is output.weight
@@ -201,14 +238,19 @@ def _split_output(shard: Shard, group: RankGroup) -> None:
         embedding.weight.data = torch.empty(0, dtype=shard.dtype)
 
 
-def _gathered_linear(linear: nn.Linear | Conv1D, group: RankGroup, num_units: int | None = None) -> GatheredLinear:
+def _gathered_linear(
+    linear: nn.Linear | Conv1D, group: RankGroup, num_units: int | None = None
+) -> GatheredLinear:
     """Returns the layer, of which this rank computes its share. `num_units`: the inputs lie on the
     ranks in shares of that many units."""
     num_outputs = _num_outputs(linear)
-    outputs, inputs = Share(group.share_of(num_outputs, TILE_OUTPUTS), num_outputs), None
+    outputs = Share(group.share_of(num_outputs, TILE_OUTPUTS), num_outputs)
+    inputs = None
     mine = _rows_of(linear, outputs.mine)
     if num_units is not None:
-        inputs = Share(group.share_of(mine.in_features, mine.in_features // num_units), mine.in_features)
+        inputs = Share(
+            group.share_of(mine.in_features, mine.in_features // num_units), mine.in_features
+        )
     return GatheredLinear(group, mine, outputs, inputs)
 
 

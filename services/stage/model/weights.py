@@ -1,5 +1,5 @@
-"""Owns the files of a model: which hold its weights, whether they are complete, and the fingerprint of all that decides
-tokens.
+"""Owns the files of a model: which hold its weights, whether they are complete, and the fingerprint
+of all that decides tokens.
 
 Knows no torch: nothing is loaded. Checksums are cached by path, size and times of change.
 """
@@ -35,7 +35,18 @@ DECIDING = (
 HEADER_MAX_BYTES = 100_000_000
 LENGTH_BYTES = 8
 SHA256_CHARS = 64
-DTYPE_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32}
+DTYPE_BITS = {
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+}
 DTYPE_BITS |= {"F64": 64, "I64": 64, "U64": 64, "F8_E4M3": 8, "F8_E5M2": 8}
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 """Errors raised by malformed JSON, and by JSON of an unexpected form."""
@@ -54,17 +65,23 @@ class WeightFile:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors files that hold the weights, sorted by name. Raises Invalid if one is missing."""
+    """Returns the safetensors files that hold the weights, sorted by name. Raises Invalid if one is
+    missing."""
     if (folder / ONE_FILE).is_file():
         return [folder / ONE_FILE]
     index = folder / INDEX
     if not index.is_file():
         others = sorted(file.name for file in folder.glob("*.bin"))
         found = f"only {others[0]}" if others else "no weights"
-        refuse(f"{folder} has {found}, no {ONE_FILE}", "Save the model with save_pretrained (safetensors)")
+        refuse(
+            f"{folder} has {found}, no {ONE_FILE}",
+            "Save the model with save_pretrained (safetensors)",
+        )
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+        missing = [
+            name for name in names if Path(name).name != name or not (folder / name).is_file()
+        ]
     except MALFORMED as error:
         refuse(f"{index} is not a safetensors index: {error!r}", COPY_AGAIN, error)
     if missing or not names:
@@ -73,7 +90,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_file(path: Path) -> WeightFile:
-    """Checks a weight file by its header alone. Raises Invalid if it is cut short, too long or not safetensors."""
+    """Checks a weight file by its header alone. Raises Invalid if it is cut short, too long or not
+    safetensors."""
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
@@ -90,13 +108,17 @@ def check_file(path: Path) -> WeightFile:
     expected_bytes = LENGTH_BYTES + header_bytes + end
     if size_bytes != expected_bytes:
         what = "cut short" if size_bytes < expected_bytes else "too long"
-        refuse(f"{path} is {what}: {size_bytes:,} bytes, its header says {expected_bytes:,}", COPY_AGAIN)
+        refuse(
+            f"{path} is {what}: {size_bytes:,} bytes, its header says {expected_bytes:,}",
+            COPY_AGAIN,
+        )
     sha256 = hashlib.sha256(header).hexdigest()
     return WeightFile(path=path, size_bytes=size_bytes, header_sha256=sha256, tensors=tensors)
 
 
 def header_of(path: Path) -> dict[str, Any]:
-    """Returns dtype, shape and place of each tensor; nothing of a damaged file, which is refused once it is loaded."""
+    """Returns dtype, shape and place of each tensor; nothing of a damaged file, which is refused
+    once it is loaded."""
     try:
         return check_file(path).tensors
     except Invalid:
@@ -104,19 +126,23 @@ def header_of(path: Path) -> dict[str, Any]:
 
 
 def fingerprint(folder: Path, cache_folder: Path) -> str:
-    """Returns the sha256 over config, tokenizer and weights. The stages of one pipeline must agree on it."""
+    """Returns the sha256 over config, tokenizer and weights. The stages of one pipeline must agree
+    on it."""
     digest = hashlib.sha256()
     for path in _deciding_files(folder):
         digest.update(_line(path.name, hashlib.sha256(path.read_bytes()).hexdigest()))
     for path in weight_files(folder):
         file = check_file(path)
-        digest.update(_line(path.name, file.size_bytes, file.header_sha256, cached_sha256(path, cache_folder)))
+        digest.update(
+            _line(path.name, file.size_bytes, file.header_sha256, cached_sha256(path, cache_folder))
+        )
     return digest.hexdigest()
 
 
 @contextmanager
 def unchanged(folder: Path) -> Iterator[None]:
-    """A context for loading a model and taking its fingerprint: raises Unavailable if a file was written meanwhile."""
+    """A context for loading a model and taking its fingerprint: raises Unavailable if a file was
+    written meanwhile."""
     before = _stamps(folder)
     yield
     if _stamps(folder) != before:
@@ -124,21 +150,30 @@ def unchanged(folder: Path) -> Iterator[None]:
 
 
 def _end_of(name: str, tensor: Any) -> int:
-    """Returns where the tensor's bytes end. Raises ValueError if their number does not match its shape and dtype."""
+    """Returns where the tensor's bytes end. Raises ValueError if their number does not match its
+    shape and dtype."""
     begin, end = tensor["data_offsets"]
     if not 0 <= begin <= end:
         raise ValueError(f"{name} lies at {begin} to {end}")
-    if tensor["dtype"] in DTYPE_BITS and (end - begin) * 8 != math.prod(tensor["shape"]) * DTYPE_BITS[tensor["dtype"]]:
-        raise ValueError(f"{name} has {end - begin} bytes for the shape {tensor['shape']} of {tensor['dtype']}")
+    if (
+        tensor["dtype"] in DTYPE_BITS
+        and (end - begin) * 8 != math.prod(tensor["shape"]) * DTYPE_BITS[tensor["dtype"]]
+    ):
+        raise ValueError(
+            f"{name} has {end - begin} bytes for the shape {tensor['shape']} of {tensor['dtype']}"
+        )
     return int(end)
 
 
 def _deciding_files(folder: Path) -> Iterator[Path]:
-    yield from sorted({path for pattern in DECIDING for path in folder.glob(pattern) if path.is_file()})
+    yield from sorted(
+        {path for pattern in DECIDING for path in folder.glob(pattern) if path.is_file()}
+    )
 
 
 def stamp_of(path: Path) -> tuple[int, int, int]:
-    """Returns size and times of a file. Copying tools may keep the time of modification, but not the time of change."""
+    """Returns size and times of a file. Copying tools may keep the time of modification, but not
+    the time of change."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
@@ -152,7 +187,8 @@ def _line(*parts: object) -> bytes:
 
 
 def cached_sha256(path: Path, cache_folder: Path) -> str:
-    """Returns the sha256 of a file, cached: reading gigabytes at every start would double the time to ready."""
+    """Returns the sha256 of a file, cached: reading gigabytes at every start would double the time
+    to ready."""
     key = hashlib.sha256(_line(str(path.resolve()), *stamp_of(path))).hexdigest()
     value = recall(cache_folder, f"{key}.sha256")
     if value is not None and len(value) == SHA256_CHARS:

@@ -1,1 +1,2 @@
-"""How stages become a pipeline and stay one: cards, the handshake, epochs, pings. Knows no job and no engine."""
+"""How stages become a pipeline and stay one: cards, the handshake, epochs, pings. Knows no job and
+no engine."""

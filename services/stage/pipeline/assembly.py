@@ -1,7 +1,8 @@
-"""Forms a pipeline once: binds the stages behind a head and wires them. Owns the handshake; knows no thread.
+"""Forms a pipeline once: binds the stages behind a head and wires them. Owns the handshake; knows
+no thread.
 
-Stages are called one by one in the order of the layers, so that two heads that race meet at the first and none holds
-what the other waits for.
+Stages are called one by one in the order of the layers, so that two heads that race meet at the
+first and none holds what the other waits for.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class _BoundStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineAssembly:
-    """What every attempt of a head has in common. `next_epoch` raises Unavailable while Postgres is unreachable, and
-    Conflict while the pipeline is another head's."""
+    """What every attempt of a head has in common. `next_epoch` raises Unavailable while Postgres is
+    unreachable, and Conflict while the pipeline is another head's."""
 
     pipeline: UUID
     card: StageCard
@@ -78,8 +79,10 @@ class PipelineAssembly:
     """Whether activations are int8 on their way to another machine."""
 
     def form(self, cards: list[StageCard]) -> AssembledPipeline:
-        """Raises Unavailable, Conflict, LinkLost or Refused with what is in the way; then nothing is held any more."""
-        choose_route(self.card, cards, pipeline=str(self.pipeline), refused={})  # No epoch is spent without a route.
+        """Raises Unavailable, Conflict, LinkLost or Refused with what is in the way; then nothing
+        is held any more."""
+        # No epoch is spent without a route.
+        choose_route(self.card, cards, pipeline=str(self.pipeline), refused={})
         epoch = self.next_epoch()
         bound: dict[str, _BoundStage] = {}
         with ExitStack() as undo:
@@ -87,19 +90,26 @@ class PipelineAssembly:
             route = self._bind(cards, epoch, bound)
             failpoint(Point.HELLO_SENT)
             members = [bound.pop(card.incarnation) for card in route]
-            undo.callback(self._release, {member.client.card.incarnation: member for member in members}, epoch)
+            undo.callback(
+                self._release, {member.client.card.incarnation: member for member in members}, epoch
+            )
             self._release(bound, epoch)
             bound.clear()
             wiring = self._wire(members, epoch, undo)
             undo.pop_all()
         return AssembledPipeline(clients=tuple(member.client for member in members), wiring=wiring)
 
-    def _bind(self, cards: list[StageCard], epoch: int, bound: dict[str, _BoundStage]) -> list[StageCard]:
-        """Calls stages until those in `bound` hold all layers; the next candidate when one refuses. Those bound already
-        are pinged in between, or they would take a head that waits for others for a silent one."""
+    def _bind(
+        self, cards: list[StageCard], epoch: int, bound: dict[str, _BoundStage]
+    ) -> list[StageCard]:
+        """Calls stages until those in `bound` hold all layers; the next candidate when one refuses.
+        Those bound already are pinged in between, or they would take a head that waits for others
+        for a silent one."""
         refused: dict[str, str] = {}
         while True:
-            route = choose_route(self.card, cards, pipeline=str(self.pipeline), refused=refused, prefer=bound)
+            route = choose_route(
+                self.card, cards, pipeline=str(self.pipeline), refused=refused, prefer=bound
+            )
             card = next((card for card in route if card.incarnation not in bound), None)
             if card is None:
                 return route
@@ -136,14 +146,27 @@ class PipelineAssembly:
         capacities = [self.capacity, *(member.capacity for member in members)]
         num_blocks = min(capacity.num_blocks for capacity in capacities)
         num_lanes = self.num_lanes or (max(MAX_LANES, num_stages) if members else 1)
-        stages = self._describe([self.card, *(member.client.card for member in members)], capacities)
+        stages = self._describe(
+            [self.card, *(member.client.card for member in members)], capacities
+        )
         receiver = sender = None
         if members:
-            results = Channel(pipeline=self.pipeline, epoch=epoch, kind=Kind.RESULT, num_lanes=num_lanes)
-            plans = Channel(pipeline=self.pipeline, epoch=epoch, kind=Kind.PLAN, num_lanes=num_lanes)
+            results = Channel(
+                pipeline=self.pipeline, epoch=epoch, kind=Kind.RESULT, num_lanes=num_lanes
+            )
+            plans = Channel(
+                pipeline=self.pipeline, epoch=epoch, kind=Kind.PLAN, num_lanes=num_lanes
+            )
             receiver = self.hop.open_receiver(results)
             undo.callback(receiver.close)
-            self._start(members, stages[1:], receiver.address, epoch=epoch, num_lanes=num_lanes, num_blocks=num_blocks)
+            self._start(
+                members,
+                stages[1:],
+                receiver.address,
+                epoch=epoch,
+                num_lanes=num_lanes,
+                num_blocks=num_blocks,
+            )
             sender = self.hop.open_sender(plans, members[0].welcome.address, self.timeout_s)
             undo.callback(sender.close)
         deadline = monotonic_s() + self.timeout_s
@@ -167,7 +190,9 @@ class PipelineAssembly:
 
     def _describe(self, cards: list[StageCard], capacities: list[Capacity]) -> list[Member]:
         """All stages in order."""
-        sends_int8 = [self.far_int8 and one.machine != other.machine for one, other in pairwise(cards)]
+        sends_int8 = [
+            self.far_int8 and one.machine != other.machine for one, other in pairwise(cards)
+        ]
         return list(map(_member, cards, capacities, [*sends_int8, False]))
 
     def _start(
@@ -181,7 +206,9 @@ class PipelineAssembly:
         num_blocks: int,
     ) -> None:
         addresses = [*(member.welcome.address for member in members[1:]), results]
-        for place, (member, stage, address) in enumerate(zip(members, stages, addresses, strict=True), start=1):
+        for place, (member, stage, address) in enumerate(
+            zip(members, stages, addresses, strict=True), start=1
+        ):
             member.client.send(
                 messages.Start(
                     pipeline=self.pipeline,

@@ -1,8 +1,10 @@
-"""Whom a stage obeys: one pipeline at a time, its highest epoch. Pure state: knows no socket, no clock, no engine.
+"""Whom a stage obeys: one pipeline at a time, its highest epoch. Pure state: knows no socket, no
+clock, no engine.
 
-A stage cannot tell a true epoch from a false one: only Postgres knows them. So it remembers the last one no longer than
-it keeps a silent head: an epoch that no head can pass (a forged HELLO, a database restored from a backup) costs
-`unbind_s`, not the stage. A head of an old epoch that is bound after that harms nothing: Postgres gives it no job.
+A stage cannot tell a true epoch from a false one: only Postgres knows them. So it remembers the
+last one no longer than it keeps a silent head: an epoch that no head can pass (a forged HELLO, a
+database restored from a backup) costs `unbind_s`, not the stage. A head of an old epoch that is
+bound after that harms nothing: Postgres gives it no job.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class Binding:
 
     def _mismatch(self, hello: Hello) -> tuple[RefusalCode, str] | None:
         card = self._card
-        layers, own_layers = (hello.first_layer, hello.last_layer), (card.first_layer, card.last_layer)
+        layers = (hello.first_layer, hello.last_layer)
+        own_layers = (card.first_layer, card.last_layer)
         checks = (
             (RefusalCode.MODEL, hello.model, card.model),
             (RefusalCode.WEIGHTS, hello.fingerprint, card.fingerprint),
@@ -80,15 +83,25 @@ class Binding:
     def _busy(self, hello: Hello) -> tuple[RefusalCode, str] | None:
         if self.bound is None or self.bound.pipeline == hello.pipeline:
             return None
-        return RefusalCode.BUSY, f"bound to pipeline {self.bound.pipeline} of head {self.bound.head}"
+        return (
+            RefusalCode.BUSY,
+            f"bound to pipeline {self.bound.pipeline} of head {self.bound.head}",
+        )
 
     def _stale(self, hello: Hello, now_s: float) -> tuple[RefusalCode, str] | None:
-        if self._newest is None or self._newest[0] != hello.pipeline or hello.epoch > self._newest[1]:
+        if (
+            self._newest is None
+            or self._newest[0] != hello.pipeline
+            or hello.epoch > self._newest[1]
+        ):
             return None
         if self._is_long_ago(now_s):
             return None
         problem = f"epoch {hello.epoch} is not above {self._newest[1]}"
-        return RefusalCode.STALE, f"{problem}, which this stage forgets after {self._unbind_s:g} s of silence"
+        return (
+            RefusalCode.STALE,
+            f"{problem}, which this stage forgets after {self._unbind_s:g} s of silence",
+        )
 
     def _is_long_ago(self, now_s: float) -> bool:
         return now_s - self._heard_s > self._unbind_s

@@ -1,4 +1,5 @@
-"""A head's end of one control link: one stage, one epoch. Owns the DEALER socket; decides nothing."""
+"""A head's end of one control link: one stage, one epoch. Owns the DEALER socket; decides
+nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ class ControlClient:
 
     def __init__(self, sockets: SocketFactory, card: StageCard, timeout_s: float) -> None:
         self.card = card
-        options: dict[int, int] = {zmq.LINGER: LINGER_MS, zmq.MAXMSGSIZE: messages.MAX_CONTROL_BYTES}
+        options: dict[int, int] = {
+            zmq.LINGER: LINGER_MS,
+            zmq.MAXMSGSIZE: messages.MAX_CONTROL_BYTES,
+        }
         self.socket, self._watch = sockets.connect(zmq.DEALER, card.control, options, timeout_s)
         self._poller = sockets.poller()
         self.register(self._poller)
@@ -45,7 +49,9 @@ class ControlClient:
         try:
             self.socket.send(messages.encode(message), zmq.NOBLOCK)
         except zmq.Again as error:
-            raise LinkLost(f"{self.card.worker}: {self._watch.lost() or 'it takes no messages'}") from error
+            raise LinkLost(
+                f"{self.card.worker}: {self._watch.lost() or 'it takes no messages'}"
+            ) from error
 
     def receive(self) -> messages.ToHead | None:
         """The next message that waits."""
@@ -59,7 +65,9 @@ class ControlClient:
         try:
             message = messages.decode_to_head(parts[0])
         except messages.OtherVersion as error:
-            raise StageRefusal(f"{self.card.worker}: {messages.RefusalCode.PROTOCOL}: {error}") from error
+            raise StageRefusal(
+                f"{self.card.worker}: {messages.RefusalCode.PROTOCOL}: {error}"
+            ) from error
         except ProtocolError as error:
             raise LinkLost(f"{self.card.worker}: {error}") from error
         if isinstance(message, messages.Refuse):
@@ -76,7 +84,9 @@ class ControlClient:
             if message is None:
                 left_s = deadline - monotonic_s()
                 if left_s <= 0:
-                    raise LinkLost(f"{self.card.worker}: no {kind.__name__.upper()} in {timeout_s:.1f} s")
+                    raise LinkLost(
+                        f"{self.card.worker}: no {kind.__name__.upper()} in {timeout_s:.1f} s"
+                    )
                 self._poller.poll(math.ceil(left_s * 1000))
 
     def wait_for_end(self, timeout_s: float) -> None:

@@ -27,7 +27,9 @@ log = structlog.get_logger(__name__)
 class ControlHandler:
     """Runs in the control link's thread."""
 
-    def __init__(self, *, card: StageCard, capacity: Capacity, hop: Hop, host: StageHost, times: Times) -> None:
+    def __init__(
+        self, *, card: StageCard, capacity: Capacity, hop: Hop, host: StageHost, times: Times
+    ) -> None:
         self._incarnation = card.incarnation
         self._capacity = capacity
         self._hop = hop
@@ -88,8 +90,11 @@ class ControlHandler:
         """Frees the stage from a head that has been silent for too long: for `unbind_s`, or for one
         heartbeat once its epoch is lost here, since a head that lives hears of that at once, and
         then sends HELLO or BYE."""
-        is_silent, times = self._binding.is_silent, self._times
-        if is_silent(now_s, times.heartbeat_s) and (is_silent(now_s, times.unbind_s) or self._has_lost_epoch()):
+        is_silent = self._binding.is_silent
+        times = self._times
+        if is_silent(now_s, times.heartbeat_s) and (
+            is_silent(now_s, times.unbind_s) or self._has_lost_epoch()
+        ):
             self._unbind("its head is silent")
 
     def close(self) -> None:
@@ -99,7 +104,8 @@ class ControlHandler:
             self._receiver = None
 
     def _has_lost_epoch(self) -> bool:
-        bound, status = self._binding.bound, self._host.status()
+        bound = self._binding.bound
+        status = self._host.status()
         return bound is not None and status.epoch == bound.epoch and status.error is not None
 
     def _hello(self, hello: messages.Hello, now_s: float) -> messages.Welcome | messages.Refuse:
@@ -109,7 +115,9 @@ class ControlHandler:
             return refusal
         if was_bound:
             self._void_wiring()
-        channel = Channel(pipeline=hello.pipeline, epoch=hello.epoch, kind=Kind.PLAN, num_lanes=hello.max_lanes)
+        channel = Channel(
+            pipeline=hello.pipeline, epoch=hello.epoch, kind=Kind.PLAN, num_lanes=hello.max_lanes
+        )
         try:
             self._receiver = self._hop.open_receiver(channel)
         except Unavailable as error:
@@ -130,11 +138,15 @@ class ControlHandler:
             power=self._capacity.power,
         )
 
-    def _start(self, start: messages.Start, bound: BoundPipeline) -> messages.Ready | messages.Refuse | None:
+    def _start(
+        self, start: messages.Start, bound: BoundPipeline
+    ) -> messages.Ready | messages.Refuse | None:
         if self._receiver is None:
             return None  # A repeated START: the wiring is the engine's already.
         kind = Kind.RESULT if start.place == start.num_stages - 1 else Kind.PLAN
-        channel = Channel(pipeline=bound.pipeline, epoch=bound.epoch, kind=kind, num_lanes=start.num_lanes)
+        channel = Channel(
+            pipeline=bound.pipeline, epoch=bound.epoch, kind=kind, num_lanes=start.num_lanes
+        )
         try:
             sender = self._hop.open_sender(channel, start.next_address, self._connect_s)
         except LinkLost as error:
@@ -158,7 +170,9 @@ class ControlHandler:
         """Heads that believe to hold the stage must learn at once that they do not."""
         if not isinstance(message, messages.Ping | messages.Start):
             return None
-        return _refuse(message, messages.RefusalCode.STALE, "this stage is not bound to you any more")
+        return _refuse(
+            message, messages.RefusalCode.STALE, "this stage is not bound to you any more"
+        )
 
     def _fail(self, message: messages.ToStage, reason: str) -> messages.Refuse:
         self._unbind(reason)

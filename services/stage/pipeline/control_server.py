@@ -1,4 +1,5 @@
-"""A stage's end of its control links: any head may call. Owns the ROUTER socket and its thread; decides nothing."""
+"""A stage's end of its control links: any head may call. Owns the ROUTER socket and its thread;
+decides nothing."""
 
 from __future__ import annotations
 
@@ -29,14 +30,26 @@ class ControlServer:
     """Serves heads in its own thread; the host is called in it."""
 
     def __init__(
-        self, *, card: StageCard, capacity: Capacity, sockets: SocketFactory, hop: Hop, host: StageHost, times: Times
+        self,
+        *,
+        card: StageCard,
+        capacity: Capacity,
+        sockets: SocketFactory,
+        hop: Hop,
+        host: StageHost,
+        times: Times,
     ) -> None:
-        options: dict[int, int] = {zmq.MAXMSGSIZE: messages.MAX_CONTROL_BYTES, zmq.ROUTER_MANDATORY: 1}
+        options: dict[int, int] = {
+            zmq.MAXMSGSIZE: messages.MAX_CONTROL_BYTES,
+            zmq.ROUTER_MANDATORY: 1,
+        }
         self._socket, address = sockets.bind(zmq.ROUTER, options)
         self._card = msgspec.structs.replace(card, control=address)
         self._tick_ms = max(1, round(times.heartbeat_s * 1000 / 3))
         self._host = host
-        self._handler = ControlHandler(card=self._card, capacity=capacity, hop=hop, host=host, times=times)
+        self._handler = ControlHandler(
+            card=self._card, capacity=capacity, hop=hop, host=host, times=times
+        )
         self._head = b""
         self._wakeup = sockets.wakeup()
         self._poller = sockets.poller()
@@ -50,7 +63,8 @@ class ControlServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Closes the link; a bound head sees that at once. The engine's wiring stays the engine's."""
+        """Closes the link; a bound head sees that at once. The engine's wiring stays the
+        engine's."""
         self._stopping = True
         self._wakeup.wake()
         if self._thread.is_alive():
@@ -76,7 +90,8 @@ class ControlServer:
             self._socket.close()
             self._wakeup.close()
             if not is_done:
-                self._host.exit("the control link's thread failed")  # A deaf stage must not live on.
+                # A deaf stage must not live on.
+                self._host.exit("the control link's thread failed")
 
     def _serve(self) -> None:
         while not self._stopping:
@@ -121,4 +136,5 @@ class ControlServer:
         try:
             self._socket.send_multipart([identity, messages.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            log.debug("answer not taken", problem=str(error))  # A head that is gone, or too slow: it will call again.
+            # A head that is gone, or too slow: it will call again.
+            log.debug("answer not taken", problem=str(error))

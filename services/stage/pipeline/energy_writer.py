@@ -91,4 +91,5 @@ class EnergyWriter(threading.Thread):
                 log.warning("energy is not written: jobs go on", error=type(error).__name__)
             self._is_failing = True
             return
-        self._written, self._is_failing = energy, False
+        self._written = energy
+        self._is_failing = False

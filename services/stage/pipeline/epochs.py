@@ -1,4 +1,5 @@
-"""A head's hold on its pipeline's name: epochs out of Postgres, for one living head at a time. Knows no stage."""
+"""A head's hold on its pipeline's name: epochs out of Postgres, for one living head at a time.
+Knows no stage."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ class Epochs:
     """Takes epochs of the pipeline `name` for the worker `head`. Used by one thread at a time."""
 
     def __init__(
-        self, database: Database, name: str, *, model: str, fingerprint: str, head: str, lease_s: float
+        self,
+        database: Database,
+        name: str,
+        *,
+        model: str,
+        fingerprint: str,
+        head: str,
+        lease_s: float,
     ) -> None:
         self._database = database
         self._name = name
@@ -29,7 +37,8 @@ class Epochs:
         """The last one taken here; 0 when that is not known."""
 
     def take(self) -> int:
-        """The next. Raises Unavailable when Postgres is unreachable, and Conflict while another head holds the name."""
+        """The next. Raises Unavailable when Postgres is unreachable, and Conflict while another
+        head holds the name."""
         holder = None
         try:
             with self._database.begin() as connection:
@@ -62,4 +71,8 @@ class Epochs:
             with self._database.begin() as connection:
                 pipelines.release(connection, self._name, self._last)
         except DBAPIError as error:
-            log.warning("the pipeline's lease is left to run out", pipeline=self._name, error=str(failure_of(error)))
+            log.warning(
+                "the pipeline's lease is left to run out",
+                pipeline=self._name,
+                error=str(failure_of(error)),
+            )

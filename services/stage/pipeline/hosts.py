@@ -1,4 +1,5 @@
-"""What a pipeline asks of its head, and a control link of its stage. Owns the Protocols; knows no engine."""
+"""What a pipeline asks of its head, and a control link of its stage. Owns the Protocols; knows no
+engine."""
 
 from __future__ import annotations
 

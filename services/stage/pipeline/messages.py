@@ -1,10 +1,11 @@
-"""Control messages between a head and the stages of its pipeline, and their bytes. Knows no socket and no state.
+"""Control messages between a head and the stages of its pipeline, and their bytes. Knows no socket
+and no state.
 
     head → stage    HELLO, START, PING, EXIT, BYE
     stage → head    WELCOME or REFUSE, READY, PONG
 
-An envelope (magic, protocol version) stands before the msgpack, so that peers of two versions can still refuse each
-other by name. `docs/wire-format.md` tells the story of a binding.
+An envelope (magic, protocol version) stands before the msgpack, so that peers of two versions can
+still refuse each other by name. `docs/wire-format.md` tells the story of a binding.
 """
 
 from __future__ import annotations
@@ -173,7 +174,8 @@ def decode_to_stage(data: bytes) -> ToStage:
 
 
 def decode_to_head(data: bytes) -> ToHead:
-    """Raises OtherVersion, or ProtocolError on anything else that no stage of this version sends."""
+    """Raises OtherVersion, or ProtocolError on anything else that no stage of this version
+    sends."""
     return _decode(data, _to_head)
 
 
@@ -184,10 +186,16 @@ def refusal_of_version(reason: str) -> Refuse:
 
 def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[Decoded]) -> Decoded:
     if not _ENVELOPE.size <= len(data) <= MAX_CONTROL_BYTES:
-        raise ProtocolError(f"a control message has {_ENVELOPE.size} to {MAX_CONTROL_BYTES} bytes, not {len(data)}")
+        raise ProtocolError(
+            f"a control message has {_ENVELOPE.size} to {MAX_CONTROL_BYTES} bytes, not {len(data)}"
+        )
     magic, version = _ENVELOPE.unpack_from(data)
     if magic != _MAGIC:
         raise ProtocolError("not a control message of Shardline")
     if version != PROTOCOL_VERSION:
-        raise OtherVersion(f"the peer speaks protocol version {version}, we speak {PROTOCOL_VERSION}")
-    return decode_or_protocol_error(memoryview(data)[_ENVELOPE.size :], decoder.decode, "malformed control message")
+        raise OtherVersion(
+            f"the peer speaks protocol version {version}, we speak {PROTOCOL_VERSION}"
+        )
+    return decode_or_protocol_error(
+        memoryview(data)[_ENVELOPE.size :], decoder.decode, "malformed control message"
+    )

@@ -1,4 +1,5 @@
-"""Whether an assembled pipeline lives, and how fast: pings, silence, errors, hung stages. Owns no thread and no socket.
+"""Whether an assembled pipeline lives, and how fast: pings, silence, errors, hung stages. Owns no
+thread and no socket.
 
 `check` is called on every tick and whenever something arrives.
 """
@@ -46,7 +47,11 @@ class PipelineMonitor:
     """Watches one assembled pipeline. Times are the caller's monotonic seconds."""
 
     def __init__(
-        self, assembled: AssembledPipeline, times: Times, progress: Callable[[], StageProgress], now_s: float
+        self,
+        assembled: AssembledPipeline,
+        times: Times,
+        progress: Callable[[], StageProgress],
+        now_s: float,
     ) -> None:
         self._wiring = assembled.wiring
         self._times = times
@@ -60,9 +65,11 @@ class PipelineMonitor:
         self.stages = tuple(StageHealth(client) for client in assembled.clients)
 
     def check(self, now_s: float) -> None:
-        """Raises LinkLost or Refused with the reason when the pipeline is lost, HeadHangs when this process is.
+        """Raises LinkLost or Refused with the reason when the pipeline is lost, HeadHangs when this
+        process is.
 
-        Answers are read before silence is judged: after a pause of this process they all wait in the sockets.
+        Answers are read before silence is judged: after a pause of this process they all wait in
+        the sockets.
         """
         for stage in self.stages:
             self._listen(stage, now_s)
@@ -102,28 +109,40 @@ class PipelineMonitor:
                 raise LinkLost(f"{stage.client.card.worker}: silent for {waited_s:.1f} s")
         elif waited_s >= self._times.heartbeat_s / 3:
             stage.seq += 1
-            stage.asked_s, stage.is_waiting = now_s, True
-            stage.client.send(messages.Ping(pipeline=self._wiring.pipeline, epoch=self._wiring.epoch, seq=stage.seq))
+            stage.asked_s = now_s
+            stage.is_waiting = True
+            stage.client.send(
+                messages.Ping(
+                    pipeline=self._wiring.pipeline, epoch=self._wiring.epoch, seq=stage.seq
+                )
+            )
 
     def _check_steps(self, now_s: float) -> None:
-        """Heartbeats without a finished step of any stage while steps are outstanding: a stage hangs."""
+        """Heartbeats without a finished step of any stage while steps are outstanding: a stage
+        hangs."""
         progress = self._progress()
         self._own_pace.note_steps(progress.num_steps + progress.num_outstanding, progress.busy_s)
         if self._waits_for_own_step(progress.step_began_s, now_s):
             self._moved_s = now_s
             return
         is_idle = progress.epoch != self._wiring.epoch or progress.num_outstanding == 0
-        done = (progress.num_steps, *(stage.pong.num_steps if stage.pong else 0 for stage in self.stages))
+        done = (
+            progress.num_steps,
+            *(stage.pong.num_steps if stage.pong else 0 for stage in self.stages),
+        )
         if is_idle or done != self._done:
-            self._done, self._moved_s = done, now_s
+            self._done = done
+            self._moved_s = now_s
         elif now_s - self._moved_s > self._times.stall_s:
             self._end_stall(now_s - self._moved_s, progress)
 
     def _waits_for_own_step(self, began_s: float | None, now_s: float) -> bool:
-        """While the head computes, no other stage is to blame. A pause of this process counts as one heartbeat."""
+        """While the head computes, no other stage is to blame. A pause of this process counts as
+        one heartbeat."""
         heartbeat_s = self._times.heartbeat_s
         if began_s is None or began_s != self._own_step_began_s:
-            self._own_step_began_s, self._own_step_s = began_s, 0.0
+            self._own_step_began_s = began_s
+            self._own_step_s = 0.0
         else:
             self._own_step_s += min(now_s - self._looked_s, heartbeat_s)
         self._looked_s = now_s
@@ -135,14 +154,17 @@ class PipelineMonitor:
         return self._own_step_s > heartbeat_s
 
     def _end_stall(self, stalled_s: float, progress: StageProgress) -> None:
-        """The first stage that is behind is the one that hangs; if none is, the results are lost on their way."""
+        """The first stage that is behind is the one that hangs; if none is, the results are lost on
+        their way."""
         num_due = progress.num_steps + progress.num_outstanding
         for stage in self.stages:
             if stage.pong is not None and stage.pong.num_steps < num_due:
                 reason = f"no step finished for {stalled_s:.1f} s, {stage.pong.num_steps} of {num_due} done"
                 log.error("stage hangs", stage=stage.client.card.worker, reason=reason)
                 stage.client.send(
-                    messages.Exit(pipeline=self._wiring.pipeline, epoch=self._wiring.epoch, reason=reason)
+                    messages.Exit(
+                        pipeline=self._wiring.pipeline, epoch=self._wiring.epoch, reason=reason
+                    )
                 )
                 stage.client.wait_for_end(self._times.heartbeat_s)
                 raise LinkLost(f"{stage.client.card.worker} hangs: {reason}")

@@ -32,8 +32,10 @@ class Pace:
         self._round_trips_us.append(round_trip_us)
 
     def note_steps(self, num_steps: int, busy_s: float) -> None:
-        """What the stage has done since the epoch began: computing and handling frames took `busy_s`."""
+        """What the stage has done since the epoch began: computing and handling frames took
+        `busy_s`."""
         num_new = num_steps - self._num_steps
         if num_new >= NUM_STEPS:
             self.step_s = (busy_s - self._busy_s) / num_new
-            self._num_steps, self._busy_s = num_steps, busy_s
+            self._num_steps = num_steps
+            self._busy_s = busy_s

@@ -1,4 +1,5 @@
-"""A head's pipeline: forms it, monitors it, forms it again. Owns the thread and the states; knows no engine and no SQL.
+"""A head's pipeline: forms it, monitors it, forms it again. Owns the thread and the states; knows
+no engine and no SQL.
 
 forming ⇄ ready
 """
@@ -123,14 +124,19 @@ class Pipeline:
         finally:
             self._wakeup.close()
             if not is_done:
-                self._host.exit("the pipeline's thread failed")  # A head that watches nothing must not live on.
+                # A head that watches nothing must not live on.
+                self._host.exit("the pipeline's thread failed")
 
     def _form(self) -> AssembledPipeline | None:
         try:
             return self._assembly.form(self._candidates())
         except (Unavailable, Conflict, LinkLost, StageRefusal) as error:
             if str(error) != self._reason:
-                log.warning("pipeline not assembled", pipeline=str(self._assembly.pipeline), reason=str(error))
+                log.warning(
+                    "pipeline not assembled",
+                    pipeline=str(self._assembly.pipeline),
+                    reason=str(error),
+                )
             self._reason = str(error)
             return None
 
@@ -144,7 +150,8 @@ class Pipeline:
         return self._known
 
     def _pause(self) -> None:
-        """Random, so that heads which raced do not meet again; over at once when a stage has come or become free."""
+        """Random, so that heads which raced do not meet again; over at once when a stage has come
+        or become free."""
         until_s = monotonic_s() + random.uniform(0.25, 1.0) * self._times.heartbeat_s  # noqa: S311 (no secret)
         tried = _offers(self._known)
         while not self._stopping and (rest_s := until_s - monotonic_s()) > 0:
@@ -156,19 +163,24 @@ class Pipeline:
     def _keep(self, assembled: AssembledPipeline) -> None:
         """Keeps it from ready to lost."""
         monitor = PipelineMonitor(assembled, self._times, self._host.progress, monotonic_s())
-        self._epoch, self._reason, self._stages, self._assembled = (
-            assembled.wiring.epoch,
-            None,
-            monitor.stages,
-            assembled,
-        )
+        self._epoch = assembled.wiring.epoch
+        self._reason = None
+        self._stages = monitor.stages
+        self._assembled = assembled
         log.info("pipeline ready", pipeline=str(assembled.wiring.pipeline), epoch=self._epoch)
         self._host.pipeline_ready(assembled.wiring)
         reason = self._watch(assembled, monitor)
-        self._assembled, self._stages, self._reason = None, (), reason
+        self._assembled = None
+        self._stages = ()
+        self._reason = reason
         assembled.release()
         if not self._stopping:
-            log.warning("pipeline lost", pipeline=str(assembled.wiring.pipeline), epoch=self._epoch, reason=reason)
+            log.warning(
+                "pipeline lost",
+                pipeline=str(assembled.wiring.pipeline),
+                epoch=self._epoch,
+                reason=reason,
+            )
             self._host.pipeline_lost(reason)
 
     def _watch(self, assembled: AssembledPipeline, monitor: PipelineMonitor) -> str:
@@ -206,7 +218,8 @@ def _offers(cards: Sequence[StageCard]) -> set[tuple[str, str | None]]:
 
 
 def _status(stage: StageHealth) -> MemberStatus:
-    card, pong = stage.client.card, stage.pong
+    card = stage.client.card
+    pong = stage.pong
     return MemberStatus(
         worker=card.worker,
         device=card.device,

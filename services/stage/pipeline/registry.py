@@ -1,4 +1,5 @@
-"""How stages find each other: cards in Redis. Owns the keys' life; proves nothing: a missing card never means death."""
+"""How stages find each other: cards in Redis. Owns the keys' life; proves nothing: a missing card
+never means death."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ class RedisRegistry:
     def announce(self, card: StageCard) -> None:
         """Puts the card up for REGISTRY_TTL_S. Raises Unavailable."""
         with _redis_errors(), self._redis.pipeline(transaction=False) as pipeline:
-            pipeline.set(keys.stage_entry(card.incarnation), encode_card(card), ex=keys.REGISTRY_TTL_S)
+            pipeline.set(
+                keys.stage_entry(card.incarnation), encode_card(card), ex=keys.REGISTRY_TTL_S
+            )
             pipeline.sadd(keys.STAGES, card.incarnation)
             pipeline.expire(keys.STAGES, keys.STAGES_TTL_S)
             pipeline.execute()
@@ -61,7 +64,8 @@ class RedisRegistry:
             pipeline.execute()
 
     def cards(self, model: str | None = None) -> list[StageCard]:
-        """The cards that are up (of one model), at most MAX_CARDS, by worker name. Raises Unavailable."""
+        """The cards that are up (of one model), at most MAX_CARDS, by worker name. Raises
+        Unavailable."""
         with _redis_errors():
             members: Any = self._redis.srandmember(keys.STAGES, keys.MAX_CARDS)
             names = [_text(name) for name in members]
@@ -70,7 +74,9 @@ class RedisRegistry:
             if gone:
                 self._redis.srem(keys.STAGES, *gone)
         cards = [card for card in map(_read_card, values) if card is not None]
-        return sorted((card for card in cards if model in (None, card.model)), key=lambda card: card.worker)
+        return sorted(
+            (card for card in cards if model in (None, card.model)), key=lambda card: card.worker
+        )
 
     def close(self) -> None:
         """Closes the connections."""
@@ -78,7 +84,8 @@ class RedisRegistry:
 
 
 class Announcer:
-    """A thread that keeps this stage's card up. An unreachable Redis is no error: it is logged once and goes on."""
+    """A thread that keeps this stage's card up. An unreachable Redis is no error: it is logged once
+    and goes on."""
 
     def __init__(self, registry: Registry, card: Callable[[], StageCard]) -> None:
         self._registry = registry

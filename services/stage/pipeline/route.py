@@ -1,4 +1,5 @@
-"""Which stages can follow a head: a path through the layers. Pure: knows no Redis, no socket, no clock."""
+"""Which stages can follow a head: a path through the layers. Pure: knows no Redis, no socket, no
+clock."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def choose_route(
     `refused` tells by incarnation why a stage does not come into question. Raises Unavailable with
     what is missing.
     """
-    others = [card for card in cards if card.model == own.model and card.incarnation != own.incarnation]
+    others = [
+        card for card in cards if card.model == own.model and card.incarnation != own.incarnation
+    ]
     random.shuffle(others)
     others.sort(key=lambda card: card.incarnation not in prefer)
     problems = {card.incarnation: _problem(own, card, pipeline, refused) for card in others}
@@ -40,7 +43,9 @@ def choose_route(
     raise Unavailable(_missing(own, others, problems, reached=max([own.last_layer, *came_by])))
 
 
-def _problem(own: StageCard, card: StageCard, pipeline: str, refused: Mapping[str, str]) -> str | None:
+def _problem(
+    own: StageCard, card: StageCard, pipeline: str, refused: Mapping[str, str]
+) -> str | None:
     if card.incarnation in refused:
         return refused[card.incarnation]
     if card.fingerprint != own.fingerprint:
@@ -77,7 +82,9 @@ def _walk_back(own: StageCard, came_by: dict[int, StageCard]) -> list[StageCard]
     return route[::-1]
 
 
-def _missing(own: StageCard, others: list[StageCard], problems: Mapping[str, str | None], *, reached: int) -> str:
+def _missing(
+    own: StageCard, others: list[StageCard], problems: Mapping[str, str | None], *, reached: int
+) -> str:
     gap = f"no free stage of {own.model} goes on from layer {reached} (of {own.num_layers})"
     named = sorted(others, key=lambda card: (card.first_layer != reached, card.worker))[:MAX_NAMED]
     rest = f"; {len(others) - len(named)} more" if len(others) > len(named) else ""

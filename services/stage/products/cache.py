@@ -1,4 +1,5 @@
-"""Caches small results that are slow to compute on disk, for the next start. Knows nothing of what they mean.
+"""Caches small results that are slow to compute on disk, for the next start. Knows nothing of what
+they mean.
 
 A cache that cannot be read or written costs time, never a start.
 """
@@ -25,7 +26,8 @@ def recall(folder: Path, name: str) -> str | None:
 
 
 def store(folder: Path, name: str, value: str) -> None:
-    """Stores a value atomically: stages that start together never read half of it. A failure is logged."""
+    """Stores a value atomically: stages that start together never read half of it. A failure is
+    logged."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="ascii") as draft:

@@ -23,25 +23,28 @@ from services.stage.products.row_counts import SAMPLED_OUTPUTS, Product
 
 EXPERTS = "shardline_padded"
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
-"""Attributes that hold the weights of all experts: stacked in a tensor [experts, ...], or packed as one layer for each.
-A module has either the first or the second."""
+"""Attributes that hold the weights of all experts: stacked in a tensor [experts, ...], or packed as
+one layer for each. A module has either the first or the second."""
 
 
 def is_experts(module: nn.Module) -> bool:
     """Whether transformers calls `padded_experts` for this module."""
     chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return hasattr(module, "has_gate") and chosen == EXPERTS  # the attribute marks transformers' experts classes
+    # the attribute marks transformers' experts classes
+    return hasattr(module, "has_gate") and chosen == EXPERTS
 
 
 def stacked_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields names and tensors [experts, ...], of any float dtype, of the weights that are not packed."""
+    """Yields names and tensors [experts, ...], of any float dtype, of the weights that are not
+    packed."""
     for name in WEIGHTS:
         if isinstance(stacked := getattr(module, name, None), Tensor):
             yield name, stacked
 
 
 def pack_experts(module: Any, make: Callable[[Tensor, Tensor | None], nn.Module]) -> None:
-    """Replaces the stacked weights by a layer for each expert, which `make` makes of a weight [N, K] and a bias [N].
+    """Replaces the stacked weights by a layer for each expert, which `make` makes of a weight [N,
+    K] and a bias [N].
 
     All have one dtype. A row's bits must not depend on the other rows of such a layer.
     """
@@ -53,7 +56,8 @@ def pack_experts(module: Any, make: Callable[[Tensor, Tensor | None], nn.Module]
 
 
 def expert_products(module: Any) -> list[Product]:
-    """Returns one product for each stacked weight: the weights of all experts have the same shape."""
+    """Returns one product for each stacked weight: the weights of all experts have the same
+    shape."""
     found = []
     for name, stacked in stacked_weights(module):
         weight, _ = _parameters(module, name, 0)
@@ -71,15 +75,21 @@ def expert_products(module: Any) -> list[Product]:
     return found
 
 
-def padded_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Runs each chosen expert over its rows, padded; sums the experts' outputs in order of their numbers, in float32.
+def padded_experts(
+    module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Runs each chosen expert over its rows, padded; sums the experts' outputs in order of their
+    numbers, in float32.
 
-    Takes hidden states [T, H], `top_k_index` int64 [T, C] and `top_k_weights` [T, C] of any float dtype; returns [T, H]
-    in the dtype of `hidden`. An index of `num_experts` or more chooses no expert.
+    Takes hidden states [T, H], `top_k_index` int64 [T, C] and `top_k_weights` [T, C] of any float
+    dtype; returns [T, H] in the dtype of `hidden`. An index of `num_experts` or more chooses no
+    expert.
     """
     total = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     buckets = frozenset(_buckets(module, name) for name in WEIGHTS if hasattr(module, name))
-    padding = RowPadding(buckets=buckets, widths=_widths(module), num_threads=torch.get_num_threads())
+    padding = RowPadding(
+        buckets=buckets, widths=_widths(module), num_threads=torch.get_num_threads()
+    )
     for expert in torch.unique(top_k_index).tolist():
         if expert >= module.num_experts:
             continue
@@ -93,7 +103,8 @@ def padded_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weigh
 
 
 def _one_expert(module: Any, expert: int, states: Tensor) -> Tensor:
-    up, down = ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    down = "down_proj"
     inner = in_panels(partial(_product, module, up, expert), states, _buckets(module, up))
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)  # noqa: SLF001 (transformers' own hook)
     out: Tensor = in_panels(partial(_product, module, down, expert), inner, _buckets(module, down))

@@ -1,11 +1,11 @@
-"""Elementwise parts of a model, each in one pass over memory instead of one per torch operation: on the CPU all that it
-recognizes, on GPUs RMSNorm.
+"""Elementwise parts of a model, each in one pass over memory instead of one per torch operation: on
+the CPU all that it recognizes, on GPUs RMSNorm.
 
-A fused part replaces a module or function of transformers only where it gives the same values on trial rows. Knows no
-model by name: what it does not recognize stays as it is.
+A fused part replaces a module or function of transformers only where it gives the same values on
+trial rows. Knows no model by name: what it does not recognize stays as it is.
 
-Letters of shapes: T packed rows, H query heads, Hk KV heads, D the size of an attention head or of a normalized row.
-Tensors are float32, bfloat16 or float16.
+Letters of shapes: T packed rows, H query heads, Hk KV heads, D the size of an attention head or of
+a normalized row. Tensors are float32, bfloat16 or float16.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from services.stage.kernels.kernel import DTYPES, Kernel, Norm
 
 _TRIAL_ROWS = 33
 _MAX_ROUNDINGS = 4
-"""The largest difference accepted in a trial, in roundings of the largest value. Another activation, or a norm without
-its offset, differs by hundreds."""
+"""The largest difference accepted in a trial, in roundings of the largest value. Another
+activation, or a norm without its offset, differs by hundreds."""
 _ROTARY = "apply_rotary_pos_emb"
 
 MakeNorm = Callable[[Tensor, float, bool], nn.Module]
-"""Makes an RMSNorm, a module from x [..., D] to the same shape and dtype, of a weight [D] with its offset, its epsilon,
-and whether x / rms(x) is rounded before it is weighted."""
+"""Makes an RMSNorm, a module from x [..., D] to the same shape and dtype, of a weight [D] with its
+offset, its epsilon, and whether x / rms(x) is rounded before it is weighted."""
 
 
 def fuse(model: nn.Module, kernel: Kernel) -> int:
-    """Replaces the parts of a model that it recognizes; returns how many. Call it when no weight will move any more."""
+    """Replaces the parts of a model that it recognizes; returns how many. Call it when no weight
+    will move any more."""
     num_fused = fuse_norms(model, partial(FusedRmsNorm, kernel))
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -46,7 +47,8 @@ def fuse(model: nn.Module, kernel: Kernel) -> int:
 
 
 def fuse_norms(model: nn.Module, make: MakeNorm) -> int:
-    """Replaces the RMSNorms of a model that it recognizes by those that `make` makes; returns how many."""
+    """Replaces the RMSNorms of a model that it recognizes by those that `make` makes; returns how
+    many."""
     num_fused = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -75,10 +77,14 @@ class FusedRmsNorm(nn.Module):
         With `rounds_first`, x / rms(x) is rounded to x's dtype before it is weighted.
         """
         x = x.contiguous()
-        out, dim = torch.empty_like(x), x.shape[-1]
+        out = torch.empty_like(x)
+        dim = x.shape[-1]
         sizes = (x.numel() // dim, 1, dim, dim)
-        dtype, threads = DTYPES[x.dtype], torch.get_num_threads()
-        self._kernel.rms_norm(x.data_ptr(), byref(self.norm), out.data_ptr(), *sizes, dtype, threads)
+        dtype = DTYPES[x.dtype]
+        threads = torch.get_num_threads()
+        self._kernel.rms_norm(
+            x.data_ptr(), byref(self.norm), out.data_ptr(), *sizes, dtype, threads
+        )
         return out
 
 
@@ -88,38 +94,56 @@ class FusedMlp(nn.Module):
     def __init__(self, kernel: Kernel, mlp: Any) -> None:
         super().__init__()
         self._kernel = kernel
-        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.gate_proj = mlp.gate_proj
+        self.up_proj = mlp.up_proj
+        self.down_proj = mlp.down_proj
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [..., K] to [..., K], K the hidden size, in the dtype of the weights."""
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate = self.gate_proj(x)
+        up = self.up_proj(x)
         out = gate.new_empty(gate.shape)
-        gate, up = gate.reshape(-1, gate.shape[-1]), up.reshape(-1, up.shape[-1])
+        gate = gate.reshape(-1, gate.shape[-1])
+        up = up.reshape(-1, up.shape[-1])
         pointers = (gate.data_ptr(), up.data_ptr(), out.data_ptr())
         strides = (gate.stride(0), up.stride(0))
-        self._kernel.silu_mul(*pointers, *gate.shape, *strides, DTYPES[gate.dtype], torch.get_num_threads())
+        self._kernel.silu_mul(
+            *pointers, *gate.shape, *strides, DTYPES[gate.dtype], torch.get_num_threads()
+        )
         return self.down_proj(out)
 
 
 class Rotary:
-    """Replaces a modeling file's `apply_rotary_pos_emb`, and calls it for inputs that the kernel cannot read."""
+    """Replaces a modeling file's `apply_rotary_pos_emb`, and calls it for inputs that the kernel
+    cannot read."""
 
     def __init__(self, kernel: Kernel, original: Callable[..., tuple[Tensor, Tensor]]) -> None:
-        self._kernel, self._original = kernel, original
+        self._kernel = kernel
+        self._original = original
 
-    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Rotates query [1, H, T, D] and key [1, Hk, T, D] by cos and sin [1, T, D], all of one dtype.
+    def __call__(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Rotates query [1, H, T, D] and key [1, Hk, T, D] by cos and sin [1, T, D], all of one
+        dtype.
 
-        Returns both in the same shapes and dtype. Inputs of any other form go to the modeling file's own function.
+        Returns both in the same shapes and dtype. Inputs of any other form go to the modeling
+        file's own function.
         """
-        if args or kwargs or not (self._is_readable(q, cos, sin) and self._is_readable(k, cos, sin)):
+        if (
+            args
+            or kwargs
+            or not (self._is_readable(q, cos, sin) and self._is_readable(k, cos, sin))
+        ):
             return self._original(q, k, cos, sin, *args, **kwargs)
-        cos, sin = cos.contiguous(), sin.contiguous()
+        cos = cos.contiguous()
+        sin = sin.contiguous()
         return self._rotated(q, cos, sin), self._rotated(k, cos, sin)
 
     @staticmethod
     def _is_readable(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-        """Whether one token's attention heads are adjacent in memory, rotated whole, and nothing needs converting."""
+        """Whether one token's attention heads are adjacent in memory, rotated whole, and nothing
+        needs converting."""
         shape = (1, x.shape[-2], x.shape[-1])
         return (
             x.dim() == 4
@@ -140,39 +164,58 @@ class Rotary:
 
 
 def _fused_norm(module: nn.Module, make: MakeNorm) -> nn.Module | None:
-    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or not isinstance(eps, float):
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if (
+        not type(module).__name__.endswith("RMSNorm")
+        or not isinstance(weight, Tensor)
+        or not isinstance(eps, float)
+    ):
         return None
-    if weight.dim() != 1 or weight.dtype not in DTYPES or len(inspect.signature(module.forward).parameters) != 1:
+    if (
+        weight.dim() != 1
+        or weight.dtype not in DTYPES
+        or len(inspect.signature(module.forward).parameters) != 1
+    ):
         return None
     x = _trial(weight.shape[0], dtype=weight.dtype).to(weight.device)
     expected = module(x)
     kinds = [
-        make(weight.float() + offset, eps, rounds_first) for offset in (0.0, 1.0) for rounds_first in (True, False)
+        make(weight.float() + offset, eps, rounds_first)
+        for offset in (0.0, 1.0)
+        for rounds_first in (True, False)
     ]
     best = max(kinds, key=lambda kind: int((kind(x) == expected).sum()))
     return best if _agree(best(x), expected) else None
 
 
 def _fused_mlp(module: Any, kernel: Kernel) -> FusedMlp | None:
-    if {name for name, _ in module.named_children()} != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+    if {name for name, _ in module.named_children()} != {
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "act_fn",
+    }:
         return None
-    width, dtype = getattr(module.gate_proj, "in_features", None), module.down_proj.weight.dtype
+    width = getattr(module.gate_proj, "in_features", None)
+    dtype = module.down_proj.weight.dtype
     if not isinstance(width, int) or dtype not in DTYPES:
         return None
-    fused, x = FusedMlp(kernel, module), _trial(width, dtype=dtype)
+    fused = FusedMlp(kernel, module)
+    x = _trial(width, dtype=dtype)
     return fused if _agree(fused(x), module(x)) else None
 
 
 def _fuse_rotary(module: nn.Module, kernel: Kernel) -> int:
-    """Gives this one module a copy of its forward that finds `Rotary` under the name `apply_rotary_pos_emb`; returns 1,
-    or 0 if nothing was replaced.
+    """Gives this one module a copy of its forward that finds `Rotary` under the name
+    `apply_rotary_pos_emb`; returns 1, or 0 if nothing was replaced.
 
-    transformers' attention calls that function by its global name: there is no child module to replace and no hook.
-    Rebinding the name in the modeling file would change every model of that type in the process, also those that failed
-    the trial, for as long as the process runs. A subclass would have to repeat the forward of each modeling file. So
-    the forward's own code object runs with a copy of its globals in which this one name differs. A name that is rebound
-    in the modeling file after this call is not seen.
+    transformers' attention calls that function by its global name: there is no child module to
+    replace and no hook. Rebinding the name in the modeling file would change every model of that
+    type in the process, also those that failed the trial, for as long as the process runs. A
+    subclass would have to repeat the forward of each modeling file. So the forward's own code
+    object runs with a copy of its globals in which this one name differs. A name that is rebound in
+    the modeling file after this call is not seen.
     """
     forward = type(module).forward
     if not isinstance(forward, FunctionType) or _ROTARY not in forward.__code__.co_names:
@@ -182,14 +225,17 @@ def _fuse_rotary(module: nn.Module, kernel: Kernel) -> int:
     if not _rotates_halves(original, rotary):
         return 0
     names = forward.__globals__ | {_ROTARY: rotary}
-    fused = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    fused = FunctionType(
+        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+    )
     fused.__kwdefaults__ = forward.__kwdefaults__
     module.forward = MethodType(fused, module)
     return 1
 
 
 def _rotates_halves(original: Callable[..., Any], rotary: Rotary) -> bool:
-    """Whether a modeling file's function does what the kernel does: some rotate neighboring elements, or a part."""
+    """Whether a modeling file's function does what the kernel does: some rotate neighboring
+    elements, or a part."""
     if tuple(inspect.signature(original).parameters)[:4] != ("q", "k", "cos", "sin"):
         return False
     q, k = (_trial(4, num_heads, 32).transpose(1, 2) for num_heads in (4, 2))
@@ -207,7 +253,8 @@ def _trial(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _agree(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether two results are equal but for roundings: sums run in another order, and e^x has another last bit."""
+    """Whether two results are equal but for roundings: sums run in another order, and e^x has
+    another last bit."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
     apart = (ours.float() - theirs.float()).abs().max()

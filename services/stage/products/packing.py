@@ -1,9 +1,10 @@
 """Replaces a model's linear layers by packed ones, layer by layer, and frees each original at once.
 
-Layers of one input are one product: it reads the input once, and a wide product keeps a core busier than a narrow one.
-Knows no attention and no scheduler.
+Layers of one input are one product: it reads the input once, and a wide product keeps a core busier
+than a narrow one. Knows no attention and no scheduler.
 
-Letters of shapes: T rows, K inputs and N outputs of a layer. Tensors have the dtype of the layer's weight.
+Letters of shapes: T rows, K inputs and N outputs of a layer. Tensors have the dtype of the layer's
+weight.
 """
 
 from __future__ import annotations
@@ -48,44 +49,55 @@ UNPACKED = Packing("none", None)
 _WEIGHTS = {torch.float32: Weights.FLOAT32, torch.bfloat16: Weights.BFLOAT16}
 
 _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Siblings that transformers' modules call on one input. Medians of 25 in turns on one core (Xeon with AMX; 1,024 wide,
-1,024 + 256 + 256 outputs): 0.79 of the time at 64 rows in bfloat16, 0.93 in float32; 2 x 2,816 outputs: 0.97."""
+"""Siblings that transformers' modules call on one input. Medians of 25 in turns on one core (Xeon
+with AMX; 1,024 wide, 1,024 + 256 + 256 outputs): 0.79 of the time at 64 rows in bfloat16, 0.93 in
+float32; 2 x 2,816 outputs: 0.97."""
 
 
 def packing_for(dtype: torch.dtype, kernel: Kernel | None, *, int8: bool = False) -> Packing:
-    """Returns how this processor packs layers of `dtype`. Raises Invalid if it cannot serve int8."""
+    """Returns how this processor packs layers of `dtype`. Raises Invalid if it cannot serve
+    int8."""
     if int8 and kernel is None:
         raise Invalid(
             "SHARDLINE_DTYPE",
             "int8 needs the CPU kernels, which this stage does not have",
             "Build them (python -m services.stage.kernels.build) on x86-64 with AVX2, or use bfloat16",
         )
-    if kernel is not None and (weights := Weights.INT8 if int8 else _WEIGHTS.get(dtype)) is not None:
-        return Packing(weights.name.lower(), partial(TiledLinear, kernel, weights=weights), int8=int8)
+    if (
+        kernel is not None
+        and (weights := Weights.INT8 if int8 else _WEIGHTS.get(dtype)) is not None
+    ):
+        return Packing(
+            weights.name.lower(), partial(TiledLinear, kernel, weights=weights), int8=int8
+        )
     log.info("linear layers stay unpacked", dtype=str(dtype))
     return UNPACKED
 
 
 def triton_packing() -> Packing:
-    """Returns how a GPU runs linear layers through our Triton kernels, which read weights as they lie."""
+    """Returns how a GPU runs linear layers through our Triton kernels, which read weights as they
+    lie."""
     return Packing(kernel_version(), TritonLinear, keeps_weights=True)
 
 
 class MergedLinear(nn.Module):
-    """Linear layers of one input as one product. The first of them that is called computes them all."""
+    """Linear layers of one input as one product. The first of them that is called computes them
+    all."""
 
     def __init__(self, layers: list[nn.Linear], make: MakeLayer) -> None:
         super().__init__()
         biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
         weights: list[Tensor] = [layer.weight for layer in layers]
         self.layer = make(torch.cat(weights), torch.cat(biases) if biases else None)
-        self.in_features, self.num_parts = layers[0].in_features, len(layers)
+        self.in_features = layers[0].in_features
+        self.num_parts = len(layers)
         self._x: Tensor | None = None
         self._out: Tensor | None = None
         self._num_left = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the outputs of all layers side by side: x [..., T, K] to [..., T, sum of N], in the weights' dtype.
+        """Returns the outputs of all layers side by side: x [..., T, K] to [..., T, sum of N], in
+        the weights' dtype.
 
         The result is kept until each layer has been called with the same x.
         """
@@ -103,28 +115,35 @@ class Part(nn.Module):
 
     def __init__(self, merged: MergedLinear, first: int, num: int) -> None:
         super().__init__()
-        self.merged, self.first_output = merged, first
-        self.in_features, self.out_features = merged.in_features, num
+        self.merged = merged
+        self.first_output = first
+        self.in_features = merged.in_features
+        self.out_features = num
 
     @property
     def weight(self) -> Tensor:
-        """A tensor of the weight's dtype, [0] or the whole product's [N, K]: some models ask a weight for its dtype or
-        device."""
+        """A tensor of the weight's dtype, [0] or the whole product's [N, K]: some models ask a
+        weight for its dtype or device."""
         return self.merged.layer.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns x @ weight.T + bias: x [..., T, K] to [..., T, N], in the weight's dtype.
 
-        The result is a view of the merged product: its rows are as far apart in memory as those of all parts together.
+        The result is a view of the merged product: its rows are as far apart in memory as those of
+        all parts together.
         """
         out: Tensor = self.merged(x)
         return out.narrow(-1, self.first_output, self.out_features)
 
 
 def packed_bytes(model: nn.Module, packing: Packing) -> int:
-    """Returns what the model's parameters will take: in int8 a byte for each weight of a linear layer, embedding or
-    expert."""
-    as_int8 = {id(weight) for module in model.modules() for weight in _weights(module)} if packing.int8 else set()
+    """Returns what the model's parameters will take: in int8 a byte for each weight of a linear
+    layer, embedding or expert."""
+    as_int8 = (
+        {id(weight) for module in model.modules() for weight in _weights(module)}
+        if packing.int8
+        else set()
+    )
     return sum(
         parameter.numel() * (1 if id(parameter) in as_int8 else parameter.element_size())
         for parameter in model.parameters()
@@ -132,27 +151,40 @@ def packed_bytes(model: nn.Module, packing: Packing) -> int:
 
 
 def tiled_bytes(module: nn.Module, packing: Packing) -> int:
-    """Returns the part of `packed_bytes` that tiles of our own will take; a GPU's products have none."""
+    """Returns the part of `packed_bytes` that tiles of our own will take; a GPU's products have
+    none."""
     if packing.make is None or packing.keeps_weights:
         return 0
-    weights = [weight for each in module.modules() if not isinstance(each, nn.Embedding) for weight in _weights(each)]
-    return sum(weight.numel() * (1 if packing.int8 else weight.element_size()) for weight in weights)
+    weights = [
+        weight
+        for each in module.modules()
+        if not isinstance(each, nn.Embedding)
+        for weight in _weights(each)
+    ]
+    return sum(
+        weight.numel() * (1 if packing.int8 else weight.element_size()) for weight in weights
+    )
 
 
 def _weights(module: nn.Module) -> list[Tensor]:
     """The weights of a module that int8 packs; but for an embedding's they become tiles."""
     if is_experts(module):
         return [stacked for _, stacked in stacked_weights(module)]
-    return [module.get_parameter("weight")] if type(module) in {nn.Linear, Conv1D, nn.Embedding} else []
+    return (
+        [module.get_parameter("weight")]
+        if type(module) in {nn.Linear, Conv1D, nn.Embedding}
+        else []
+    )
 
 
 @torch.no_grad()
 def pack(model: nn.Module, packing: Packing, *, uses_embedding: bool = True) -> None:
     """Packs the model's linear layers and experts one by one and frees each original at once.
 
-    An output layer tied to the embedding stays plain: a packed copy would cost its size again (fp32: 38 % off its time
-    at 64 rows; bf16: 20 %). With `uses_embedding=False` (a tail that never looks tokens up) it is packed instead, and
-    so it is by a packing that keeps weights, which needs no copy.
+    An output layer tied to the embedding stays plain: a packed copy would cost its size again
+    (fp32: 38 % off its time at 64 rows; bf16: 20 %). With `uses_embedding=False` (a tail that never
+    looks tokens up) it is packed instead, and so it is by a packing that keeps weights, which needs
+    no copy.
     """
     if packing.make is not None and not packing.keeps_weights:
         for experts in filter(is_experts, model.modules()):
@@ -182,12 +214,14 @@ def unshare_embedding(model: Any, packing: Packing) -> None:
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
-    """Whether it is of exactly these types: a subclass may do more in its forward, or be read as a bare weight."""
+    """Whether it is of exactly these types: a subclass may do more in its forward, or be read as a
+    bare weight."""
     return type(module) in {nn.Linear, Conv1D}
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[str, nn.Linear | Conv1D]]]]:
-    """Yields each parent's linear layers by name: those that can be one product together, every other one alone."""
+    """Yields each parent's linear layers by name: those that can be one product together, every
+    other one alone."""
     for parent in model.modules():
         layers = {name: child for name, child in parent.named_children() if is_linear(child)}
         for names in _MERGED:
@@ -198,13 +232,19 @@ def _groups(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[str, nn.Li
 
 def _can_merge(layers: list[nn.Linear | Conv1D | None]) -> bool:
     kinds = {
-        (layer.in_features, layer.bias is None, layer.weight.dtype) for layer in layers if type(layer) is nn.Linear
+        (layer.in_features, layer.bias is None, layer.weight.dtype)
+        for layer in layers
+        if type(layer) is nn.Linear
     }
     return all(type(layer) is nn.Linear for layer in layers) and len(kinds) == 1
 
 
 def _pack_group(
-    parent: nn.Module, layers: list[tuple[str, nn.Linear | Conv1D]], make: MakeLayer, *, skipped: Tensor | None
+    parent: nn.Module,
+    layers: list[tuple[str, nn.Linear | Conv1D]],
+    make: MakeLayer,
+    *,
+    skipped: Tensor | None,
 ) -> None:
     name, layer = layers[0]
     if len(layers) == 1:
@@ -212,7 +252,8 @@ def _pack_group(
             weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
             setattr(parent, name, make(weight, layer.bias))
         return
-    merged, first = MergedLinear([layer for _, layer in layers if isinstance(layer, nn.Linear)], make), 0
+    merged = MergedLinear([layer for _, layer in layers if isinstance(layer, nn.Linear)], make)
+    first = 0
     for name, layer in layers:
         num = layer.weight.shape[0]
         setattr(parent, name, Part(merged, first, num))

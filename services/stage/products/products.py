@@ -46,7 +46,9 @@ def products(model: nn.Module) -> tuple[list[Product], bool]:
         elif _is_scale(module):
             continue  # a norm with weights for each head: no sum is over what rows decide
         elif _matrices(module) and not isinstance(module, nn.Embedding):
-            log.warning("a weight is multiplied in an unknown way", module=name, kind=type(module).__name__)
+            log.warning(
+                "a weight is multiplied in an unknown way", module=name, kind=type(module).__name__
+            )
             are_all = False
     return found, are_all
 
@@ -62,35 +64,56 @@ def _plain(layer: nn.Linear | Conv1D) -> Product:
 def _router(module: Any) -> Product:
     weight: Tensor = module.weight
     return _product(
-        module.forward, weight, weight.shape[0], type(module).__name__, partial(_use_buckets, module, in_panels)
+        module.forward,
+        weight,
+        weight.shape[0],
+        type(module).__name__,
+        partial(_use_buckets, module, in_panels),
     )
 
 
-def _product(run: Run, weight: Tensor, outputs: int, kind: str, use_buckets: Callable[[Buckets], None]) -> Product:
+def _product(
+    run: Run, weight: Tensor, outputs: int, kind: str, use_buckets: Callable[[Buckets], None]
+) -> Product:
     sample = weight.detach()[:SAMPLED_OUTPUTS]
-    width, dtype = weight.shape[1], weight.dtype
+    width = weight.shape[1]
+    dtype = weight.dtype
     return Product(
-        run=run, use_buckets=use_buckets, width=width, outputs=outputs, dtype=dtype, sample=sample, kind=kind
+        run=run,
+        use_buckets=use_buckets,
+        width=width,
+        outputs=outputs,
+        dtype=dtype,
+        sample=sample,
+        kind=kind,
     )
 
 
 def _matrices(module: nn.Module) -> list[str]:
-    return [name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() > 1]
+    return [
+        name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() > 1
+    ]
 
 
 def _is_router(module: nn.Module) -> bool:
-    """Whether the module has one weight [experts, width], no children, and one input: rows of hidden states."""
+    """Whether the module has one weight [experts, width], no children, and one input: rows of
+    hidden states."""
     if isinstance(module, nn.Embedding) or next(module.children(), None) is not None:
         return False
     inputs = inspect.signature(module.forward).parameters
-    if _matrices(module) != ["weight"] or module.get_parameter("weight").dim() != 2 or len(inputs) != 1:
+    if (
+        _matrices(module) != ["weight"]
+        or module.get_parameter("weight").dim() != 2
+        or len(inputs) != 1
+    ):
         return False
     outputs, width = module.get_parameter("weight").shape
     return _takes(module, (outputs + 1, width))
 
 
 def _is_scale(module: nn.Module) -> bool:
-    """Whether the module's one weight of some dimensions is multiplied with the last dimensions of its one input."""
+    """Whether the module's one weight of some dimensions is multiplied with the last dimensions of
+    its one input."""
     if _matrices(module) != ["weight"] or len(inspect.signature(module.forward).parameters) != 1:
         return False
     return _takes(module, (2, *module.get_parameter("weight").shape))
@@ -106,7 +129,9 @@ def _takes(module: nn.Module, shape: tuple[int, ...]) -> bool:
     return True
 
 
-def _use_buckets(module: nn.Module, run_in_panels: Callable[[Run, Tensor, Buckets], Any], buckets: Buckets) -> None:
+def _use_buckets(
+    module: nn.Module, run_in_panels: Callable[[Run, Tensor, Buckets], Any], buckets: Buckets
+) -> None:
     run = module.forward
     module.forward = lambda x: run_in_panels(run, x, buckets)
 

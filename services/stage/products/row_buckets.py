@@ -26,7 +26,8 @@ from torch import Tensor
 from shardline.base.rounding import ceil_div
 
 REFERENCE_ROWS = 64
-"""All other numbers of rows must give the bits that this one gives: so shards of any split agree, and so do panels."""
+"""All other numbers of rows must give the bits that this one gives: so shards of any split agree,
+and so do panels."""
 
 Buckets = tuple[int, ...]
 """Numbers of rows that one product may see, ascending. Empty: any number."""
@@ -35,15 +36,16 @@ ROW_BUCKETS: Buckets = (
     *(2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 120, 128),
     *(144, 160, 168, 176, 192, 208, 224, 240, 256, 320, 384, 448, 512),
 )
-"""All numbers of rows that are ever run. 1 is left out because it takes another kernel. They are close enough that 3, 5
-and 7 threads find some that they share evenly. Those above 256 save a full prefill the copy that joins panels: 7 to
-8 % of its products."""
+"""All numbers of rows that are ever run. 1 is left out because it takes another kernel. They are
+close enough that 3, 5 and 7 threads find some that they share evenly. Those above 256 save a full
+prefill the copy that joins panels: 7 to 8 % of its products."""
 
 MIN_CUT = 256
 """More rows than this are cut into two panels rather than padded to the next bucket."""
 
 VECTORS = 64
-"""The most elements that torch's elementwise loops take at once: two AVX-512 vectors of bfloat16."""
+"""The most elements that torch's elementwise loops take at once: two AVX-512 vectors of
+bfloat16."""
 GRAIN = 32_768
 """The fewest elements that torch gives a thread."""
 MAX_ADDED = 512
@@ -52,23 +54,27 @@ MAX_ADDED = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPadding:
-    """How packed rows are padded, given the buckets of all products and the elementwise operations between them."""
+    """How packed rows are padded, given the buckets of all products and the elementwise operations
+    between them."""
 
     buckets: frozenset[Buckets] = frozenset({ROW_BUCKETS})
-    """The distinct buckets of the products. Empty: any number will do, on a GPU or with our own products."""
+    """The distinct buckets of the products. Empty: any number will do, on a GPU or with our own
+    products."""
     widths: frozenset[int] = frozenset()
     """The row lengths of elementwise operations."""
     num_threads: int = 1
 
     def padded(self, num_rows: int) -> int:
-        """Returns the smallest number from `num_rows` on that every product can cut into panels of its buckets.
+        """Returns the smallest number from `num_rows` on that every product can cut into panels of
+        its buckets.
 
         Numbers that also give every thread whole vectors are preferred.
         """
         return _padded(num_rows, self)
 
     def are_whole(self, max_rows: int) -> bool:
-        """Whether `padded` gives every thread whole vectors for any number of rows up to `max_rows`."""
+        """Whether `padded` gives every thread whole vectors for any number of rows up to
+        `max_rows`."""
         rows = 1
         while rows <= max_rows:
             padded = self.padded(rows)
@@ -85,7 +91,9 @@ class RowPadding:
 @lru_cache(maxsize=4096)
 def _padded(num_rows: int, padding: RowPadding) -> int:
     numbers = range(num_rows, num_rows + MAX_ADDED)
-    could_be = [rows for rows in numbers if all(panel_sizes(rows, buckets) for buckets in padding.buckets)]
+    could_be = [
+        rows for rows in numbers if all(panel_sizes(rows, buckets) for buckets in padding.buckets)
+    ]
     return next((rows for rows in could_be if padding.is_whole(rows)), could_be[0])
 
 
@@ -115,8 +123,11 @@ def panel_sizes(num_rows: int, buckets: Buckets) -> tuple[int, ...]:
     if num_rows <= MIN_CUT:
         return ()
     if num_full:
-        num_full, rest = num_full - 1, rest + largest
-    halves = ((size, rest - size) for size in buckets if 2 * size >= rest and rest - size in buckets)
+        num_full = num_full - 1
+        rest = rest + largest
+    halves = (
+        (size, rest - size) for size in buckets if 2 * size >= rest and rest - size in buckets
+    )
     pair = next(halves, ())
     return (largest,) * num_full + pair if pair else ()
 
@@ -137,4 +148,6 @@ def in_panels(run: Callable[[Tensor], Any], x: Tensor, buckets: Buckets) -> Any:
     parts = [run(part) for part in x.split(sizes, dim=-2)]
     if isinstance(parts[0], Tensor):
         return torch.cat(parts, dim=-2).narrow(-2, 0, num_rows)
-    return tuple(torch.cat(each, dim=-2).narrow(-2, 0, num_rows) for each in zip(*parts, strict=True))
+    return tuple(
+        torch.cat(each, dim=-2).narrow(-2, 0, num_rows) for each in zip(*parts, strict=True)
+    )

@@ -1,10 +1,11 @@
-"""Finds the numbers of rows that do not change the bits of a product, and caches the answer on disk.
+"""Finds the numbers of rows that do not change the bits of a product, and caches the answer on
+disk.
 
-Knows no model: a product is a function of rows. The probe must see one changed element in 100,000, so it compares
-400,000 for each number of rows, and uses sensitive rows: their first outputs nearly cancel, so that what another order
-of summation does to the last bits of a sum is not rounded away. In bfloat16 another order changes some 3 of 100 such
-elements, but only 4 of 100,000 of ordinary rows. The probe costs as much as one prompt of some 2,000 tokens through
-each distinct product.
+Knows no model: a product is a function of rows. The probe must see one changed element in 100,000,
+so it compares 400,000 for each number of rows, and uses sensitive rows: their first outputs nearly
+cancel, so that what another order of summation does to the last bits of a sum is not rounded away.
+In bfloat16 another order changes some 3 of 100 such elements, but only 4 of 100,000 of ordinary
+rows. The probe costs as much as one prompt of some 2,000 tokens through each distinct product.
 
 Letters of shapes: T rows, K inputs of a product, S sampled outputs.
 """
@@ -30,15 +31,18 @@ from shardline.base.rounding import ceil_div, round_up
 log = structlog.get_logger(__name__)
 
 MIN_COMPARED = 400_000
-"""Elements compared for each number of rows. With ordinary rows a rate of 1 in 100,000 is missed once in 50 times."""
+"""Elements compared for each number of rows. With ordinary rows a rate of 1 in 100,000 is missed
+once in 50 times."""
 MAX_ROWS = 4096
-"""The most rows compared: a product with so few outputs that it would need more has sensitive outputs only."""
+"""The most rows compared: a product with so few outputs that it would need more has sensitive
+outputs only."""
 SAMPLED_OUTPUTS = 16
 """Rows of a weight that are enough to find sensitive inputs."""
 SHIFTS = (7, 33)
 """Rows must keep their bits at other offsets in a panel too."""
 RIDGE = 1e-4
-"""Added to the diagonal, as a share of its mean: weights may hold equal rows, or nothing but zeros."""
+"""Added to the diagonal, as a share of its mean: weights may hold equal rows, or nothing but
+zeros."""
 
 
 ProductKey = tuple[str, int, int, str]
@@ -68,7 +72,9 @@ class Product:
         return self.kind, self.width, self.outputs, str(self.dtype)
 
 
-def find_buckets(products: Iterable[Product], *, machine: object, cache_folder: Path) -> dict[Product, Buckets]:
+def find_buckets(
+    products: Iterable[Product], *, machine: object, cache_folder: Path
+) -> dict[Product, Buckets]:
     """Returns for each product the numbers of rows that give the bits of REFERENCE_ROWS, from the
     cache if possible.
 
@@ -86,12 +92,25 @@ def find_buckets(products: Iterable[Product], *, machine: object, cache_folder: 
         of_product[product] = found[product.key]
     tried_s = round(monotonic_s() - began_s, 2)
     sizes = sorted({(buckets[0], buckets[-1]) for buckets in found.values() if buckets})
-    log.info("numbers of rows that keep every bit", fewest_and_most=sizes, products=len(found), tried_s=tried_s)
+    log.info(
+        "numbers of rows that keep every bit",
+        fewest_and_most=sizes,
+        products=len(found),
+        tried_s=tried_s,
+    )
     return of_product
 
 
 def _cached_buckets(product: Product, machine: object, cache_folder: Path) -> Buckets:
-    facts = (ROW_BUCKETS, REFERENCE_ROWS, MIN_COMPARED, MAX_ROWS, product.key, torch.get_num_threads(), machine)
+    facts = (
+        ROW_BUCKETS,
+        REFERENCE_ROWS,
+        MIN_COMPARED,
+        MAX_ROWS,
+        product.key,
+        torch.get_num_threads(),
+        machine,
+    )
     name = f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()}.rows"
     buckets = _read(cache.recall(cache_folder, name))
     if buckets is None:
@@ -102,7 +121,8 @@ def _cached_buckets(product: Product, machine: object, cache_folder: Path) -> Bu
 
 @torch.inference_mode()
 def exact_buckets(product: Product) -> Buckets:
-    """Runs the product with each number of ROW_BUCKETS; returns those that give the bits of REFERENCE_ROWS.
+    """Runs the product with each number of ROW_BUCKETS; returns those that give the bits of
+    REFERENCE_ROWS.
 
     The result is empty if a row's bits depend on its offset in a panel.
     """
@@ -140,7 +160,8 @@ def sensitive_rows(product: Product, num_rows: int) -> Tensor:
 
 
 def _outputs(product: Product, rows: Tensor, count: int, num_rows: int) -> list[Tensor]:
-    """Runs the first `num_rows` rows [T, K] in panels of `count`; returns each tensor that the product returns."""
+    """Runs the first `num_rows` rows [T, K] in panels of `count`; returns each tensor that the
+    product returns."""
     parts = [product.run(rows[first : first + count]) for first in range(0, num_rows, count)]
     if isinstance(parts[0], Tensor):
         return [torch.cat(parts)]

@@ -28,7 +28,8 @@ AT_ONCE = 1 << 24
 
 
 class Int8(NamedTuple):
-    """A weight [N, K] as integers: their product with the scales of their rows is near the weight."""
+    """A weight [N, K] as integers: their product with the scales of their rows is near the
+    weight."""
 
     integers: Tensor
     """int8 [N, K], from -127 to 127."""
@@ -39,19 +40,27 @@ class Int8(NamedTuple):
 class TiledLinear(nn.Module):
     """A linear layer with its weight stored in tiles; the original is not kept."""
 
-    def __init__(self, kernel: Kernel, weight: Tensor, bias: Tensor | None, weights: Weights) -> None:
+    def __init__(
+        self, kernel: Kernel, weight: Tensor, bias: Tensor | None, weights: Weights
+    ) -> None:
         """Packs a weight [N, K] of any float dtype, with its bias [N], to be stored in the format
         `weights`."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._kernel = kernel
-        self._empty = torch.empty(0, dtype=torch.float32 if weights is Weights.FLOAT32 else torch.bfloat16)
+        self._empty = torch.empty(
+            0, dtype=torch.float32 if weights is Weights.FLOAT32 else torch.bfloat16
+        )
         self._bias = None if bias is None else _padded(bias.detach().float())
-        rows, scales, sums = weight.detach().to(self._empty.dtype), None, None
+        rows = weight.detach().to(self._empty.dtype)
+        scales = None
+        sums = None
         if weights is Weights.INT8:
             rows, scales = quantized(weight)
-            sums, scales = _padded(rows.sum(1, dtype=torch.int32)), _padded(scales)
-        self._scales, self._sums = scales, sums
+            sums = _padded(rows.sum(1, dtype=torch.int32))
+            scales = _padded(scales)
+        self._scales = scales
+        self._sums = sums
         self._tiles = _packed(kernel, rows.contiguous())
         self.call = ProductCall(
             weights=self._tiles.data_ptr(),
@@ -66,7 +75,8 @@ class TiledLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """An empty tensor [0] of the dtype of inputs: some models ask a weight for its dtype or device."""
+        """An empty tensor [0] of the dtype of inputs: some models ask a weight for its dtype or
+        device."""
         return self._empty
 
     @property
@@ -80,16 +90,19 @@ class TiledLinear(nn.Module):
         self.call.weights = tiles.data_ptr()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x @ weight.T + bias: x [..., T, K] to [..., T, N], in the dtype of `weight`. Rows of x may lie
-        apart. Raises TypeError for an x of another dtype."""
+        """Returns x @ weight.T + bias: x [..., T, K] to [..., T, N], in the dtype of `weight`. Rows
+        of x may lie apart. Raises TypeError for an x of another dtype."""
         if x.dtype != self._empty.dtype:
             raise TypeError(f"a product of {self._empty.dtype} was given {x.dtype}")
         rows = x.reshape(-1, self.in_features)
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         out = rows.new_empty(len(rows), self.out_features)
         call = self.call
-        call.x, call.x_stride, call.num_rows = rows.data_ptr(), rows.stride(0), len(rows)
-        call.out, call.out_stride = out.data_ptr(), self.out_features
+        call.x = rows.data_ptr()
+        call.x_stride = rows.stride(0)
+        call.num_rows = len(rows)
+        call.out = out.data_ptr()
+        call.out_stride = self.out_features
         call.num_threads = torch.get_num_threads()
         status = self._kernel.multiply(byref(call))
         assert status == 0, f"no products of weights {call.kind}"
@@ -103,33 +116,44 @@ class Int8Embedding(nn.Module):
         """Takes a weight [V, H] of any float dtype; V the vocabulary, H the hidden size."""
         super().__init__()
         self._rows = quantized(weight)
-        self._dtype, self._empty = weight.dtype, torch.empty(0, dtype=weight.dtype)
+        self._dtype = weight.dtype
+        self._empty = torch.empty(0, dtype=weight.dtype)
 
     @property
     def weight(self) -> Tensor:
-        """An empty tensor [0] of the dtype of outputs: some models ask a weight for its dtype or device."""
+        """An empty tensor [0] of the dtype of outputs: some models ask a weight for its dtype or
+        device."""
         return self._empty
 
     def forward(self, ids: Tensor) -> Tensor:
         """Looks up ids int64 [...]; returns [..., H] in the dtype of the weight that was given."""
         integers, scales = self._rows
-        return (functional.embedding(ids, integers).float() * scales[ids][..., None]).to(self._dtype)
+        return (functional.embedding(ids, integers).float() * scales[ids][..., None]).to(
+            self._dtype
+        )
 
 
 def quantized(weight: Tensor) -> Int8:
-    """Returns a weight [N, K] of any float dtype as integers, the largest of each row 127 in absolute value."""
+    """Returns a weight [N, K] of any float dtype as integers, the largest of each row 127 in
+    absolute value."""
     parts = [_quantized(rows) for rows in weight.detach().split(max(1, AT_ONCE // weight.shape[1]))]
-    return Int8(torch.cat([part.integers for part in parts]), torch.cat([part.scales for part in parts]))
+    return Int8(
+        torch.cat([part.integers for part in parts]), torch.cat([part.scales for part in parts])
+    )
 
 
 def _quantized(rows: Tensor) -> Int8:
     exact = rows.float()
     scales = exact.abs().amax(1) / 127
-    return Int8((exact / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8), scales)
+    return Int8(
+        (exact / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8),
+        scales,
+    )
 
 
 def _packed(kernel: Kernel, rows: Tensor) -> Tensor:
-    num_outputs, num_bytes = rows.shape[0], rows.shape[1] * rows.element_size()
+    num_outputs = rows.shape[0]
+    num_bytes = rows.shape[1] * rows.element_size()
     size = round_up(num_outputs, TILE_OUTPUTS) * round_up(num_bytes, TILE_BYTES)
     tiles = torch.empty(size, dtype=torch.int8)
     kernel.pack_weights(rows.data_ptr(), tiles.data_ptr(), num_outputs, num_bytes)

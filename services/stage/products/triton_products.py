@@ -1,9 +1,11 @@
-"""Linear layers and RMSNorms on GPUs through our Triton kernels: a row's bits depend on that row only.
+"""Linear layers and RMSNorms on GPUs through our Triton kernels: a row's bits depend on that row
+only.
 
-Owns tile sizes and launch settings, none of which depends on a call's rows: they decide bits. Knows no model.
+Owns tile sizes and launch settings, none of which depends on a call's rows: they decide bits. Knows
+no model.
 
-Letters of shapes: T rows, K inputs and N outputs of a layer, D the width of a normalized row. Tensors are float32,
-bfloat16 or float16.
+Letters of shapes: T rows, K inputs and N outputs of a layer, D the width of a normalized row.
+Tensors are float32, bfloat16 or float16.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ log = structlog.get_logger(__name__)
 KERNELS = "services.stage.products.triton_kernels"
 
 ROWS = {2: 64, 4: 16}
-"""Rows of a tile by the bytes of an element. One shape serves one decode row and a prefill. 64 in 16-bit dtypes: such a
-tile asks some 64 operations of each byte of weights, which matrix units do while memory brings the next, and a prefill
-of 256 rows reads weights four times, not sixteen. Few GPUs have matrix units that keep float32's precision: 16."""
+"""Rows of a tile by the bytes of an element. One shape serves one decode row and a prefill. 64 in
+16-bit dtypes: such a tile asks some 64 operations of each byte of weights, which matrix units do
+while memory brings the next, and a prefill of 256 rows reads weights four times, not sixteen. Few
+GPUs have matrix units that keep float32's precision: 16."""
 OUTPUTS = 64
-"""A decode step has one program for each 64 outputs: a layer 4,096 wide keeps 64 multiprocessors busy. Fewer outputs
-would ask more reads of x from each prefill."""
+"""A decode step has one program for each 64 outputs: a layer 4,096 wide keeps 64 multiprocessors
+busy. Fewer outputs would ask more reads of x from each prefill."""
 INPUT_BYTES = 128
 """Of an output's weights in a step of a sum: one line of a cache."""
 LAUNCH = {"num_warps": 4, "num_stages": 3}
@@ -36,7 +39,8 @@ ALIGNMENT = 16
 
 
 class TritonLinear(nn.Module):
-    """A linear layer over the weight that it was given: a dense one is not copied, and a tied one stays tied."""
+    """A linear layer over the weight that it was given: a dense one is not copied, and a tied one
+    stays tied."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Takes a weight [N, K] and its bias [N], in one of the three dtypes."""
@@ -54,8 +58,11 @@ class TritonLinear(nn.Module):
         """Returns x @ weight.T + bias: x [..., T, K] to [..., T, N], in the dtype of `weight`."""
         rows = dense(x.reshape(-1, self.in_features))
         out = rows.new_empty(len(rows), self.out_features)
-        size, num_rows = rows.element_size(), len(rows)
-        self._kernels.module.multiply[ceil_div(num_rows, ROWS[size]), ceil_div(self.out_features, OUTPUTS)](
+        size = rows.element_size()
+        num_rows = len(rows)
+        self._kernels.module.multiply[
+            ceil_div(num_rows, ROWS[size]), ceil_div(self.out_features, OUTPUTS)
+        ](
             rows,
             self.weight,
             self.weight if self.bias is None else self.bias,
@@ -77,12 +84,13 @@ class TritonRmsNorm(nn.Module):
     """RMSNorm with a program for each row: x / rms(x) * weight over the last dimension."""
 
     def __init__(self, weight: Tensor, eps: float, rounds_first: bool) -> None:
-        """Takes a weight [D] of any float dtype, with its offset included. With `rounds_first`, x / rms(x) is rounded
-        to x's dtype before it is weighted."""
+        """Takes a weight [D] of any float dtype, with its offset included. With `rounds_first`, x /
+        rms(x) is rounded to x's dtype before it is weighted."""
         super().__init__()
         self._kernels = TritonKernels.load(KERNELS, __file__)
         self.register_buffer("scale", weight.detach().float().contiguous())
-        self._eps, self._rounds_first = eps, rounds_first
+        self._eps = eps
+        self._rounds_first = rounds_first
 
     scale: Tensor
     """float32 [D] in every model: the norm's weight, its offset included."""
@@ -93,7 +101,9 @@ class TritonRmsNorm(nn.Module):
         rows = dense(x.reshape(-1, width))
         out = rows.new_empty(rows.shape)
         padded = 1 << (width - 1).bit_length()
-        num_warps = min(MAX_NORM_WARPS, 1 << (ceil_div(padded, NORM_VALUES_PER_WARP) - 1).bit_length())
+        num_warps = min(
+            MAX_NORM_WARPS, 1 << (ceil_div(padded, NORM_VALUES_PER_WARP) - 1).bit_length()
+        )
         self._kernels.module.rms_norm[(len(rows),)](
             rows,
             self.scale,
@@ -108,7 +118,8 @@ class TritonRmsNorm(nn.Module):
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Returns a tensor [...] of any dtype that is contiguous and begins at an aligned address: itself, or a copy.
+    """Returns a tensor [...] of any dtype that is contiguous and begins at an aligned address:
+    itself, or a copy.
 
     Memory comes from torch's allocators, which align more than triton asks for.
     """
@@ -122,7 +133,8 @@ def kernel_version() -> str:
 
 
 def are_covered(model: nn.Module) -> bool:
-    """Whether our kernels, or a lookup, compute all that has weights or normalizes; otherwise the log names the rest.
+    """Whether our kernels, or a lookup, compute all that has weights or normalizes; otherwise the
+    log names the rest.
 
     What else a model computes with torch, only the probe of sequences sees.
     """
@@ -136,4 +148,6 @@ def _is_covered(module: nn.Module) -> bool:
     if isinstance(module, TritonLinear | TritonRmsNorm):
         return True
     has_matrices = any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
-    return "Norm" not in type(module).__name__ and (not has_matrices or isinstance(module, nn.Embedding))
+    return "Norm" not in type(module).__name__ and (
+        not has_matrices or isinstance(module, nn.Embedding)
+    )

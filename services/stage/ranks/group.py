@@ -1,7 +1,8 @@
-"""One process's place among the ranks of a stage, and the memory through which they share what they compute.
+"""One process's place among the ranks of a stage, and the memory through which they share what they
+compute.
 
-Each rank computes some outputs of a product and reads all of them: a sum is never cut in two, so a row has the bits
-that one process alone would give it. Knows no model.
+Each rank computes some outputs of a product and reads all of them: a sum is never cut in two, so a
+row has the bits that one process alone would give it. Knows no model.
 
 Letters of shapes: T packed rows, N numbers of a row.
 """
@@ -24,12 +25,14 @@ WORD = torch.int64
 
 
 class RankGroup:
-    """All ranks call its methods in the same order, each in one thread. Waits without end: who starts the ranks watches
-    that none is missing."""
+    """All ranks call its methods in the same order, each in one thread. Waits without end: who
+    starts the ranks watches that none is missing."""
 
     def __init__(self, rank: int, num_ranks: int, memory: int) -> None:
         """`memory` is a file descriptor of memory that all ranks have."""
-        self.rank, self.num_ranks, self._file = rank, num_ranks, memory
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self._file = memory
         self._kernel: Kernel | None = None
         self._map: mmap.mmap | None = None
         self.call = Ranks(rank=rank, num_ranks=num_ranks)
@@ -59,8 +62,8 @@ class RankGroup:
         return (self.num_ranks - 1) * self._share(num, unit) < num
 
     def gather(self, mine: Tensor, share: range, num: int) -> Tensor:
-        """Returns rows [..., N] with the numbers of all ranks, of which `mine` [..., n], of any dtype, are this one's
-        share; `num` is N."""
+        """Returns rows [..., N] with the numbers of all ranks, of which `mine` [..., n], of any
+        dtype, are this one's share; `num` is N."""
         rows = mine.reshape(-1, mine.shape[-1])
         at_once = max(1, self.call.buffer_bytes // (num * mine.itemsize))
         parts = [self._gather(part, share, num) for part in rows.split(at_once)]
@@ -85,8 +88,11 @@ class RankGroup:
         return value
 
     def leave(self) -> None:
-        """Lets no other rank wait for this one any more: what they put together from now on is worth nothing."""
-        counters = torch.frombuffer(self._map, dtype=WORD, count=self.num_ranks * LINE_BYTES // WORD.itemsize)
+        """Lets no other rank wait for this one any more: what they put together from now on is
+        worth nothing."""
+        counters = torch.frombuffer(
+            self._map, dtype=WORD, count=self.num_ranks * LINE_BYTES // WORD.itemsize
+        )
         counters[self.rank * LINE_BYTES // WORD.itemsize] = torch.iinfo(WORD).max
 
     def _share(self, num: int, unit: int) -> int:
@@ -101,7 +107,9 @@ class RankGroup:
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The one that no rank reads any more."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        assert num_bytes <= self.call.buffer_bytes, f"{num_bytes} bytes in a buffer of {self.call.buffer_bytes}"
+        assert num_bytes <= self.call.buffer_bytes, (
+            f"{num_bytes} bytes in a buffer of {self.call.buffer_bytes}"
+        )
         return self._buffers[self.call.num_meetings % 2, :num_bytes].view(dtype).view(shape)
 
     def _meet(self) -> None:

@@ -1,4 +1,5 @@
-"""What the first rank of a stage tells the others, and its bytes. Tensors go through the memory that they share."""
+"""What the first rank of a stage tells the others, and its bytes. Tensors go through the memory
+that they share."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class LoadShard(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RunPass(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Run packed rows through the layers of a number; the input follows through the shared memory."""
+    """Run packed rows through the layers of a number; the input follows through the shared
+    memory."""
 
     number: int
     kind: PassKind
@@ -88,7 +90,8 @@ class DropShard(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 Message = LoadShard | RunPass | MoveBlocks | LoadAdapter | DropAdapter | DropShard
 
-_encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Message)
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:

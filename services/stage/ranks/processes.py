@@ -34,20 +34,23 @@ log = structlog.get_logger(__name__)
 PROGRAM = "services.stage.rank"
 REFUSED_STATUS = 2
 """Exit status of a rank that refuses what it should load; it has reported why."""
-STDIN, STDERR = 0, 2
+STDIN = 0
+STDERR = 2
 STOP_S = 5.0
 """A rank that has not ended so long after its link was closed is killed."""
 
 
 Wait = Callable[[], int]
-"""Returns a process's exit status at its end, or the signal that ended it, negative. Called once."""
+"""Returns a process's exit status at its end, or the signal that ended it, negative. Called
+once."""
 
 
 class OtherRanks:
     """The processes of ranks 1 and up. `post` is called by one thread."""
 
     def __init__(self, cores: Sequence[tuple[int, ...]]) -> None:
-        """Starts a rank for each of these sets of cores. The ranks end with the thread that calls this."""
+        """Starts a rank for each of these sets of cores. The ranks end with the thread that calls
+        this."""
         memory = os.memfd_create("shardline-ranks")
         self.group = RankGroup(0, len(cores) + 1, memory)
         self.numbers = count()
@@ -84,7 +87,10 @@ class OtherRanks:
     def _start(self, rank: int, cores: tuple[int, ...], memory: int) -> Wait:
         ours, theirs = socket.socketpair()
         with theirs:
-            place = [str(number) for number in (os.getpid(), rank, self.group.num_ranks, theirs.fileno(), memory)]
+            place = [
+                str(number)
+                for number in (os.getpid(), rank, self.group.num_ranks, theirs.fileno(), memory)
+            ]
             start = _fork if num_threads() == 1 else _start_new
             pid, wait = start([*place, ",".join(map(str, cores))], {theirs.fileno(), memory})
         self._links.append(Connection(ours.detach()))
@@ -109,7 +115,8 @@ def _start_new(arguments: list[str], files: set[int]) -> tuple[int, Wait]:
 
 
 def _fork(arguments: list[str], files: set[int]) -> tuple[int, Wait]:
-    """The same, and quick: a fork of this process, which must have one thread, goes on as the program."""
+    """The same, and quick: a fork of this process, which must have one thread, goes on as the
+    program."""
     pid = os.fork()
     if pid == 0:
         os._exit(_become(arguments, files))
@@ -121,7 +128,8 @@ def _status_of(pid: int) -> int:
 
 
 def _become(arguments: list[str], files: set[int]) -> int:
-    """Runs the program in this fork, with these open files and the standard ones alone. Returns its exit status."""
+    """Runs the program in this fork, with these open files and the standard ones alone. Returns its
+    exit status."""
     # Never collected here: objects of the stage would close files by numbers that are others' then.
     gc.freeze()
     for file in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:

@@ -1,5 +1,5 @@
-"""A file without a name for weights that memory does not hold: written once, read past the page cache, gone with the
-process. Knows no layer."""
+"""A file without a name for weights that memory does not hold: written once, read past the page
+cache, gone with the process. Knows no layer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class LayerFile:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="streamed-layers")
 
     def write(self, pieces: list[tuple[int, Tensor]], begin: int, num_bytes: int) -> None:
-        """Writes tensors, int8 [bytes], each at its place behind `begin`, and leaves nothing of them in memory.
+        """Writes tensors, int8 [bytes], each at its place behind `begin`, and leaves nothing of
+        them in memory.
 
         Raises Invalid if the disk has no room for `num_bytes`.
         """
@@ -60,17 +61,20 @@ class LayerFile:
         return torch.frombuffer(memory, dtype=torch.int8)
 
     def fetch(self, target: Tensor, begin: int) -> Callable[[], object]:
-        """Begins to fill `target`, int8 [bytes] of a buffer, from `begin` on. Returns what waits for it, which raises
-        Unavailable if the disk fails."""
+        """Begins to fill `target`, int8 [bytes] of a buffer, from `begin` on. Returns what waits
+        for it, which raises Unavailable if the disk fails."""
         return self._reader.submit(self._read_all, target, begin).result
 
     def _read_all(self, target: Tensor, begin: int) -> None:
-        view, done = target.numpy().data, 0
+        view = target.numpy().data
+        done = 0
         try:
             while done < len(view):
                 done += _read(self._direct, view[done:], begin + done)
         except OSError as error:
-            raise Unavailable(f"streamed layers cannot be read from {self._folder}: {error.strerror}") from error
+            raise Unavailable(
+                f"streamed layers cannot be read from {self._folder}: {error.strerror}"
+            ) from error
 
     def _no_room(self, error: OSError) -> Invalid:
         problem = f"streamed layers find no room in {self._folder}: {error.strerror}"
@@ -90,7 +94,8 @@ def _read(file: int, target: memoryview, begin: int) -> int:
 
 
 def _past_page_cache(file: int) -> int:
-    """The file once more, for reads that leave nothing in the page cache, if its file system has such."""
+    """The file once more, for reads that leave nothing in the page cache, if its file system has
+    such."""
     path = f"/proc/self/fd/{file}"
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECT)

@@ -1,5 +1,5 @@
-"""The host's memory for weights that an accelerator's does not hold: filled once, copied from ahead of use. Knows no
-layer."""
+"""The host's memory for weights that an accelerator's does not hold: filled once, copied from ahead
+of use. Knows no layer."""
 
 from __future__ import annotations
 
@@ -44,23 +44,30 @@ class LayerMemory:
         return torch.empty(num_bytes, dtype=torch.int8, device=self._uploads.device)
 
     def fetch(self, target: Tensor, begin: int) -> Callable[[], object]:
-        """Begins to fill `target`, int8 [bytes] on the device, from `begin` on, once the device has computed what it
-        was given. Returns what has it wait for that."""
+        """Begins to fill `target`, int8 [bytes] on the device, from `begin` on, once the device has
+        computed what it was given. Returns what has it wait for that."""
         parts = self._parts(begin, len(target))
-        return self._uploads.begin((target[first : first + len(part)], part) for first, part in parts)
+        return self._uploads.begin(
+            (target[first : first + len(part)], part) for first, part in parts
+        )
 
     def _new_chunk(self) -> Tensor:
         try:
             return self._uploads.host_memory(CHUNK_BYTES)
         except RuntimeError as error:
             taken_mib = len(self._chunks) * CHUNK_BYTES >> 20
-            problem = f"the host's memory has no room for more of them than {taken_mib:,} MiB: {error}"
-            raise Invalid(FIELD, problem, "Stream fewer layers here, or raise the limit of locked memory") from error
+            problem = (
+                f"the host's memory has no room for more of them than {taken_mib:,} MiB: {error}"
+            )
+            raise Invalid(
+                FIELD, problem, "Stream fewer layers here, or raise the limit of locked memory"
+            ) from error
 
     def _parts(self, begin: int, num_bytes: int) -> Iterator[tuple[int, Tensor]]:
         """Yields the parts of chunks that hold these bytes, each with its place behind `begin`."""
         end = begin + num_bytes
         for number in range(begin // CHUNK_BYTES, ceil_div(end, CHUNK_BYTES)):
             start = number * CHUNK_BYTES
-            first, last = max(begin, start), min(end, start + CHUNK_BYTES)
+            first = max(begin, start)
+            last = min(end, start + CHUNK_BYTES)
             yield first - begin, self._chunks[number][first - start : last - start]

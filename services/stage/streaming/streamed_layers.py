@@ -29,8 +29,8 @@ from shardline.contract.stage_memory import NUM_BUFFERS
 log = structlog.get_logger(__name__)
 
 ALIGNMENT = 512
-"""Weights begin at multiples of these bytes, as what torch allocates on accelerators does: libraries choose their
-kernels by it. Cores load whole cache lines."""
+"""Weights begin at multiples of these bytes, as what torch allocates on accelerators does:
+libraries choose their kernels by it. Cores load whole cache lines."""
 TRIAL_BYTES = 64 << 20
 NUM_TRIALS = 3
 
@@ -39,15 +39,15 @@ class Store(Protocol):
     """Holds the weights that memory does not hold."""
 
     def write(self, pieces: list[tuple[int, Tensor]], begin: int, num_bytes: int) -> None:
-        """Stores tensors, int8 [bytes], each at its place behind `begin`. Raises Invalid if there is no room for
-        `num_bytes`, whole pages."""
+        """Stores tensors, int8 [bytes], each at its place behind `begin`. Raises Invalid if there
+        is no room for `num_bytes`, whole pages."""
 
     def buffer(self, num_bytes: int) -> Tensor:
         """Returns int8 [num_bytes] of the memory that layers compute from."""
 
     def fetch(self, target: Tensor, begin: int) -> Callable[[], object]:
-        """Begins to fill a part of a buffer, int8 [bytes], from `begin` on; returns what waits for it, which raises
-        Unavailable if that failed."""
+        """Begins to fill a part of a buffer, int8 [bytes], from `begin` on; returns what waits for
+        it, which raises Unavailable if that failed."""
 
 
 class Weight(NamedTuple):
@@ -92,7 +92,8 @@ class StreamedLayers:
     """
 
     def __init__(self, store: Store, weights_of: WeightsOf) -> None:
-        self._store, self._weights_of = store, weights_of
+        self._store = store
+        self._weights_of = weights_of
         self._layers: list[_Layer] = []
         self._buffers: list[Tensor] = []
         """int8, as large as the largest layer."""
@@ -105,27 +106,34 @@ class StreamedLayers:
         return cls(store_of(uploads, folder), tiles if uploads is None else matrices)
 
     def take(self, layer: nn.Module) -> None:
-        """Moves the weights of a packed layer into the store. Raises Invalid if that has no room for them."""
+        """Moves the weights of a packed layer into the store. Raises Invalid if that has no room
+        for them."""
         weights = list(self._weights_of(layer))
-        *places, end = accumulate((round_up(len(weight.data), ALIGNMENT) for weight in weights), initial=0)
+        *places, end = accumulate(
+            (round_up(len(weight.data), ALIGNMENT) for weight in weights), initial=0
+        )
         begin = self._layers[-1].begin + self._layers[-1].num_bytes if self._layers else 0
         num_bytes = round_up(end, PAGE_BYTES)
         placed = list(zip(places, weights, strict=True))
         self._store.write([(place, weight.data) for place, weight in placed], begin, num_bytes)
-        kept = [_StoredWeight(weight.module, weight.use, place, len(weight.data)) for place, weight in placed]
+        kept = [
+            _StoredWeight(weight.module, weight.use, place, len(weight.data))
+            for place, weight in placed
+        ]
         self._layers.append(_Layer(layer, kept, begin, num_bytes))
         for weight in weights:
             weight.use(torch.empty(0, dtype=torch.int8))
 
     def start(self) -> None:
-        """Allocates the buffers and points each layer to its own. From now on calls wait for weights, and raise
-        Unavailable if they cannot be fetched."""
+        """Allocates the buffers and points each layer to its own. From now on calls wait for
+        weights, and raise Unavailable if they cannot be fetched."""
         size = max(layer.num_bytes for layer in self._layers)
         self._buffers = [self._store.buffer(size) for _ in range(NUM_BUFFERS)]
         for index, layer in enumerate(self._layers):
             for module, use, place, num_bytes in layer.weights:
                 use(self._buffers[index % NUM_BUFFERS][place : place + num_bytes])
-                module.register_forward_pre_hook(partial(self._begin, index))  # a trial calls parts of a layer
+                # a trial calls parts of a layer
+                module.register_forward_pre_hook(partial(self._begin, index))
             layer.module.register_forward_pre_hook(partial(self._begin, index))
             layer.module.register_forward_hook(partial(self._end, index))
         self._ask(0, 1)
@@ -149,7 +157,8 @@ class StreamedLayers:
         first follows the last."""
         taken: set[int] = set()
         for index in (index % len(self._layers) for index in indexes):
-            number, asked = index % NUM_BUFFERS, self._asked[index % NUM_BUFFERS]
+            number = index % NUM_BUFFERS
+            asked = self._asked[index % NUM_BUFFERS]
             if number not in taken and (asked is None or asked[0] != index):
                 layer = self._layers[index]
                 target = self._buffers[number][: layer.num_bytes]
@@ -158,8 +167,9 @@ class StreamedLayers:
 
 
 def store_of(uploads: Uploads | None, folder: Path) -> Store:
-    """Returns the store for streamed layers of a device by its uploads: of cores, which have none, a file in `folder`,
-    of accelerators the host's memory. Raises Invalid if the folder takes no file."""
+    """Returns the store for streamed layers of a device by its uploads: of cores, which have none,
+    a file in `folder`, of accelerators the host's memory. Raises Invalid if the folder takes no
+    file."""
     return LayerFile(folder) if uploads is None else LayerMemory(uploads)
 
 
@@ -172,7 +182,10 @@ def tiles(layer: nn.Module) -> Iterator[Weight]:
 def matrices(layer: nn.Module) -> Iterator[Weight]:
     """Yields the weights of an accelerator's layer."""
     for module in layer.modules():
-        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+        for name, tensor in [
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ]:
             if _is_matrix(tensor):
                 data = tensor.detach().contiguous().view(-1).view(torch.int8)
                 yield Weight(module, partial(_use_matrix, module, name), data)
@@ -182,7 +195,9 @@ def streamed_bytes(layer: nn.Module, packing: Packing, device: torch.device) -> 
     """Returns the bytes of a layer, not packed yet, that can be streamed on a device."""
     if device.type == "cpu":
         return tiled_bytes(layer, packing)
-    return sum(tensor.nbytes for tensor in (*layer.parameters(), *layer.buffers()) if _is_matrix(tensor))
+    return sum(
+        tensor.nbytes for tensor in (*layer.parameters(), *layer.buffers()) if _is_matrix(tensor)
+    )
 
 
 def measure(store: Store, synchronize: Callable[[], None]) -> float:

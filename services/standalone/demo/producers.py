@@ -1,6 +1,8 @@
-"""The five ways to submit a job, each as a producer would write it. Knows addresses, not what happens next.
+"""The five ways to submit a job, each as a producer would write it. Knows addresses, not what
+happens next.
 
-Every door takes an id that the producer chose, so that a repeat inserts nothing and the producer can ask for it later.
+Every door takes an id that the producer chose, so that a repeat inserts nothing and the producer
+can ask for it later.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Producer:
-    """A producer of prompts for one model, with the addresses of a stack (`urls` of up.json) and its `api_key`."""
+    """A producer of prompts for one model, with the addresses of a stack (`urls` of up.json) and
+    its `api_key`."""
 
     urls: Mapping[str, str]
     api_key: str
@@ -39,7 +42,9 @@ class Producer:
     def requests(self, prompts: Sequence[str]) -> list[JobRequest]:
         """Greedy completions: their answers are known."""
         return [
-            JobRequest(id=new_id(), model=self.model, prompt=prompt, temperature=0.0, max_tokens=MAX_TOKENS)
+            JobRequest(
+                id=new_id(), model=self.model, prompt=prompt, temperature=0.0, max_tokens=MAX_TOKENS
+            )
             for prompt in prompts
         ]
 
@@ -73,14 +78,17 @@ def by_stream(producer: Producer, requests: Sequence[JobRequest]) -> None:
 
 
 def by_sql(producer: Producer, requests: Sequence[JobRequest]) -> None:
-    """Submit from any language that speaks Postgres: accepted when the producer's own transaction commits."""
+    """Submit from any language that speaks Postgres: accepted when the producer's own transaction
+    commits."""
     with transaction(producer.urls["database"]) as connection:
         insert_plainly(connection, requests)
 
 
 def by_http(producer: Producer, requests: Sequence[JobRequest]) -> None:
     """Submit over HTTP: accepted when the answer has arrived."""
-    with httpx.Client(base_url=producer.urls["gateway"], headers=bearer(producer.api_key), timeout=30.0) as client:
+    with httpx.Client(
+        base_url=producer.urls["gateway"], headers=bearer(producer.api_key), timeout=30.0
+    ) as client:
         for request in requests:
             client.post("/v1/jobs", json=_document(request)).raise_for_status()
 

@@ -1,4 +1,5 @@
-"""Reports the outcome of a set of jobs: counted in Postgres, found in Flower, shown as tables. Submits nothing."""
+"""Reports the outcome of a set of jobs: counted in Postgres, found in Flower, shown as tables.
+Submits nothing."""
 
 from __future__ import annotations
 
@@ -74,7 +75,9 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def num_in_flower(flower: str, ids: Sequence[UUID]) -> int:
     """How many of these ids Flower's API knows as succeeded tasks."""
-    answer = httpx.get(f"{flower}/api/tasks", params={"limit": FLOWER_TASKS, "state": "SUCCESS"}, timeout=30.0)
+    answer = httpx.get(
+        f"{flower}/api/tasks", params={"limit": FLOWER_TASKS, "state": "SUCCESS"}, timeout=30.0
+    )
     answer.raise_for_status()
     return len({str(each) for each in ids} & set(answer.json()))
 
@@ -94,7 +97,9 @@ def summarize(
     span_s = _span_s(done)
     seen = sorted({stage for row in done for stage in _stages(row["provenance"])})
     tasks = Counter(each.task for each in asked)
-    doors = Counter(each.door for each in asked if by_id.get(each.id, {}).get("state") == "succeeded")
+    doors = Counter(
+        each.door for each in asked if by_id.get(each.id, {}).get("state") == "succeeded"
+    )
     return DemoReport(
         submitted=len(asked),
         succeeded=len(done),
@@ -110,7 +115,8 @@ def summarize(
         flower_tasks_seen=flower_tasks_seen,
         num_by_door=dict(doors),
         correct_by_task={
-            task: f"{sum(each.id in right for each in asked if each.task == task)}/{num}" for task, num in tasks.items()
+            task: f"{sum(each.id in right for each in asked if each.task == task)}/{num}"
+            for task, num in tasks.items()
         },
         stages_seen=seen,
         spent=dict(spent),
@@ -126,7 +132,8 @@ def _span_s(done: Sequence[Mapping[str, Any]]) -> float:
     """Seconds from the first row to the last result, by Postgres's clock."""
     if not done:
         return 0.0
-    first, last = min(row["created_at"] for row in done), max(row["finished_at"] for row in done)
+    first = min(row["created_at"] for row in done)
+    last = max(row["finished_at"] for row in done)
     return max(0.001, float((last - first).total_seconds()))
 
 
@@ -139,13 +146,22 @@ def report_table(report: DemoReport) -> Table:
     table = Table("measure", "value", title="Demo report")
     table.add_row("jobs succeeded", f"{report.succeeded} of {report.submitted}")
     table.add_row("answers right", f"{report.correct} ({report.accuracy:.1%})")
-    table.add_row("right by task", "  ".join(f"{task} {share}" for task, share in report.correct_by_task.items()))
-    table.add_row("through each door", "  ".join(f"{door} {num}" for door, num in report.num_by_door.items()))
+    table.add_row(
+        "right by task",
+        "  ".join(f"{task} {share}" for task, share in report.correct_by_task.items()),
+    )
+    table.add_row(
+        "through each door", "  ".join(f"{door} {num}" for door, num in report.num_by_door.items())
+    )
     table.add_row("output tokens/s", f"{report.output_tokens_per_s:.0f}")
-    table.add_row("latency p50 / p95", f"{report.latency_p50_s:.2f} s / {report.latency_p95_s:.2f} s")
+    table.add_row(
+        "latency p50 / p95", f"{report.latency_p50_s:.2f} s / {report.latency_p95_s:.2f} s"
+    )
     table.add_row("energy, by SQL", _energy(report.spent))
     for stage in report.stages_seen:
-        table.add_row(stage.worker, f"layers {stage.layers[0]}-{stage.layers[1] - 1} on {stage.device}")
+        table.add_row(
+            stage.worker, f"layers {stage.layers[0]}-{stage.layers[1] - 1} on {stage.device}"
+        )
     table.add_row("same ids in Flower", str(report.flower_tasks_seen))
     return table
 
@@ -153,7 +169,11 @@ def report_table(report: DemoReport) -> Table:
 def _energy(spent: Mapping[str, Any]) -> str:
     if spent.get("energy_j") is None:
         return "not known"
-    money = "" if spent["cost"] is None else f", cost {spent['cost']:.3g}, {spent['carbon_g']:.3g} gCO2e"
+    money = (
+        ""
+        if spent["cost"] is None
+        else f", cost {spent['cost']:.3g}, {spent['carbon_g']:.3g} gCO2e"
+    )
     return f"{spent['energy_j']:.0f} J ({spent['energy_source']}){money}"
 
 

@@ -65,11 +65,14 @@ def run_demo(console: Console) -> bool:
         _wait_for_answers(producer, asked, console)
         seen = _wait_for_flower(producer, asked)
         with transaction(producer.urls["database"]) as connection:
-            found, spent = reports.outcomes(connection, ids), costs.spent(connection, ids)
+            found = reports.outcomes(connection, ids)
+            spent = costs.spent(connection, ids)
             report = summarize(asked, found, spent=spent, flower_tasks_seen=seen)
             sample = reports.sample(connection, ids)
         started += _family(up["processes"])
-    left = [process for process in started if not processes.wait_until_gone(process, timeout_s=POLL_S)]
+    left = [
+        process for process in started if not processes.wait_until_gone(process, timeout_s=POLL_S)
+    ]
     report = msgspec.structs.replace(report, processes_left=len(left))
     _write(state_dir, report)
     console.print(report_table(report), sample_table(sample))
@@ -77,15 +80,20 @@ def run_demo(console: Console) -> bool:
 
 
 @contextmanager
-def _stack(state_dir: StateDir, started: list[psutil.Process], console: Console) -> Iterator[dict[str, Any]]:
-    """`make up` in the demo's own folder, on free ports; yields up.json, and stops it whatever happens."""
+def _stack(
+    state_dir: StateDir, started: list[psutil.Process], console: Console
+) -> Iterator[dict[str, Any]]:
+    """`make up` in the demo's own folder, on free ports; yields up.json, and stops it whatever
+    happens."""
     log = state_dir.folder / "logs" / "supervisor.log"
     with state_dir.lock():
         state_dir.end_leftovers()
         log.unlink(missing_ok=True)
     # If the demo is killed, its supervisor is asked to stop in order.
     argv = [sys.executable, "-m", "services.standalone", "up"]
-    supervisor = processes.spawn(argv, log=log, env=_environment(state_dir), cwd=REPOSITORY, death_signal="TERM")
+    supervisor = processes.spawn(
+        argv, log=log, env=_environment(state_dir), cwd=REPOSITORY, death_signal="TERM"
+    )
     started.append(psutil.Process(supervisor.pid))
     try:
         with console.status("waiting until a completion has passed through every stage"):
@@ -97,14 +105,23 @@ def _stack(state_dir: StateDir, started: list[psutil.Process], console: Console)
 
 
 def _environment(state_dir: StateDir) -> dict[str, str]:
-    """An environment without the caller's own stack: its servers, folder and ports stay untouched."""
-    foreign = {name: value for name, value in os.environ.items() if not name.startswith("SHARDLINE_")}
-    own = {"SHARDLINE_HOME": str(state_dir.folder), "SHARDLINE_HTTP_PORT": "0", "SHARDLINE_FLOWER_PORT": "0"}
+    """An environment without the caller's own stack: its servers, folder and ports stay
+    untouched."""
+    foreign = {
+        name: value for name, value in os.environ.items() if not name.startswith("SHARDLINE_")
+    }
+    own = {
+        "SHARDLINE_HOME": str(state_dir.folder),
+        "SHARDLINE_HTTP_PORT": "0",
+        "SHARDLINE_FLOWER_PORT": "0",
+    }
     # The model is tiny: more than one core for a stage would only wait for each other.
     return {**foreign, **own, **RATES, "SHARDLINE_STAGE_CORES": "1"}
 
 
-def _wait_until_up(state_dir: StateDir, supervisor: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
+def _wait_until_up(
+    state_dir: StateDir, supervisor: subprocess.Popen[bytes], log: Path
+) -> dict[str, Any]:
     while (document := state_dir.published()) is None:
         try:
             supervisor.wait(POLL_S)
@@ -124,13 +141,21 @@ def _ask(producer: Producer, prompts: list[Example], console: Console) -> list[D
         ids = submit(producer, door, [example.prompt for example in part])
         console.print(f"  {door}: {len(ids)} prompts in {time.monotonic() - begun:.2f} s")
         pairs = zip(ids, part, strict=True)
-        asked += [DemoPrompt(id=id_, door=door, task=example.task, answer=example.answer) for id_, example in pairs]
+        asked += [
+            DemoPrompt(id=id_, door=door, task=example.task, answer=example.answer)
+            for id_, example in pairs
+        ]
     return asked
 
 
 def _wait_for_answers(producer: Producer, asked: list[DemoPrompt], console: Console) -> None:
     """Follow the rows until every job has ended, one bar for each door."""
-    columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description:>8}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     deadline = time.monotonic() + JOBS_S
     with Progress(*columns, console=console) as progress:
         num_asked = Counter(each.door for each in asked)
@@ -147,7 +172,8 @@ def _wait_for_answers(producer: Producer, asked: list[DemoPrompt], console: Cons
 
 
 def _wait_for_flower(producer: Producer, asked: list[DemoPrompt]) -> int:
-    """Wait until Flower, which learns of tasks through events, knows all of them; returns how many it knows."""
+    """Wait until Flower, which learns of tasks through events, knows all of them; returns how many
+    it knows."""
     ids = [each.id for each in asked]
     retrying = Retrying(
         wait=wait_fixed(POLL_S),

@@ -1,1 +1,2 @@
-"""What every process uses: errors, settings, clocks, logs, metrics, traces, Redis, Celery's broker."""
+"""What every process uses: errors, settings, clocks, logs, metrics, traces, Redis, Celery's
+broker."""

@@ -11,8 +11,8 @@ RETRY_S = 0.5
 async def cancel_and_wait(task: asyncio.Task[Any]) -> None:
     """Cancel a task until it is done, and ignore how it ended.
 
-    One cancellation may not be enough: a driver may mistake it for its own timeout or a lost connection, and a loop
-    that retries after such errors would then run for ever.
+    One cancellation may not be enough: a driver may mistake it for its own timeout or a lost
+    connection, and a loop that retries after such errors would then run for ever.
     """
     while not task.done():
         task.cancel()

@@ -1,8 +1,8 @@
-"""What our Celery workers do when Redis ends, is full or refuses: they stay, and connect again. Imports Celery, so only
-workers import it.
+"""What our Celery workers do when Redis ends, is full or refuses: they stay, and connect again.
+Imports Celery, so only workers import it.
 
-Messages that were not acknowledged are no loss: relays send again what no head has claimed, a claim drops what comes
-twice, and what a relay had taken comes back after its visibility timeout.
+Messages that were not acknowledged are no loss: relays send again what no head has claimed, a claim
+drops what comes twice, and what a relay had taken comes back after its visibility timeout.
 """
 
 from __future__ import annotations
@@ -27,11 +27,19 @@ ANSWER_KEPT_MS = 60_000
 
 
 class ExpiringMailbox(Mailbox):
-    """An answer to one who was killed, or waits no longer, leaves Redis. kombu (5.7) knows when the queue expires only
-    where it was made, which is not where an answer is put into it: it would stay for ever."""
+    """An answer to one who was killed, or waits no longer, leaves Redis. kombu (5.7) knows when the
+    queue expires only where it was made, which is not where an answer is put into it: it would stay
+    for ever."""
 
     def _publish_reply(
-        self, reply: Any, exchange: str, routing_key: str, ticket: str, channel: Any = None, *more: Any, **options: Any
+        self,
+        reply: Any,
+        exchange: str,
+        routing_key: str,
+        ticket: str,
+        channel: Any = None,
+        *more: Any,
+        **options: Any,
     ) -> None:
         super()._publish_reply(reply, exchange, routing_key, ticket, channel, *more, **options)
         with channel.conn_or_acquire() as client:
@@ -50,8 +58,8 @@ class Reconnecting(bootsteps.StartStopStep):
     requires = ("celery.worker.consumer:Tasks",)
 
     def __init__(self, c: Any, **options: Any) -> None:
-        """A server that is full, read-only or cannot save answers with an error: to Celery (5.7) that is a bug of
-        ours, which ends the worker, and with it a stage's weights and batch."""
+        """A server that is full, read-only or cannot save answers with an error: to Celery (5.7)
+        that is a bug of ours, which ends the worker, and with it a stage's weights and batch."""
         super().__init__(c, **options)
         c.connection_errors = (*c.connection_errors, ResponseError)
         self._guard = MessageGuard(c, partial(self.refuse, c))
@@ -68,12 +76,15 @@ class Reconnecting(bootsteps.StartStopStep):
 
     def refuse(self, c: Any, refused: RefusedMessage) -> None:  # noqa: ARG002 (the consumer is for who buries it)
         """Tells the log of a message that is no task, and not what it holds."""
-        log.warning("a message that is no task is dropped", task_id=refused.task_id, problem=refused.problem)
+        log.warning(
+            "a message that is no task is dropped", task_id=refused.task_id, problem=refused.problem
+        )
 
 
 def guard(channel: Any) -> None:
-    """kombu (5.7) puts unacknowledged messages back when a channel closes, and Celery acknowledges some of them later
-    still: without a connection both fail with an AttributeError, which ends the worker."""
+    """kombu (5.7) puts unacknowledged messages back when a channel closes, and Celery acknowledges
+    some of them later still: without a connection both fail with an AttributeError, which ends the
+    worker."""
     channel.basic_ack = _while_connected(channel, channel.basic_ack)
     channel.basic_reject = _while_connected(channel, channel.basic_reject)
     channel.qos.restore_unacked_once = _while_connected(channel, channel.qos.restore_unacked_once)

@@ -1,7 +1,8 @@
-"""The clocks of heads, followers and relays. None that decides anything jumps: the wall clock is only shown.
+"""The clocks of heads, followers and relays. None that decides anything jumps: the wall clock is
+only shown.
 
-All of them read time here, through `time.clock_gettime`: the simulation of the protocol takes the place of that one
-function.
+All of them read time here, through `time.clock_gettime`: the simulation of the protocol takes the
+place of that one function.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ LEASE_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def lease_clock_s() -> float:
-    """Seconds since some moment of this machine's start. It goes on while the machine is suspended, as Postgres's
-    clock does elsewhere."""
+    """Seconds since some moment of this machine's start. It goes on while the machine is suspended,
+    as Postgres's clock does elsewhere."""
     return time.clock_gettime(LEASE_CLOCK)
 
 
@@ -29,5 +30,6 @@ def process_s() -> float:
 
 
 def wall_clock_s() -> float:
-    """Seconds since 1970 by this host's clock, which may jump: to show moments of several hosts side by side."""
+    """Seconds since 1970 by this host's clock, which may jump: to show moments of several hosts
+    side by side."""
     return time.clock_gettime(time.CLOCK_REALTIME)

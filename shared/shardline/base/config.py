@@ -1,4 +1,5 @@
-"""Settings from the environment (`SHARDLINE_*`), and the protocol's times in one place. Knows no server."""
+"""Settings from the environment (`SHARDLINE_*`), and the protocol's times in one place. Knows no
+server."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Times(BaseModel):
 
 
 class FileSecrets(PydanticBaseSettingsSource):
-    """`SHARDLINE_X_FILE=/run/secrets/x` gives SHARDLINE_X, as Compose and Kubernetes mount secrets."""
+    """`SHARDLINE_X_FILE=/run/secrets/x` gives SHARDLINE_X, as Compose and Kubernetes mount
+    secrets."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002 (base's signature)
         """The stripped content of the file that the variable names, if it is set."""
@@ -56,7 +58,10 @@ class FileSecrets(PydanticBaseSettingsSource):
 
     def __call__(self) -> dict[str, Any]:
         """All fields that have a file."""
-        values = {name: self.get_field_value(field, name)[0] for name, field in self.settings_cls.model_fields.items()}
+        values = {
+            name: self.get_field_value(field, name)[0]
+            for name, field in self.settings_cls.model_fields.items()
+        }
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -73,7 +78,8 @@ class Settings(BaseSettings):
     )
 
     database_url: SecretStr = Field(
-        SecretStr("postgresql://shardline@localhost/shardline"), description="URL of Postgres 14 or later"
+        SecretStr("postgresql://shardline@localhost/shardline"),
+        description="URL of Postgres 14 or later",
     )
     redis_url: str = Field(
         "redis://localhost:6379/0",
@@ -81,13 +87,21 @@ class Settings(BaseSettings):
         description="URL of Redis: Celery's broker, streams, stages' addresses; its data may be lost",
     )
     result_backend: str | None = Field(
-        None, repr=False, description="Celery result backend for AsyncResult.get(): set it on relays and heads"
+        None,
+        repr=False,
+        description="Celery result backend for AsyncResult.get(): set it on relays and heads",
     )
     time_scale: float = Field(
-        1.0, gt=0, le=10, description="factor on all of the protocol's times; the same for all services of a stack"
+        1.0,
+        gt=0,
+        le=10,
+        description="factor on all of the protocol's times; the same for all services of a stack",
     )
     max_crashes: int = Field(
-        3, ge=1, le=100, description="ceiling of every job's max_crashes; the same for relays and stages"
+        3,
+        ge=1,
+        le=100,
+        description="ceiling of every job's max_crashes; the same for relays and stages",
     )
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
     log_format: str = Field(
@@ -110,7 +124,8 @@ class Settings(BaseSettings):
     @field_validator("result_backend")
     @classmethod
     def _results_can_be_stored(cls, url: str | None) -> str | None:
-        """A Redis is checked as the broker is; other backends are Celery's matter. Raises Invalid."""
+        """A Redis is checked as the broker is; other backends are Celery's matter. Raises
+        Invalid."""
         if url is not None:
             result_address(url)
         return url

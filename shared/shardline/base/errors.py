@@ -39,7 +39,12 @@ class Invalid(ShardlineError):
 
     def as_dict(self) -> dict[str, str]:
         """The form stored in `jobs.error` and sent in HTTP error bodies."""
-        return {"code": "invalid_request", "field": self.field, "problem": self.problem, "remedy": self.remedy}
+        return {
+            "code": "invalid_request",
+            "field": self.field,
+            "problem": self.problem,
+            "remedy": self.remedy,
+        }
 
 
 class UnknownModel(Invalid):
@@ -51,13 +56,16 @@ class UnknownModel(Invalid):
 
 
 class ContextExceeded(Invalid):
-    """Prompt and completion together are longer than the model's context, or than the KV of its pipelines.
+    """Prompt and completion together are longer than the model's context, or than the KV of its
+    pipelines.
 
     The words are OpenAI's: clients know an overflow by them, and go on with a shorter prompt.
     """
 
     def __init__(self, field: str, longest: int, problem: str, remedy: str) -> None:
-        super().__init__(field, f"this model's maximum context length is {longest} tokens, and {problem}", remedy)
+        super().__init__(
+            field, f"this model's maximum context length is {longest} tokens, and {problem}", remedy
+        )
 
 
 class NotFound(ShardlineError):
@@ -65,11 +73,13 @@ class NotFound(ShardlineError):
 
 
 class Conflict(ShardlineError):
-    """The id or idempotency key already belongs to a different request, a pipeline's name to another head."""
+    """The id or idempotency key already belongs to a different request, a pipeline's name to
+    another head."""
 
 
 class Diverged(ShardlineError):
-    """A reader was given tokens that no result will have: the job moved to hardware that is not exact to the last.
+    """A reader was given tokens that no result will have: the job moved to hardware that is not
+    exact to the last.
 
     Stream the job again from its beginning, or read its result.
     """
@@ -108,7 +118,8 @@ class JobExpired(JobEnded):
 class Unavailable(ShardlineError):
     """Postgres, Redis or a stage cannot be reached now.
 
-    `details` name hosts, users and limits: for logs and the caller's own process, not for strangers, who get `problem`.
+    `details` name hosts, users and limits: for logs and the caller's own process, not for
+    strangers, who get `problem`.
     """
 
     def __init__(self, problem: object, details: str = "") -> None:
@@ -118,7 +129,8 @@ class Unavailable(ShardlineError):
 
 
 class Busy(Unavailable):
-    """Postgres answers, but a lock, a time limit or its room stood in the way. Nothing was stored: try again."""
+    """Postgres answers, but a lock, a time limit or its room stood in the way. Nothing was stored:
+    try again."""
 
 
 class ProtocolError(ShardlineError):

@@ -2,10 +2,10 @@
 unless SHARDLINE_FAILPOINTS names a folder when the process starts. Owns the names and how a point
 is armed and claimed; knows nothing of the code around it.
 
-A file `<folder>/<name>` arms a point, see `ArmedPoint`. A process that passes that point with matching
-facts claims the file by renaming it, so that over all processes it strikes as often as it asks for;
-every strike leaves a file `<name>.<pid>-<number>.struck` behind. Write it under another name first,
-then rename it: it is read at any moment.
+A file `<folder>/<name>` arms a point, see `ArmedPoint`. A process that passes that point with
+matching facts claims the file by renaming it, so that over all processes it strikes as often as it
+asks for; every strike leaves a file `<name>.<pid>-<number>.struck` behind. Write it under another
+name first, then rename it: it is read at any moment.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Point(StrEnum):
     """Every failpoint. The facts that `when` may ask for stand behind the place."""
 
     MID_PREFILL = "mid-prefill"
-    """A stage has taken in a step that opens sequences and has not computed it: place, seed (of each)."""
+    """A stage has taken in a step that opens sequences and has not computed it: place, seed (of
+    each)."""
     MID_DECODE = "mid-decode"
     """The same with a decode row: place."""
     NAN_LOGITS = "nan-logits"
@@ -56,7 +57,8 @@ class Point(StrEnum):
     CELERY_TAKEN = "celery-taken"
     """A relay took a message out of the Celery door's queue, and Celery has not seen it."""
     INTAKE_INSERTED = "intake-inserted"
-    """A relay committed rows and has not acknowledged where they came from: door (stream, celery)."""
+    """A relay committed rows and has not acknowledged where they came from: door (stream,
+    celery)."""
     TASK_ENDED = "task-ended"
     """A relay sent what follows a Celery task, or stored its result, and has not noted that."""
     GATEWAY_INSERTED = "gateway-inserted"
@@ -82,7 +84,9 @@ class ArmedPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def matches(self, facts: dict[str, Any]) -> bool:
         """Whether every fact that it asks for is so."""
-        return all(name in facts and _holds(facts[name], wanted) for name, wanted in self.when.items())
+        return all(
+            name in facts and _holds(facts[name], wanted) for name, wanted in self.when.items()
+        )
 
 
 class Failpoints:
@@ -93,7 +97,8 @@ class Failpoints:
         self._strikes = count(1)
 
     def take(self, name: str, facts: dict[str, Any]) -> str | None:
-        """The action of a point that strikes here and now, carried out if it is `kill`, `pause` or `raise`."""
+        """The action of a point that strikes here and now, carried out if it is `kill`, `pause` or
+        `raise`."""
         path = self._folder / name
         try:
             armed = _read(path)
@@ -122,7 +127,9 @@ class Failpoints:
 class FailpointSettings(BaseSettings):
     """Read once, when this module is imported."""
 
-    model_config = SettingsConfigDict(env_prefix="SHARDLINE_", env_ignore_empty=True, extra="ignore")
+    model_config = SettingsConfigDict(
+        env_prefix="SHARDLINE_", env_ignore_empty=True, extra="ignore"
+    )
 
     failpoints: Path | None = Field(
         None,
@@ -156,7 +163,11 @@ def _read(path: Path) -> ArmedPoint:
 
 
 def _holds(fact: Any, wanted: str | int) -> bool:
-    return wanted in fact if isinstance(fact, Collection) and not isinstance(fact, str) else fact == wanted
+    return (
+        wanted in fact
+        if isinstance(fact, Collection) and not isinstance(fact, str)
+        else fact == wanted
+    )
 
 
 def _strike(name: str, armed: ArmedPoint) -> None:

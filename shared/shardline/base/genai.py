@@ -1,4 +1,5 @@
-"""Names of span attributes: OpenTelemetry's conventions for generative AI, as of semantic conventions 0.66, and ours.
+"""Names of span attributes: OpenTelemetry's conventions for generative AI, as of semantic
+conventions 0.66, and ours.
 
 Those conventions still change: a new name is taken over here and nowhere else.
 """

@@ -1,4 +1,5 @@
-"""Logs: one shape for our lines and for those of libraries, JSON for machines or colors for a terminal.
+"""Logs: one shape for our lines and for those of libraries, JSON for machines or colors for a
+terminal.
 
 Owns how a line looks; knows no service. `log_level` and `log_format` come from the settings.
 """
@@ -16,7 +17,15 @@ from uuid import UUID
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-NOISY = ("httpx", "httpcore", "uvicorn.access", "kombu", "amqp", "celery.worker.strategy", "celery.pool")
+NOISY = (
+    "httpx",
+    "httpcore",
+    "uvicorn.access",
+    "kombu",
+    "amqp",
+    "celery.worker.strategy",
+    "celery.pool",
+)
 """Loggers that write something for each request or job; they are heard from WARNING on."""
 
 SPAN_QUEUE = "opentelemetry.sdk._shared_internal"
@@ -37,11 +46,13 @@ SECRETS = (
     (re.compile(r"(\bAuthorization\W{1,6}Basic\s+)[\w+/=-]+", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(r"(sk-shardline-[0-9a-f]{1,16}-)[\w-]+"), rf"\1{HIDDEN}"),
 )
-"""Passwords in URLs and libpq's settings, keys in addresses and headers, and our API keys, but for their ids."""
+"""Passwords in URLs and libpq's settings, keys in addresses and headers, and our API keys, but for
+their ids."""
 
 
 def configure(*, service: str, level: str = "INFO", form: str = "auto") -> None:
-    """Send every log line of this process to standard error. `form` is json, console, or auto: by terminal."""
+    """Send every log line of this process to standard error. `form` is json, console, or auto: by
+    terminal."""
     console = form == "console" or (form == "auto" and sys.stderr.isatty())
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -107,12 +118,17 @@ def _without_content(value: Any) -> Any:
 
 def _renderers(*, console: bool) -> list[Processor]:
     if console:
-        # Not rich's form, with locals, which hold prompts, and with lines that break in the middle of a secret.
+        # Not rich's form, with locals, which hold prompts, and with lines that break in the middle
+        # of a secret.
         plain = structlog.dev.plain_traceback
-        return [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
+        return [
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)
+        ]
     return [
         # Without locals: they would put prompts and completions into the log.
-        structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False)),
+        structlog.processors.ExceptionRenderer(
+            structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        ),
         structlog.processors.JSONRenderer(default=str, ensure_ascii=False),
     ]
 
@@ -126,5 +142,6 @@ def _add_service(service: str) -> Processor:
 
 
 def _hide_secrets(_logger: WrappedLogger, _method: str, line: Any) -> str:
-    """The last word on a line, which is text by now: fields, messages and tracebacks are all in it."""
+    """The last word on a line, which is text by now: fields, messages and tracebacks are all in
+    it."""
     return hide_secrets(line)

@@ -43,17 +43,23 @@ class MessageGuard:
     def __init__(self, consumer: Any, tell: Callable[[RefusedMessage], None]) -> None:
         self._consumer = consumer
         self._tell = tell
-        self._create_task_handler: Callable[[], Callable[[Any], None]] = consumer.create_task_handler
+        self._create_task_handler: Callable[[], Callable[[Any], None]] = (
+            consumer.create_task_handler
+        )
         consumer.create_task_handler = self._create_guarded
-        # Celery's own would log the message whole, and wait for the result backend in the worker's one thread.
+        # Celery's own would log the message whole, and wait for the result backend in the worker's
+        # one thread.
         consumer.on_decode_error = self._refuse
         consumer.on_invalid_task = lambda _, message, error: self._refuse(message, error)
-        consumer.on_unknown_task = lambda _, message, error: self._refuse(message, f"no task is named {error}")
+        consumer.on_unknown_task = lambda _, message, error: self._refuse(
+            message, f"no task is named {error}"
+        )
         consumer.on_unknown_message = lambda _, message: self._refuse(message, "it names no task")
 
     def watch(self, transport: Any) -> None:
         """Call it at each connect, with kombu's transport."""
-        deliver, on_readable = transport._deliver, transport.cycle.on_readable  # noqa: SLF001 (kombu's one seam)
+        deliver = transport._deliver  # noqa: SLF001 (kombu's one seam)
+        on_readable = transport.cycle.on_readable
 
         def guarded_deliver(message: Any, queue: str) -> None:
             try:
@@ -82,8 +88,8 @@ class MessageGuard:
 
     @property
     def _recoverable(self) -> tuple[type[Exception], ...]:
-        """Errors over which Celery connects again. kombu counts KeyError among them, which is what an envelope without
-        a field raises."""
+        """Errors over which Celery connects again. kombu counts KeyError among them, which is what
+        an envelope without a field raises."""
         errors = (*self._consumer.connection_errors, *self._consumer.channel_errors)
         return tuple(error for error in errors if error is not KeyError)
 
@@ -121,7 +127,11 @@ def _refused(headers: object, body: str, problem: object) -> RefusedMessage:
 def _check(headers: object, payload: object) -> None:
     """Raises ValueError or TypeError for what a worker's pool would fail on, where nothing reports
     it. Celery's protocol 1, and the form between both, are mappings."""
-    if isinstance(headers, dict) and "task" in headers and not (headers.get("id") and isinstance(headers["id"], str)):
+    if (
+        isinstance(headers, dict)
+        and "task" in headers
+        and not (headers.get("id") and isinstance(headers["id"], str))
+    ):
         raise ValueError("its header `id` is no text")
     if isinstance(payload, dict):
         parts: Sequence[object] = payload.get("args", ()), payload.get("kwargs", {}), {}
@@ -130,10 +140,16 @@ def _check(headers: object, payload: object) -> None:
     else:
         raise ValueError(SHAPE)
     args, kwargs, embed = parts
-    if not (isinstance(args, list | tuple) and isinstance(kwargs, dict) and isinstance(embed, dict | None)):
+    if not (
+        isinstance(args, list | tuple)
+        and isinstance(kwargs, dict)
+        and isinstance(embed, dict | None)
+    ):
         raise TypeError(SHAPE)
 
 
 def _is_unreadable(error: Exception) -> bool:
     """Whether kombu's JSON gave up, and nothing else."""
-    return any(frame.f_code is kombu_json.loads.__code__ for frame, _ in walk_tb(error.__traceback__))
+    return any(
+        frame.f_code is kombu_json.loads.__code__ for frame, _ in walk_tb(error.__traceback__)
+    )

@@ -17,12 +17,16 @@ from redis.retry import Retry
 from shardline.base.redis_url import RedisAddress
 
 
-def redis_client(url: str, *, timeout_s: float, num_retries: int = 0, **options: Any) -> redis.Redis:
+def redis_client(
+    url: str, *, timeout_s: float, num_retries: int = 0, **options: Any
+) -> redis.Redis:
     """Returns a client for threads. Connects lazily; `timeout_s` bounds connecting and each answer.
     `options`: those of redis.Redis."""
     retry = Retry(NoBackoff(), num_retries)
     where = RedisAddress.parse(url).client_options()
-    return redis.Redis(**where, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=retry, **options)
+    return redis.Redis(
+        **where, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=retry, **options
+    )
 
 
 def async_redis_client(url: str, *, timeout_s: float) -> redis.asyncio.Redis:
@@ -30,4 +34,6 @@ def async_redis_client(url: str, *, timeout_s: float) -> redis.asyncio.Redis:
     and each answer."""
     retry = AsyncRetry(NoBackoff(), 0)
     where = RedisAddress.parse(url).client_options()
-    return redis.asyncio.Redis(**where, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=retry)
+    return redis.asyncio.Redis(
+        **where, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=retry
+    )

@@ -1,6 +1,8 @@
-"""The address of Redis: one URL, parsed once, in the words of redis-py and in those of Celery. Imports neither.
+"""The address of Redis: one URL, parsed once, in the words of redis-py and in those of Celery.
+Imports neither.
 
-The two libraries read URLs apart: kombu verifies no certificate where redis-py does, and drops or mistakes options.
+The two libraries read URLs apart: kombu verifies no certificate where redis-py does, and drops or
+mistakes options.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urls
 from shardline.base.errors import Invalid
 
 DEFAULT_PORT = 6379
-TCP, TLS, SOCKETS = "redis", "rediss", ("unix", "redis+socket")
+TCP = "redis"
+TLS = "rediss"
+SOCKETS = ("unix", "redis+socket")
 FORM = "Write redis://:password@host:6379/0, rediss://… for TLS, or unix:///path/redis.sock?db=0"
 
 CERT_REQS = {
@@ -27,7 +31,8 @@ CERT_REQS = {
 }
 """Values of `ssl_cert_reqs` in redis-py's and in Celery's words."""
 
-TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
+TRUE = ("true", "1", "yes")
+FALSE = ("false", "0", "no")
 TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 TLS_TEXTS = ("ssl_ca_data", "ssl_ciphers", "ssl_password")
 TLS_OPTIONS = ("ssl_cert_reqs", "ssl_check_hostname", *TLS_FILES, "ssl_ca_path", *TLS_TEXTS)
@@ -57,7 +62,11 @@ class RedisAddress:
             problem = f"its scheme is {scheme[:32]!r}, which not every part of Shardline can reach"
             raise Invalid(setting, problem, FORM)
         if ";" in url or "," in url.partition("?")[0].rpartition("@")[2]:
-            raise Invalid(setting, "it names several servers", "Name one, such as a proxy that follows the primary")
+            raise Invalid(
+                setting,
+                "it names several servers",
+                "Name one, such as a proxy that follows the primary",
+            )
         parts, port = _split(url, setting)
         options = _options(parts, setting)
         login: dict[str, Any] = {
@@ -109,7 +118,9 @@ def _split(url: str, setting: str) -> tuple[SplitResult, int | None]:
     except ValueError:
         # Its message may have the password, as what stands before an unencoded slash.
         problem = "its host or port cannot be read"
-        raise Invalid(setting, problem, "Percent-encode what stands in names and passwords") from None
+        raise Invalid(
+            setting, problem, "Percent-encode what stands in names and passwords"
+        ) from None
     return parts, port
 
 
@@ -135,7 +146,11 @@ def _db(text: str, setting: str) -> int:
     if not text:
         return 0
     if not (text.isascii() and text.isdigit()):
-        raise Invalid(setting, f"its database is {text[:32]!r}, which is no number", "Write a number, such as /0")
+        raise Invalid(
+            setting,
+            f"its database is {text[:32]!r}, which is no number",
+            "Write a number, such as /0",
+        )
     return int(text)
 
 
@@ -144,7 +159,9 @@ def _tls(options: dict[str, str], setting: str) -> dict[str, Any]:
     given = {name: options.pop(name) for name in TLS_OPTIONS if name in options}
     reqs = given.pop("ssl_cert_reqs", "required")
     if reqs not in CERT_REQS:
-        raise Invalid(setting, f"ssl_cert_reqs is {reqs[:32]!r}", "Write required, optional or none")
+        raise Invalid(
+            setting, f"ssl_cert_reqs is {reqs[:32]!r}", "Write required, optional or none"
+        )
     named = given.pop("ssl_check_hostname", "true").lower()
     if named not in (*TRUE, *FALSE):
         raise Invalid(setting, f"ssl_check_hostname is {named[:32]!r}", "Write true or false")
@@ -155,13 +172,21 @@ def _tls(options: dict[str, str], setting: str) -> dict[str, Any]:
     missing = [name for name in TLS_FILES if name in given and not Path(given[name]).is_file()]
     if missing or ("ssl_ca_path" in given and not Path(given["ssl_ca_path"]).is_dir()):
         name = missing[0] if missing else "ssl_ca_path"
-        raise Invalid(setting, f"{name} names nothing that is there", "Put it there, or leave the option out")
+        raise Invalid(
+            setting, f"{name} names nothing that is there", "Put it there, or leave the option out"
+        )
     return {**found, **given}
 
 
 def _refuse_rest(options: Mapping[str, str], scheme: str, setting: str) -> None:
     for name in sorted(options):
         if name in TLS_OPTIONS:
-            raise Invalid(setting, f"{name} is for TLS, and its scheme is {scheme}", "Write rediss://…")
+            raise Invalid(
+                setting, f"{name} is for TLS, and its scheme is {scheme}", "Write rediss://…"
+            )
         remedy = f"Leave it out; there are db and, with rediss://, {', '.join(TLS_OPTIONS)}"
-        raise Invalid(setting, f"it has the option {name[:64]!r}, which not every part of Shardline can keep", remedy)
+        raise Invalid(
+            setting,
+            f"it has the option {name[:64]!r}, which not every part of Shardline can keep",
+            remedy,
+        )

@@ -1,8 +1,10 @@
-"""Traces across services: which trace a job belongs to, and spans of what was done for it, made when it is over.
+"""Traces across services: which trace a job belongs to, and spans of what was done for it, made
+when it is over.
 
-Every process finds a job's trace in the job's row alone: it is the caller's, if a `traceparent` came with the job,
-else the job's id is the trace's id. Off, and free, unless OpenTelemetry's own variables name an OTLP endpoint. Needs
-the extra `observe`. Knows no service: who has a phase names it.
+Every process finds a job's trace in the job's row alone: it is the caller's, if a `traceparent`
+came with the job, else the job's id is the trace's id. Off, and free, unless OpenTelemetry's own
+variables name an OTLP endpoint. Needs the extra `observe`. Knows no service: who has a phase names
+it.
 """
 
 from __future__ import annotations
@@ -65,7 +67,12 @@ class JobTrace:
         """Makes it from the job's row; what is no traceparent counts as none."""
         caller = _caller(traceparent)
         if caller is None:
-            return cls(trace_id=job_id.int, span_id=_span_id(job_id, "job"), parent_id=None, is_sampled=True)
+            return cls(
+                trace_id=job_id.int,
+                span_id=_span_id(job_id, "job"),
+                parent_id=None,
+                is_sampled=True,
+            )
         return cls(
             trace_id=caller.trace_id,
             span_id=_span_id(job_id, "job"),
@@ -97,7 +104,8 @@ def attempt_span_id(job_id: UUID, fence: int) -> int:
 
 
 class Tracer:
-    """One of each process. `processor` is where spans go; None: nowhere. Safe from any thread; nothing waits."""
+    """One of each process. `processor` is where spans go; None: nowhere. Safe from any thread;
+    nothing waits."""
 
     def __init__(self, service: str, processor: SpanProcessor | None) -> None:
         self._processor = processor
@@ -113,7 +121,11 @@ class Tracer:
         collector is away its queue keeps OTEL_BSP_MAX_QUEUE_SIZE spans, 2,048 by default, and loses
         the oldest."""
         is_off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
-        if is_off or os.environ.get("OTEL_TRACES_EXPORTER") == "none" or not any(map(os.environ.get, ENDPOINTS)):
+        if (
+            is_off
+            or os.environ.get("OTEL_TRACES_EXPORTER") == "none"
+            or not any(map(os.environ.get, ENDPOINTS))
+        ):
             return cls(service, None)
         return cls(service, BatchSpanProcessor(OTLPSpanExporter()))
 
@@ -129,26 +141,40 @@ class Tracer:
             return False
         if trace.parent_id is not None:
             return True
-        return self._sampler.should_sample(None, trace.trace_id, "job").decision is Decision.RECORD_AND_SAMPLE
+        return (
+            self._sampler.should_sample(None, trace.trace_id, "job").decision
+            is Decision.RECORD_AND_SAMPLE
+        )
 
     def job(self, trace: JobTrace, phase: TracedPhase) -> None:
         """The job's own span, the parent of all others: at its end."""
         self._send(trace, phase, trace.span_id, trace.parent_id)
 
     def phase(
-        self, trace: JobTrace, phase: TracedPhase, *, span_id: int | None = None, parent_id: int | None = None
+        self,
+        trace: JobTrace,
+        phase: TracedPhase,
+        *,
+        span_id: int | None = None,
+        parent_id: int | None = None,
     ) -> None:
         """A phase of the job, or of the span `parent_id` of it."""
-        self._send(trace, phase, span_id or self._ids.generate_span_id(), parent_id or trace.span_id)
+        self._send(
+            trace, phase, span_id or self._ids.generate_span_id(), parent_id or trace.span_id
+        )
 
     def close(self) -> None:
         """Send what waits, for at most CLOSE_S."""
         if self._processor is not None:
-            closing = threading.Thread(target=self._processor.shutdown, name="tracer-close", daemon=True)
+            closing = threading.Thread(
+                target=self._processor.shutdown, name="tracer-close", daemon=True
+            )
             closing.start()
             closing.join(CLOSE_S)
 
-    def _send(self, trace: JobTrace, phase: TracedPhase, span_id: int, parent_id: int | None) -> None:
+    def _send(
+        self, trace: JobTrace, phase: TracedPhase, span_id: int, parent_id: int | None
+    ) -> None:
         if self._processor is None or not self.is_sampled(trace):
             return
         to_wall_s = wall_clock_s() - monotonic_s()
@@ -158,9 +184,13 @@ class Tracer:
                 context=_context(trace.trace_id, span_id),
                 parent=None if parent_id is None else _context(trace.trace_id, parent_id),
                 resource=self._resource,
-                attributes={name: value for name, value in phase.attributes.items() if value is not None},
+                attributes={
+                    name: value for name, value in phase.attributes.items() if value is not None
+                },
                 kind=phase.kind,
-                status=Status(StatusCode.UNSET) if phase.error is None else Status(StatusCode.ERROR, phase.error),
+                status=Status(StatusCode.UNSET)
+                if phase.error is None
+                else Status(StatusCode.ERROR, phase.error),
                 start_time=_nanoseconds(phase.began_s + to_wall_s),
                 end_time=_nanoseconds(max(phase.began_s, phase.ended_s) + to_wall_s),
                 instrumentation_scope=_SCOPE,
@@ -181,7 +211,9 @@ def parse_traceparent(text: str) -> JobTrace | None:
     caller = _caller(text)
     if caller is None:
         return None
-    return JobTrace(trace_id=caller.trace_id, span_id=caller.span_id, parent_id=caller.span_id, is_sampled=True)
+    return JobTrace(
+        trace_id=caller.trace_id, span_id=caller.span_id, parent_id=caller.span_id, is_sampled=True
+    )
 
 
 def _caller(text: str | None) -> SpanContext | None:
@@ -197,7 +229,9 @@ def _span_id(job_id: UUID, what: str) -> int:
 
 
 def _context(trace_id: int, span_id: int) -> SpanContext:
-    return SpanContext(trace_id, span_id, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+    return SpanContext(
+        trace_id, span_id, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED)
+    )
 
 
 def _nanoseconds(seconds: float) -> int:

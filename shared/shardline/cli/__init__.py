@@ -1,6 +1,8 @@
-"""The command line: `shardline submit | wait | stream | get | list | cancel | dead | keys | pipelines | models | cost`.
+"""The command line: `shardline submit | wait | stream | get | list | cancel | dead | keys |
+pipelines | models | cost`.
 
-Owns how jobs and keys are asked for and shown in a terminal; knows no SQL and no order of tokens: the client does.
+Owns how jobs and keys are asked for and shown in a terminal; knows no SQL and no order of tokens:
+the client does.
 """
 
 from importlib.util import find_spec

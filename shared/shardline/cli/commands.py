@@ -57,9 +57,13 @@ def main() -> None:
 
 @cli.command(rich_help_panel=JOBS)
 def submit(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; from standard input if absent or -.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; from standard input if absent or -.")
+    ] = None,
     *,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Default: the only registered one.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Default: the only registered one.")
+    ] = None,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -67,20 +71,32 @@ def submit(
             help="The prompt is a user's message, or a text to complete. Default: --chat for chat models.",
         ),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="A system message before it; implies --chat.")] = None,
+    system: Annotated[
+        str | None, typer.Option(help="A system message before it; implies --chat.")
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest completion.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")] = None,
     priority: Annotated[int | None, typer.Option(help="0 is served first, 9 last.")] = None,
     field: Annotated[
-        list[str] | None, typer.Option("--field", "-f", help="Any other field: -f top_p=0.9 -f 'stop=[\"\\n\"]'.")
+        list[str] | None,
+        typer.Option("--field", "-f", help="Any other field: -f top_p=0.9 -f 'stop=[\"\\n\"]'."),
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Print the completion when it is done.")] = False,
-    stream: Annotated[bool, typer.Option("--stream", help="Print the completion as it grows.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Print the completion when it is done.")
+    ] = False,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Print the completion as it grows.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Store one job and print its id, or wait for its completion."""
-    common = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "priority": priority}
+    common = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "priority": priority,
+    }
     given = {name: value for name, value in common.items() if value is not None}
     text = read_prompt(prompt)
     fields = {**given, **parse_fields(field or ())}
@@ -92,7 +108,9 @@ def submit(
         job_id = client.submit(chosen.name, **{**message, **fields})
         if stream or wait:
             typer.echo(f"job {job_id}", err=True)
-            _stream(client, job_id, json=json) if stream else _wait(client, [job_id], None, json=json)
+            _stream(client, job_id, json=json) if stream else _wait(
+                client, [job_id], None, json=json
+            )
         elif json:
             show.as_json({"id": job_id})
         else:
@@ -102,7 +120,9 @@ def submit(
 @cli.command(rich_help_panel=JOBS)
 def wait(
     jobs: JobIds,
-    timeout_s: Annotated[float | None, typer.Option(help="Give up after so many seconds; the jobs go on.")] = None,
+    timeout_s: Annotated[
+        float | None, typer.Option(help="Give up after so many seconds; the jobs go on.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Wait until jobs have ended and print their completions."""
@@ -128,7 +148,9 @@ def get(jobs: JobIds, json: Json = False) -> None:
 @cli.command("list", rich_help_panel=JOBS)
 def list_jobs(
     state: Annotated[JobState | None, typer.Option(help="Only jobs in this state.")] = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Only jobs of this model.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Only jobs of this model.")
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many.")] = 20,
     after: Annotated[UUID | None, typer.Option(help="The last id of the page before.")] = None,
     json: Json = False,
@@ -146,7 +168,9 @@ def cancel(jobs: JobIds, json: Json = False) -> None:
         states = client.cancel(jobs)
         for job_id in jobs:
             state = states.get(job_id) or client.get(job_id).state
-            show.as_json({"id": job_id, "state": state}) if json else typer.echo(f"{job_id} {state}")
+            show.as_json({"id": job_id, "state": state}) if json else typer.echo(
+                f"{job_id} {state}"
+            )
 
 
 @cli.command(rich_help_panel=INSTALLATION)
@@ -160,9 +184,18 @@ def pipelines(json: Json = False) -> None:
 @cli.command(rich_help_panel=INSTALLATION)
 def models(json: Json = False) -> None:
     """Show the models that stages have registered, with their adapters."""
-    names = ("name", "revision", "context_length", "vocab_size", "fingerprint", "adapters", "updated_at")
+    names = (
+        "name",
+        "revision",
+        "context_length",
+        "vocab_size",
+        "fingerprint",
+        "adapters",
+        "updated_at",
+    )
     with transaction() as connection:
-        rows, live = get_models(connection), live_pipelines(connection)
+        rows = get_models(connection)
+        live = live_pipelines(connection)
     ready = {pipeline.model for pipeline in live if pipeline.ready}
     found = [{**{name: row[name] for name in names}, "ready": row["name"] in ready} for row in rows]
     show.each(found, json=json, table=show.models_table)
@@ -202,13 +235,20 @@ def _check(text: str, fields: Mapping[str, Any]) -> None:
 
 
 def _choose_model(name: str | None) -> ModelChoice:
-    """The named model, or the only one that is registered. Raises Invalid where that is none, or not the only one."""
+    """The named model, or the only one that is registered. Raises Invalid where that is none, or
+    not the only one."""
     with transaction() as connection:
         choices = model_choices(connection)
     if name is not None:
         # One that is not registered yet waits for it, and `model:adapter` chats as its model does.
-        known = [each for each in choices if name in (each.name, f"{each.name}:{name.rpartition(':')[2]}")]
-        return ModelChoice(name=name, has_chat_template=any(each.has_chat_template for each in known))
+        known = [
+            each
+            for each in choices
+            if name in (each.name, f"{each.name}:{name.rpartition(':')[2]}")
+        ]
+        return ModelChoice(
+            name=name, has_chat_template=any(each.has_chat_template for each in known)
+        )
     if len(choices) != 1:
         names = ", ".join(each.name for each in choices) or "none yet"
         problem = f"{len(choices)} models are registered, so it must be named"

@@ -1,4 +1,5 @@
-"""`shardline cost`: kWh, money and carbon of jobs by model, tenant and day. Holds no arithmetic but its units'."""
+"""`shardline cost`: kWh, money and carbon of jobs by model, tenant and day. Holds no arithmetic but
+its units'."""
 
 from __future__ import annotations
 
@@ -24,9 +25,15 @@ class By(StrEnum):
 
 def cost(
     *,
-    by: Annotated[list[By] | None, typer.Option(help="A row for each; may be repeated. Default: model.")] = None,
-    days: Annotated[int, typer.Option(min=1, max=3660, help="Jobs that came within so many days.")] = 30,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Only jobs of this model.")] = None,
+    by: Annotated[
+        list[By] | None, typer.Option(help="A row for each; may be repeated. Default: model.")
+    ] = None,
+    days: Annotated[
+        int, typer.Option(min=1, max=3660, help="Jobs that came within so many days.")
+    ] = 30,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Only jobs of this model.")
+    ] = None,
     tenant: Annotated[str | None, typer.Option(help="Only jobs of this tenant.")] = None,
     json: Json = False,
 ) -> None:
@@ -37,11 +44,26 @@ def cost(
     if sum(row.num_jobs for row in found) == MAX_JOBS:
         typer.echo(f"only the newest {MAX_JOBS:,} jobs are counted: ask for fewer days", err=True)
     if not json and (unknown := sum(row.num_unknown for row in found)):
-        typer.echo(f"{unknown} attempts count as nothing: what they took is not known (yet)", err=True)
+        typer.echo(
+            f"{unknown} attempts count as nothing: what they took is not known (yet)", err=True
+        )
 
 
 def _table(rows: Iterable[Cost]) -> None:
-    columns = ("day", "model", "tenant", "jobs", "in", "out", "kWh", "cost", "gCO2e", "J/out", "cost/M", "from")
+    columns = (
+        "day",
+        "model",
+        "tenant",
+        "jobs",
+        "in",
+        "out",
+        "kWh",
+        "cost",
+        "gCO2e",
+        "J/out",
+        "cost/M",
+        "from",
+    )
     table = show.new_table(*columns)
     for row in rows:
         num_out = row.completion_tokens

@@ -1,4 +1,5 @@
-"""`shardline dead list | show | replay`: jobs that failed because their crashes were used up. Holds no logic."""
+"""`shardline dead list | show | replay`: jobs that failed because their crashes were used up. Holds
+no logic."""
 
 from __future__ import annotations
 
@@ -11,12 +12,16 @@ from shardline.cli import show
 from shardline.cli.arguments import JobId, JobIds, Json
 from shardline.client import Client
 
-dead = typer.Typer(no_args_is_help=True, help="Dead letters: jobs that failed because their crashes were used up.")
+dead = typer.Typer(
+    no_args_is_help=True, help="Dead letters: jobs that failed because their crashes were used up."
+)
 
 
 @dead.command("list")
 def list_dead(
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Only jobs of this model.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Only jobs of this model.")
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many.")] = 20,
     after: Annotated[UUID | None, typer.Option(help="The last id of the page before.")] = None,
     json: Json = False,
@@ -39,13 +44,17 @@ def show_dead(job: JobId, json: Json = False) -> None:
 def replay(
     jobs: JobIds,
     key: Annotated[
-        str | None, typer.Option(help="Idempotency key, for one job: the same key replays it once only.")
+        str | None,
+        typer.Option(help="Idempotency key, for one job: the same key replays it once only."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Submit dead letters as new jobs, with the same prompt, parameters and seed; print the new ids."""
+    """Submit dead letters as new jobs, with the same prompt, parameters and seed; print the new
+    ids."""
     if key is not None and len(jobs) > 1:
-        raise typer.BadParameter("one key belongs to one job; replay them one by one", param_hint="--key")
+        raise typer.BadParameter(
+            "one key belongs to one job; replay them one by one", param_hint="--key"
+        )
     with Client() as client:
         for job_id in jobs:
             new_id = client.replay(job_id, idempotency_key=key)

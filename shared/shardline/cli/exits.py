@@ -1,4 +1,5 @@
-"""Errors as one line on standard error and an exit status that scripts can act on. Knows no command."""
+"""Errors as one line on standard error and an exit status that scripts can act on. Knows no
+command."""
 
 from __future__ import annotations
 
@@ -41,7 +42,11 @@ class Reporting(TyperGroup):
                 typer.echo(f"{name}: {each['msg']}", err=True)
             raise typer.Exit(2) from error
         except tuple(kind for kind, _ in STATUSES) as error:
-            _leave(str(error), next(status for kind, status in STATUSES if isinstance(error, kind)), error)
+            _leave(
+                str(error),
+                next(status for kind, status in STATUSES if isinstance(error, kind)),
+                error,
+            )
 
 
 def _leave(message: str, status: int, cause: Exception) -> NoReturn:

@@ -27,7 +27,9 @@ def parse_fields(assignments: Iterable[str]) -> dict[str, Any]:
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
         if not (name and equals):
-            raise Invalid("--field", f"{assignment!r} is no name=value", "Write for example --field top_p=0.9")
+            raise Invalid(
+                "--field", f"{assignment!r} is no name=value", "Write for example --field top_p=0.9"
+            )
         fields[name] = _value(value)
     return fields
 

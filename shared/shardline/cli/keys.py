@@ -27,13 +27,16 @@ DAY_S = 86_400.0
 HOUR_S = 3_600.0
 
 keys = typer.Typer(
-    no_args_is_help=True, help="API keys of the gateway: who may come in, for which tenant, and for what."
+    no_args_is_help=True,
+    help="API keys of the gateway: who may come in, for which tenant, and for what.",
 )
 
 Answer = TypeVar("Answer")
 Output = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="Write the key into a new file, for you alone, and do not show it."),
+    typer.Option(
+        "--output", "-o", help="Write the key into a new file, for you alone, and do not show it."
+    ),
 ]
 
 
@@ -41,16 +44,22 @@ Output = Annotated[
 def create(
     name: Annotated[str, typer.Argument(help="What to call it in lists: who uses it, and where.")],
     *,
-    tenant: Annotated[str, typer.Option(help="Whose jobs it makes and sees; made if there is none.")] = DEFAULT_TENANT,
+    tenant: Annotated[
+        str, typer.Option(help="Whose jobs it makes and sees; made if there is none.")
+    ] = DEFAULT_TENANT,
     scopes: Annotated[str, typer.Option(help=f"Some of {', '.join(Scope)}.")] = ",".join(Scope),
-    days: Annotated[float | None, typer.Option(min=0, help="Valid for so long. Default: until it is revoked.")] = None,
+    days: Annotated[
+        float | None, typer.Option(min=0, help="Valid for so long. Default: until it is revoked.")
+    ] = None,
     from_file: Annotated[
-        Path | None, typer.Option(help="Store the key in this file, made elsewhere; again does nothing.")
+        Path | None,
+        typer.Option(help="Store the key in this file, made elsewhere; again does nothing."),
     ] = None,
     replace: Annotated[
         bool,
         typer.Option(
-            "--replace", help="With --from-file: another key of this name stays valid for a day, instead of refusing."
+            "--replace",
+            help="With --from-file: another key of this name stays valid for a day, instead of refusing.",
         ),
     ] = False,
     output: Output = None,
@@ -78,18 +87,23 @@ def list_keys(json: Json = False) -> None:
 @keys.command()
 def rotate(
     name: Annotated[str, typer.Argument(help="Of the key to replace.")],
-    grace_hours: Annotated[float, typer.Option(min=0, help="The old one stays valid for so long.")] = 24.0,
+    grace_hours: Annotated[
+        float, typer.Option(min=0, help="The old one stays valid for so long.")
+    ] = 24.0,
     output: Output = None,
     json: Json = False,
 ) -> None:
-    """Make a new key with the name, tenant, scopes and lifetime of an old one, which stays valid for a while."""
+    """Make a new key with the name, tenant, scopes and lifetime of an old one, which stays valid
+    for a while."""
     with _Destination(output) as destination:
         key = _write(lambda rows: api_keys.rotate(rows, name, grace_s=grace_hours * HOUR_S))
         destination.hand_over(key, json=json)
 
 
 @keys.command()
-def revoke(name: Annotated[str, typer.Argument(help="Name, for all of its keys, or one key's id.")]) -> None:
+def revoke(
+    name: Annotated[str, typer.Argument(help="Name, for all of its keys, or one key's id.")],
+) -> None:
     """End keys. Gateways refuse them seconds later; what they have submitted goes on."""
     for key_id in _write(lambda rows: api_keys.revoke(rows, name)):
         typer.echo(f"{key_id} revoked")
@@ -106,7 +120,9 @@ class _Destination:
     def __enter__(self) -> _Destination:
         if self._path is not None:
             try:
-                self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+                self._handle = os.open(
+                    self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600
+                )
             except OSError as error:
                 remedy = "Name a file that there is not, in a folder that there is"
                 raise Invalid("--output", f"{self._path}: {error.strerror}", remedy) from error
@@ -125,7 +141,9 @@ class _Destination:
             show.as_json({**shown, "api_key": key}) if json else typer.echo(key)
         else:
             os.write(self._handle, key.encode())
-            show.as_json({**shown, "file": str(self._path)}) if json else typer.echo(f"{shown['id']} in {self._path}")
+            show.as_json({**shown, "file": str(self._path)}) if json else typer.echo(
+                f"{shown['id']} in {self._path}"
+            )
         self._is_given = True
 
 

@@ -22,9 +22,9 @@ class UpFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def use_local_stack(folder: Path) -> None:
-    """Sets SHARDLINE_DATABASE_URL and SHARDLINE_REDIS_URL of this process to those of the stack in SHARDLINE_HOME, or
-    in `.local` of a folder or the nearest one above it. Where either is set nothing changes: two installations are
-    never mixed."""
+    """Sets SHARDLINE_DATABASE_URL and SHARDLINE_REDIS_URL of this process to those of the stack in
+    SHARDLINE_HOME, or in `.local` of a folder or the nearest one above it. Where either is set
+    nothing changes: two installations are never mixed."""
     names = {server: f"{ENV_PREFIX}{server.upper()}_URL" for server in SERVERS}
     if any(os.environ.get(name) or os.environ.get(f"{name}_FILE") for name in names.values()):
         return

@@ -1,4 +1,5 @@
-"""How jobs, models and pipelines look: tables and text for people, one JSON document a line for programs."""
+"""How jobs, models and pipelines look: tables and text for people, one JSON document a line for
+programs."""
 
 from __future__ import annotations
 
@@ -20,8 +21,11 @@ from shardline.store.dead_letters import DeadLetter
 from shardline.store.pipelines import LivePipeline
 
 PROMPT_CHARS = 48
-CONTROL_CHARS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
-"""A terminal obeys them: names and completions are anybody's, and must not move its cursor or set its title."""
+CONTROL_CHARS = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"
+}
+"""A terminal obeys them: names and completions are anybody's, and must not move its cursor or set
+its title."""
 
 UUID_CHARS = 36
 PIPE_CHARS = 300
@@ -52,7 +56,8 @@ def printable(text: str) -> str:
 
 
 def completion(text: str, *, nl: bool = True) -> None:
-    """Print a completion, or a piece of it: to a program as it is, to a terminal what it can show."""
+    """Print a completion, or a piece of it: to a program as it is, to a terminal what it can
+    show."""
     typer.echo(printable(text) if sys.stdout.isatty() else text, nl=nl)
 
 
@@ -61,7 +66,9 @@ def as_json(document: object) -> None:
     typer.echo(msgspec.json.encode(document).decode())
 
 
-def each(documents: Sequence[Document], *, json: bool, table: Callable[[Sequence[Document]], None]) -> None:
+def each(
+    documents: Sequence[Document], *, json: bool, table: Callable[[Sequence[Document]], None]
+) -> None:
     """Print rows as lines of JSON, or together as a table."""
     if not json:
         table(documents)
@@ -76,7 +83,12 @@ def jobs_table(jobs: Iterable[JobSummary]) -> None:
     for job in jobs:
         tokens = str(job.usage.completion_tokens) if job.usage else ""
         table.add_row(
-            str(job.id), _state(job.state), job.model, _time(job.created_at), tokens, _short(job.prompt_start)
+            str(job.id),
+            _state(job.state),
+            job.model,
+            _time(job.created_at),
+            tokens,
+            _short(job.prompt_start),
         )
     print_table(table)
 
@@ -100,7 +112,9 @@ def job_details(job: Job) -> None:
     table = PlainTable.grid(padding=(0, 2))
     for name, value in facts.items():
         if value is not None and value != "":
-            table.add_row(Text(name, style="bold"), value if isinstance(value, Text) else str(value))
+            table.add_row(
+                Text(name, style="bold"), value if isinstance(value, Text) else str(value)
+            )
     print_table(table)
     if job.result is not None:
         typer.echo()
@@ -112,18 +126,24 @@ def dead_table(jobs: Iterable[JobSummary]) -> None:
     table = new_table("job", "model", "failed", "crashes", "prompt")
     for job in jobs:
         crashes = str((job.error or {}).get("crashes", job.crashes))
-        table.add_row(str(job.id), job.model, _time(job.finished_at), crashes, _short(job.prompt_start))
+        table.add_row(
+            str(job.id), job.model, _time(job.finished_at), crashes, _short(job.prompt_start)
+        )
     print_table(table)
 
 
 def dead_details(letter: DeadLetter) -> None:
     """Print the job and its attempts, the newest first."""
     job_details(letter.job)
-    table = new_table("attempt", "outcome", "tokens", "started", "last heartbeat", "worker", "pipeline")
+    table = new_table(
+        "attempt", "outcome", "tokens", "started", "last heartbeat", "worker", "pipeline"
+    )
     for attempt in letter.attempts:
         tokens = f"{attempt.num_resumed} → {attempt.num_tokens}"
         times = _time(attempt.started_at), _time(attempt.heartbeat_at)
-        table.add_row(str(attempt.fence), attempt.outcome, tokens, *times, attempt.worker, attempt.pipeline)
+        table.add_row(
+            str(attempt.fence), attempt.outcome, tokens, *times, attempt.worker, attempt.pipeline
+        )
     typer.echo()
     print_table(table)
     for job_id in letter.replays:
@@ -142,13 +162,24 @@ def keys_table(keys: Iterable[ApiKey]) -> None:
 
 def pipelines_table(pipelines: Iterable[LivePipeline]) -> None:
     """One stage a row, under its pipeline."""
-    table = new_table("pipeline", "model", "state", "epoch", "seats", "exact", "layers", "device", "worker")
+    table = new_table(
+        "pipeline", "model", "state", "epoch", "seats", "exact", "layers", "device", "worker"
+    )
     for pipeline in pipelines:
         state = Text("ready", style="green") if pipeline.ready else Text("not ready", style="red")
         exact = "yes" if pipeline.exact else "no"
-        row: list[str | Text] = [pipeline.id, pipeline.model, state, str(pipeline.epoch), str(pipeline.seats), exact]
+        row: list[str | Text] = [
+            pipeline.id,
+            pipeline.model,
+            state,
+            str(pipeline.epoch),
+            str(pipeline.seats),
+            exact,
+        ]
         for stage in pipeline.stages or [{}]:
-            table.add_row(*row, _layers(stage), str(stage.get("device", "")), str(stage.get("worker", "")))
+            table.add_row(
+                *row, _layers(stage), str(stage.get("device", "")), str(stage.get("worker", ""))
+            )
             row = ["" for _ in row]
     print_table(table)
 
@@ -178,7 +209,9 @@ def _result(job: Job) -> dict[str, object]:
         "tokens": f"{result.usage.prompt_tokens} in{_cached(result.usage)}, {result.usage.completion_tokens} out",
         "exact": "yes" if result.exact else "no",
         "worker": result.provenance.get("worker"),
-        "timings": ", ".join(f"{name.removesuffix('_s')} {value:.3f} s" for name, value in result.timings.items()),
+        "timings": ", ".join(
+            f"{name.removesuffix('_s')} {value:.3f} s" for name, value in result.timings.items()
+        ),
     }
 
 
@@ -193,7 +226,11 @@ def _reasons(error: Mapping[str, Any]) -> dict[str, object]:
 def _layers(stage: Mapping[str, Any]) -> str:
     """Stored as [first, one past the last]; shown as people count."""
     layers = stage.get("layers")
-    return f"{layers[0]}-{layers[1] - 1}" if isinstance(layers, list) and len(layers) == 2 else str(layers or "")
+    return (
+        f"{layers[0]}-{layers[1] - 1}"
+        if isinstance(layers, list) and len(layers) == 2
+        else str(layers or "")
+    )
 
 
 def _state(state: JobState) -> Text:

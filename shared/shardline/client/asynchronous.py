@@ -1,4 +1,5 @@
-"""The client for asyncio: one object for a whole service, safe for any number of tasks of one event loop at a time."""
+"""The client for asyncio: one object for a whole service, safe for any number of tasks of one event
+loop at a time."""
 
 from __future__ import annotations
 
@@ -75,7 +76,9 @@ class AsyncClient:
         self._database = database or connect_async(url)
         self._owns_database = database is None
         # Apart, so that a caller who lists repeatedly takes no connection from those who submit.
-        self._lists = database or connect_async(url, pool_size=LISTS, statement_timeout_s=LIST_TIMEOUT_S)
+        self._lists = database or connect_async(
+            url, pool_size=LISTS, statement_timeout_s=LIST_TIMEOUT_S
+        )
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._make_readers()
@@ -84,7 +87,10 @@ class AsyncClient:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.close()
 
@@ -105,12 +111,16 @@ class AsyncClient:
         session: AsyncSession | AsyncConnection | None = None,
         **fields: Unpack[JobFields],
     ) -> UUID:
-        """Store one job and return its id. `fields` are in docs/jobs.md. Raises Invalid, Conflict, Unavailable."""
+        """Store one job and return its id. `fields` are in docs/jobs.md. Raises Invalid, Conflict,
+        Unavailable."""
         request = request_of(model, prompt, fields, self.tenant)
         return (await self._insert([request], session))[0].job_id
 
     async def submit_many(
-        self, requests: Iterable[AnyRequest], *, session: AsyncSession | AsyncConnection | None = None
+        self,
+        requests: Iterable[AnyRequest],
+        *,
+        session: AsyncSession | AsyncConnection | None = None,
     ) -> Ids:
         """Store all of them in one transaction, or none; ids in the same order.
 
@@ -131,7 +141,10 @@ class AsyncClient:
     async def get_many(self, ids: Iterable[JobId]) -> Jobs:
         """Those that exist, in the order of `ids`."""
         wanted = as_ids(ids)
-        chunks = (wanted[start : start + MAX_IDS_PER_QUERY] for start in range(0, len(wanted), MAX_IDS_PER_QUERY))
+        chunks = (
+            wanted[start : start + MAX_IDS_PER_QUERY]
+            for start in range(0, len(wanted), MAX_IDS_PER_QUERY)
+        )
         return [job for chunk in chunks for job in await self._read(jobs.get_jobs, chunk)]
 
     async def list(
@@ -142,11 +155,17 @@ class AsyncClient:
         limit: int = 100,
         after: JobId | PageEnd | None = None,
     ) -> Summaries:
-        """Newest first, without prompts and completions; `after` is `PageEnd.of` the page before, or its last id."""
-        return await self._read_page(listing.list_jobs, state=state, model=model, limit=limit, after=end_of(after))
+        """Newest first, without prompts and completions; `after` is `PageEnd.of` the page before,
+        or its last id."""
+        return await self._read_page(
+            listing.list_jobs, state=state, model=model, limit=limit, after=end_of(after)
+        )
 
-    async def list_dead(self, *, model: str | None = None, limit: int = 100, after: JobId | None = None) -> Summaries:
-        """Dead letters: jobs that failed because their crashes were used up. The newest first, in pages as `list`."""
+    async def list_dead(
+        self, *, model: str | None = None, limit: int = 100, after: JobId | None = None
+    ) -> Summaries:
+        """Dead letters: jobs that failed because their crashes were used up. The newest first, in
+        pages as `list`."""
         last = None if after is None else as_id(after, "after")
         return await self._read_page(listing.list_dead, model=model, limit=limit, after=last)
 
@@ -155,11 +174,15 @@ class AsyncClient:
         return await self._read(dead_letters.get_dead, as_id(job_id))
 
     async def replay(self, job_id: JobId, *, idempotency_key: str | None = None) -> UUID:
-        """Submit a dead letter as a new job: same prompt, parameters and seed. Raises NotFound, Invalid, Conflict."""
-        return await self._write(dead_letters.replay, as_id(job_id), idempotency_key=idempotency_key)
+        """Submit a dead letter as a new job: same prompt, parameters and seed. Raises NotFound,
+        Invalid, Conflict."""
+        return await self._write(
+            dead_letters.replay, as_id(job_id), idempotency_key=idempotency_key
+        )
 
     async def cancel(self, ids: JobId | Iterable[JobId]) -> dict[UUID, JobState]:
-        """Ask for the end of jobs. Their states afterwards: a running one is `cancelled` a little later."""
+        """Ask for the end of jobs. Their states afterwards: a running one is `cancelled` a little
+        later."""
         return await self._write(jobs.request_cancel, one_or_many(ids))
 
     @overload
@@ -173,10 +196,14 @@ class AsyncClient:
     ) -> Jobs: ...
 
     async def wait(
-        self, ids: JobId | Iterable[JobId], timeout_s: float | None = None, *, must_succeed: bool = True
+        self,
+        ids: JobId | Iterable[JobId],
+        timeout_s: float | None = None,
+        *,
+        must_succeed: bool = True,
     ) -> Job | Jobs:
-        """Until all have ended. Raises TimeoutError, NotFound, and for a job that did not succeed its end,
-        unless `must_succeed` is False."""
+        """Until all have ended. Raises TimeoutError, NotFound, and for a job that did not succeed
+        its end, unless `must_succeed` is False."""
         wanted = one_or_many(ids)
         async with asyncio.timeout(timeout_s):
             check_all_exist(wanted, await self.get_many(wanted))
@@ -187,8 +214,8 @@ class AsyncClient:
         return found[0] if is_one(ids) else found
 
     async def stream(self, job_id: JobId) -> AsyncIterator[Delta]:
-        """The job's new tokens as they come, each once, the last with its state. Raises as `wait` does at the end, and
-        Diverged when the job goes on with other tokens than were given.
+        """The job's new tokens as they come, each once, the last with its state. Raises as `wait`
+        does at the end, and Diverged when the job goes on with other tokens than were given.
 
         Text of tokens that did not come through Redis is in the last delta.
         """
@@ -198,29 +225,39 @@ class AsyncClient:
             for delta in deltas:
                 yield delta
                 if delta.state is not None and delta.state != JobState.SUCCEEDED:
-                    raise error_of(JobState(delta.state), f"job {wanted}", (await self.get(wanted)).error)
+                    raise error_of(
+                        JobState(delta.state), f"job {wanted}", (await self.get(wanted)).error
+                    )
 
     def _make_readers(self) -> None:
-        """What has tasks and bells, which belong to one event loop; both begin with their first question."""
+        """What has tasks and bells, which belong to one event loop; both begin with their first
+        question."""
         self._rows = QueryBatcher(self._database, _rows, max_batch=MAX_ROWS, name="jobs")
         self._reader = JobReader(self._database, self._settings)
 
     def _move_here(self) -> None:
         """Moves to the running event loop of this process, which may be another one than the last
         time. Raises Invalid."""
-        loop, pid = asyncio.get_running_loop(), os.getpid()
+        loop = asyncio.get_running_loop()
+        pid = os.getpid()
         was = self._loop
         if was is loop and self._pid == pid:
             return
         if was is not None:
             if was.is_running() and self._pid == pid:
-                raise Invalid("client", "another event loop uses it", "Make one AsyncClient for each event loop")
+                raise Invalid(
+                    "client",
+                    "another event loop uses it",
+                    "Make one AsyncClient for each event loop",
+                )
             if self._owns_database:
-                # Not closed: an event loop that has ended cannot, and a forked process would end its parent's sessions.
+                # Not closed: an event loop that has ended cannot, and a forked process would end
+                # its parent's sessions.
                 self._database.sync_engine.dispose(close=False)
                 self._lists.sync_engine.dispose(close=False)
             self._make_readers()
-        self._loop, self._pid = loop, pid
+        self._loop = loop
+        self._pid = pid
 
     async def _insert(
         self, requests: Sequence[JobRequest], session: AsyncSession | AsyncConnection | None

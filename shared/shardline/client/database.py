@@ -36,27 +36,35 @@ NO_TABLES = ("42P01", "42703", "3F000")
 
 @contextmanager
 def reachable() -> Iterator[None]:
-    """Turns every error of the driver into one of ours: an unreachable Postgres into Unavailable (the commit may have
-    happened: retry with the same id), one that could not do it now into Busy (nothing has happened), what it can never
-    do or cannot take into Invalid."""
+    """Turns every error of the driver into one of ours: an unreachable Postgres into Unavailable
+    (the commit may have happened: retry with the same id), one that could not do it now into Busy
+    (nothing has happened), what it can never do or cannot take into Invalid."""
     try:
         yield
     except PoolTimeout as error:
-        raise Busy("every connection of this process's pool is in use: ask less at a time") from error
+        raise Busy(
+            "every connection of this process's pool is in use: ask less at a time"
+        ) from error
     except AWAY as error:
         cause = error.orig if isinstance(error, DBAPIError) else error
         problem = BUSY.get(getattr(cause, "sqlstate", None) or "")
         if is_over_limit(cause):
-            raise Invalid("request", f"it is over a limit of Postgres: {_first_line(cause)}", "Ask for less") from error
+            raise Invalid(
+                "request", f"it is over a limit of Postgres: {_first_line(cause)}", "Ask for less"
+            ) from error
         if problem is not None:
             raise Busy(problem, _first_line(cause)) from error
         raise Unavailable("Postgres cannot be reached", _first_line(cause)) from error
     except (DataError, UnicodeError) as error:
         problem = _first_line(error.orig if isinstance(error, DataError) else error)
         remedy = "Pass values of the kinds and within the bounds of docs/jobs.md"
-        raise Invalid("request", f"Postgres cannot take a value of it: {problem}", remedy) from error
+        raise Invalid(
+            "request", f"Postgres cannot take a value of it: {problem}", remedy
+        ) from error
     except DBAPIError as error:
-        raise Unavailable(_refusal(getattr(error.orig, "sqlstate", None) or ""), _first_line(error.orig)) from error
+        raise Unavailable(
+            _refusal(getattr(error.orig, "sqlstate", None) or ""), _first_line(error.orig)
+        ) from error
 
 
 def _refusal(sqlstate: str) -> str:
@@ -69,7 +77,11 @@ def _refusal(sqlstate: str) -> str:
 
 def told(error: BaseException) -> str:
     """Returns what is wrong with Postgres, for a log line of a caller that goes on without it."""
-    return str(failure_of(error)) if isinstance(error, DBAPIError) else f"Postgres unreachable: {_first_line(error)}"
+    return (
+        str(failure_of(error))
+        if isinstance(error, DBAPIError)
+        else f"Postgres unreachable: {_first_line(error)}"
+    )
 
 
 def connection_of(session: Session | Connection) -> Connection:

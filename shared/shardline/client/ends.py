@@ -1,4 +1,5 @@
-"""Learns that jobs have ended, for any number of waiters, with one LISTEN and one query. Knows no Redis.
+"""Learns that jobs have ended, for any number of waiters, with one LISTEN and one query. Knows no
+Redis.
 
 A NOTIFY carries no id; the poll finds what a lost one hid.
 """
@@ -55,7 +56,8 @@ class Ends:
 
     @contextmanager
     def watch(self, job_id: UUID, buffer: DeltaBuffer) -> Iterator[None]:
-        """While inside, `buffer.end()` is called once the job has ended, also if that was long ago."""
+        """While inside, `buffer.end()` is called once the job has ended, also if that was long
+        ago."""
         self._watched.setdefault(job_id, []).append(buffer)
         self._bell.set()
         try:
@@ -71,7 +73,9 @@ class Ends:
                 async for _ in rings(self._database.url, DONE_CHANNEL):
                     self._bell.set()
             except (psycopg.Error, OSError) as error:
-                log.warning("cannot listen to Postgres: ends are found by polling", error=str(error)[:200])
+                log.warning(
+                    "cannot listen to Postgres: ends are found by polling", error=str(error)[:200]
+                )
             await asyncio.sleep(RETRY_S)
 
     async def _look(self) -> None:
@@ -89,7 +93,11 @@ class Ends:
             await asyncio.sleep(PAUSE_S + PAUSE_FACTOR * (time.monotonic() - began_s))
 
     async def _find_ended(self) -> None:
-        waiting = [job_id for job_id, buffers in self._watched.items() if not all(one.ended for one in buffers)]
+        waiting = [
+            job_id
+            for job_id, buffers in self._watched.items()
+            if not all(one.ended for one in buffers)
+        ]
         if not waiting:
             return
         async with self._database.connect() as connection:

@@ -71,7 +71,9 @@ class SyncEnds:
                 if self._is_to_lead(end_wait, deadline_s):
                     self._lead(end_wait, deadline_s)
                 if end_wait.pending and time.monotonic() >= deadline_s:
-                    raise TimeoutError(f"{len(end_wait.pending)} jobs have not ended within {timeout_s} s")
+                    raise TimeoutError(
+                        f"{len(end_wait.pending)} jobs have not ended within {timeout_s} s"
+                    )
         finally:
             with self._changed:
                 self._end_waits.remove(end_wait)
@@ -79,9 +81,14 @@ class SyncEnds:
                     self._listener.close()
 
     def _is_to_lead(self, end_wait: EndWait, deadline_s: float) -> bool:
-        """Waits while another thread leads; False when that has found all, or when the time is over."""
+        """Waits while another thread leads; False when that has found all, or when the time is
+        over."""
         with self._changed:
-            while self._has_leader and end_wait.pending and (left_s := deadline_s - time.monotonic()) > 0:
+            while (
+                self._has_leader
+                and end_wait.pending
+                and (left_s := deadline_s - time.monotonic()) > 0
+            ):
                 self._changed.wait(None if left_s == math.inf else left_s)
             leads = not self._has_leader and bool(end_wait.pending)
             self._has_leader = self._has_leader or leads
@@ -98,7 +105,9 @@ class SyncEnds:
                 if not end_wait.pending or left_s <= 0:
                     return
                 self._listen(min(self._poll_s, left_s))
-                time.sleep(min(PAUSE_S + PAUSE_FACTOR * took_s, max(0.0, deadline_s - time.monotonic())))
+                time.sleep(
+                    min(PAUSE_S + PAUSE_FACTOR * took_s, max(0.0, deadline_s - time.monotonic()))
+                )
         finally:
             with self._changed:
                 self._has_leader = False
@@ -112,7 +121,8 @@ class SyncEnds:
             time.sleep(min(RETRY_S, timeout_s))
 
     def _look(self, end_waits: Sequence[EndWait]) -> float:
-        """One look for all of these: how long it took. While Postgres is unreachable it finds nothing."""
+        """One look for all of these: how long it took. While Postgres is unreachable it finds
+        nothing."""
         began_s = time.monotonic()
         with self._changed:
             pending = sorted({job_id for end_wait in end_waits for job_id in end_wait.pending})

@@ -10,7 +10,8 @@ from shardline.contract.job import Message
 
 
 class JobFields(TypedDict, total=False):
-    """Every field of a request but `model` and `prompt`. Defaults and limits are in docs/jobs.md."""
+    """Every field of a request but `model` and `prompt`. Defaults and limits are in
+    docs/jobs.md."""
 
     messages: Sequence[Message | Mapping[str, str]] | None
     max_tokens: int | None

@@ -1,4 +1,5 @@
-"""The client of the gateway: what a door on the network needs beyond a producer. No part of the public library."""
+"""The client of the gateway: what a door on the network needs beyond a producer. No part of the
+public library."""
 
 from __future__ import annotations
 
@@ -44,10 +45,13 @@ class GatewayClient(AsyncClient):
         database: AsyncEngine | None = None,
     ) -> None:
         super().__init__(database_url=database_url, redis_url=redis_url, database=database)
-        # Costs may take seconds, and lists of a rare state too: none may take all connections for lists.
+        # Costs may take seconds, and lists of a rare state too: none may take all connections for
+        # lists.
         self._list_turns = TenantTurns(LISTS)
         self._cost_turns = TenantTurns(1)
-        self._pipelines = QueryBatcher(self._database, _live_pipelines, max_batch=MAX_ASKING, name="pipelines")
+        self._pipelines = QueryBatcher(
+            self._database, _live_pipelines, max_batch=MAX_ASKING, name="pipelines"
+        )
 
     async def close(self) -> None:
         """Closes it, as `AsyncClient.close` does."""
@@ -59,13 +63,16 @@ class GatewayClient(AsyncClient):
         """The pool that submits, reads and cancels."""
         return self._database
 
-    async def insert(self, requests: Sequence[EncodedRequest]) -> Sequence[StoredRequest | ShardlineError]:
-        """Store requests in one transaction; for each its row, or why it has none. Raises Invalid for a row against a
-        rule of the table, and Unavailable: then none is stored."""
+    async def insert(
+        self, requests: Sequence[EncodedRequest]
+    ) -> Sequence[StoredRequest | ShardlineError]:
+        """Store requests in one transaction; for each its row, or why it has none. Raises Invalid
+        for a row against a rule of the table, and Unavailable: then none is stored."""
         return await self._write(insert_encoded, requests)
 
     async def get(self, job_id: JobId, *, tenant: str | None = None) -> Job:
-        """The job, with its result if it has one. Raises NotFound, with `tenant` also for another tenant's."""
+        """The job, with its result if it has one. Raises NotFound, with `tenant` also for another
+        tenant's."""
         job = await super().get(job_id)
         if tenant not in (None, job.tenant):
             raise NotFound(f"no job has the id {job_id}")
@@ -84,24 +91,36 @@ class GatewayClient(AsyncClient):
         asks for too many at once."""
         async with self._list_turns.take(tenant):
             return await self._read_page(
-                listing.list_jobs, state=state, model=model, tenant=tenant, limit=limit, after=end_of(after)
+                listing.list_jobs,
+                state=state,
+                model=model,
+                tenant=tenant,
+                limit=limit,
+                after=end_of(after),
             )
 
     async def usage(self, job_id: UUID) -> Usage | None:
         """The token counts of a job's result; None without one. Raises Unavailable."""
         return await self._read(reports.usage, job_id)
 
-    async def costs(self, *, num_days: int, by: Collection[str], model: str | None, tenant: str | None) -> Costs:
-        """What jobs took, of one tenant or of all: see `costs.costs`. Raises Overloaded as `list` does."""
+    async def costs(
+        self, *, num_days: int, by: Collection[str], model: str | None, tenant: str | None
+    ) -> Costs:
+        """What jobs took, of one tenant or of all: see `costs.costs`. Raises Overloaded as `list`
+        does."""
         async with self._cost_turns.take(tenant), self._list_turns.take(None):
-            return await self._read_page(costs.costs, num_days=num_days, by=by, model=model, tenant=tenant)
+            return await self._read_page(
+                costs.costs, num_days=num_days, by=by, model=model, tenant=tenant
+            )
 
     async def pipelines(self) -> Pipelines:
         """Returns all pipelines with a running lease. One query at a time answers all callers."""
         with reachable():
             return await self._pipelines.read(None)
 
-    async def cancel(self, ids: JobId | Iterable[JobId], *, tenant: str | None = None) -> dict[UUID, JobState]:
+    async def cancel(
+        self, ids: JobId | Iterable[JobId], *, tenant: str | None = None
+    ) -> dict[UUID, JobState]:
         """Cancels as `AsyncClient.cancel`; with `tenant`, another tenant's jobs are left out."""
         return await self._write(jobs.request_cancel, one_or_many(ids), tenant=tenant)
 

@@ -1,6 +1,8 @@
-"""Follows jobs, for any number of tasks of one event loop: their new tokens and their ends. Knows no producer.
+"""Follows jobs, for any number of tasks of one event loop: their new tokens and their ends. Knows
+no producer.
 
-Owns the connection that listens for ends, the reader of the streams, and the task that reads rows for all readers.
+Owns the connection that listens for ends, the reader of the streams, and the task that reads rows
+for all readers.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ MAX_SAID_AT_ONCE = 256
 
 Deltas = list[Delta]
 TextRule = Callable[[SamplingParams, int, Sequence[int]], TextOf]
-"""For a job of these parameters, `max_tokens` and last tokens of its prompt: the text that a head gives
-out with its tokens."""
+"""For a job of these parameters, `max_tokens` and last tokens of its prompt: the text that a head
+gives out with its tokens."""
 
 
 class JobReader:
@@ -44,7 +46,9 @@ class JobReader:
         self._poll_s = settings.times.poll_s
         self._reader = DeltaReader(settings.redis_url)
         self._ends = Ends(database, poll_s=self._poll_s)
-        self._progress = QueryBatcher(database, read_progress, max_batch=MAX_FOLLOWED, name="progress")
+        self._progress = QueryBatcher(
+            database, read_progress, max_batch=MAX_FOLLOWED, name="progress"
+        )
         self._started = False
 
     async def close(self) -> None:
@@ -72,14 +76,17 @@ class JobReader:
     ) -> AsyncIterator[Deltas]:
         """The job's new tokens as they come, each once; an empty list at every tick without news.
 
-        Joins behind `after`. With `text_rule` the text of tokens read from Postgres comes at once. Ends after the delta
-        that has a state. Raises NotFound, and Diverged when the job goes on with other tokens than were given.
+        Joins behind `after`. With `text_rule` the text of tokens read from Postgres comes at once.
+        Ends after the delta that has a state. Raises NotFound, and Diverged when the job goes on
+        with other tokens than were given.
         """
         self._start()
-        cursor, buffer = Cursor(after=after), DeltaBuffer()
+        cursor = Cursor(after=after)
+        buffer = DeltaBuffer()
         wait_s = min(self._poll_s, tick_s or self._poll_s)
         with self._ends.watch(job_id, buffer), self._reader.watch(job_id, buffer):
-            # First of all the newest attempt's number: its predecessors may have streamed what counts no more.
+            # First of all the newest attempt's number: its predecessors may have streamed what
+            # counts no more.
             only_learn = text_rule is None and after is None and not self._reader.is_away
             await self._catch_up(job_id, cursor, text_rule, only_learn=only_learn)
             while True:
@@ -99,7 +106,9 @@ class JobReader:
         while not is_whole:
             try:
                 lacks_rule = text_rule is not None and cursor.text_of is None
-                asked = ProgressQuestion(job_id, *cursor.asked(only_learn=only_learn), with_prompt_end=lacks_rule)
+                asked = ProgressQuestion(
+                    job_id, *cursor.asked(only_learn=only_learn), with_prompt_end=lacks_rule
+                )
                 progress = await self._progress.read(asked)
             except (DBAPIError, *AWAY) as error:
                 log.warning("a stream waits for its rows", job_id=str(job_id), error=told(error))
@@ -107,7 +116,9 @@ class JobReader:
             if progress is None:
                 raise NotFound(f"no job has the id {job_id}")
             if text_rule is not None and cursor.text_of is None and progress.max_tokens is not None:
-                cursor.text_of = text_rule(progress.params, progress.max_tokens, progress.prompt_end)
+                cursor.text_of = text_rule(
+                    progress.params, progress.max_tokens, progress.prompt_end
+                )
             num_said = 0 if cursor.text_of is None else cursor.num_unsaid + len(progress.token_ids)
             if num_said > MAX_SAID_AT_ONCE:
                 await asyncio.to_thread(cursor.catch_up, progress, only_learn=only_learn)

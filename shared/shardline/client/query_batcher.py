@@ -1,7 +1,8 @@
-"""Reads for many who ask at once: several answers in one query, one query at a time. Knows neither rows nor callers.
+"""Reads for many who ask at once: several answers in one query, one query at a time. Knows neither
+rows nor callers.
 
-However many ask, they take one connection of the pool and wait for their turn: they cannot use it up for each other and
-for those who submit.
+However many ask, they take one connection of the pool and wait for their turn: they cannot use it
+up for each other and for those who submit.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ class Waiting(Generic[Asked, Answer]):
     """One question."""
 
     asked: Asked
-    answer: asyncio.Future[Answer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    answer: asyncio.Future[Answer] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
 
 class QueryBatcher(Generic[Asked, Answer]):
-    """One task, which begins with the first question. `query` gives the answers in the order of the questions."""
+    """One task, which begins with the first question. `query` gives the answers in the order of the
+    questions."""
 
     def __init__(
         self,
@@ -69,7 +73,9 @@ class QueryBatcher(Generic[Asked, Answer]):
             await self._bell.wait()
             self._bell.clear()
             while self._waiting:
-                batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._max_batch))]
+                batch = [
+                    self._waiting.popleft() for _ in range(min(len(self._waiting), self._max_batch))
+                ]
                 if asking := [one for one in batch if not one.answer.done()]:
                     await self._answer(asking)
 

@@ -22,7 +22,9 @@ MAX_REQUESTS = 100_000
 AnyRequest = JobRequest | Mapping[str, Any]
 
 
-def request_of(model: str, prompt: str | Sequence[int] | None, fields: Mapping[str, Any], tenant: str) -> JobRequest:
+def request_of(
+    model: str, prompt: str | Sequence[int] | None, fields: Mapping[str, Any], tenant: str
+) -> JobRequest:
     """One request from keyword arguments. Raises Invalid, naming the field."""
     document: dict[str, Any] = {"tenant": tenant, **fields, "model": model}
     if prompt is not None:
@@ -31,15 +33,20 @@ def request_of(model: str, prompt: str | Sequence[int] | None, fields: Mapping[s
 
 
 def checked(requests: Iterable[AnyRequest], tenant: str) -> list[JobRequest]:
-    """Many requests, each a JobRequest or its fields. Raises Invalid, naming the place of the first wrong one."""
+    """Many requests, each a JobRequest or its fields. Raises Invalid, naming the place of the first
+    wrong one."""
     found: list[JobRequest] = []
     for place, request in enumerate(requests):
         if place == MAX_REQUESTS:
-            raise Invalid("requests", f"there are more than {MAX_REQUESTS}", "Send them in several calls")
+            raise Invalid(
+                "requests", f"there are more than {MAX_REQUESTS}", "Send them in several calls"
+            )
         try:
             found.append(_checked(request, tenant))
         except Invalid as error:
-            raise Invalid(f"requests[{place}].{error.field}", error.problem, error.remedy) from error
+            raise Invalid(
+                f"requests[{place}].{error.field}", error.problem, error.remedy
+            ) from error
     return found
 
 
@@ -57,7 +64,9 @@ def _plain_messages(messages: object) -> object:
     try:
         return plain_json.builtins(messages)
     except (TypeError, ValueError) as error:
-        raise Invalid("messages", f"they cannot be written as JSON: {error}", "Send role and content") from error
+        raise Invalid(
+            "messages", f"they cannot be written as JSON: {error}", "Send role and content"
+        ) from error
 
 
 def check_all_exist(wanted: Iterable[UUID], found: Iterable[Job]) -> None:
@@ -68,7 +77,8 @@ def check_all_exist(wanted: Iterable[UUID], found: Iterable[Job]) -> None:
 
 
 def succeeded(job: Job) -> Job:
-    """The job, if it succeeded. Raises JobFailed, JobCancelled or JobExpired with the recorded reason."""
+    """The job, if it succeeded. Raises JobFailed, JobCancelled or JobExpired with the recorded
+    reason."""
     if job.state is not JobState.SUCCEEDED:
         raise error_of(job.state, f"job {job.id}", job.error)
     return job
@@ -81,7 +91,9 @@ def error_of(state: JobState, name: str, error: Mapping[str, Any] | None) -> Job
     if state is JobState.EXPIRED:
         return JobExpired(f"{name} expired: its deadline passed before it was done")
     reason = error or {}
-    words = [str(reason[key]) for key in ("field", "problem", "remedy", "message") if reason.get(key)]
+    words = [
+        str(reason[key]) for key in ("field", "problem", "remedy", "message") if reason.get(key)
+    ]
     return JobFailed(f"{name} failed: {': '.join(words) or 'no reason was recorded'}")
 
 

@@ -77,7 +77,10 @@ class Client:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -96,10 +99,13 @@ class Client:
         session: Session | Connection | None = None,
         **fields: Unpack[JobFields],
     ) -> UUID:
-        """Store one job and return its id. `fields` are in docs/jobs.md. Raises Invalid, Conflict, Unavailable."""
+        """Store one job and return its id. `fields` are in docs/jobs.md. Raises Invalid, Conflict,
+        Unavailable."""
         return self._insert([request_of(model, prompt, fields, self.tenant)], session)[0]
 
-    def submit_many(self, requests: Iterable[AnyRequest], *, session: Session | Connection | None = None) -> Ids:
+    def submit_many(
+        self, requests: Iterable[AnyRequest], *, session: Session | Connection | None = None
+    ) -> Ids:
         """Store all of them in one transaction, or none; ids in the same order.
 
         A type checker knows the fields of `JobRequest(model=…, …)`, not those of a mapping.
@@ -126,11 +132,17 @@ class Client:
         limit: int = 100,
         after: JobId | PageEnd | None = None,
     ) -> Summaries:
-        """Newest first, without prompts and completions; `after` is `PageEnd.of` the page before, or its last id."""
-        return self._read(listing.list_jobs, state=state, model=model, limit=limit, after=end_of(after))
+        """Newest first, without prompts and completions; `after` is `PageEnd.of` the page before,
+        or its last id."""
+        return self._read(
+            listing.list_jobs, state=state, model=model, limit=limit, after=end_of(after)
+        )
 
-    def list_dead(self, *, model: str | None = None, limit: int = 100, after: JobId | None = None) -> Summaries:
-        """Dead letters: jobs that failed because their crashes were used up. The newest first, in pages as `list`."""
+    def list_dead(
+        self, *, model: str | None = None, limit: int = 100, after: JobId | None = None
+    ) -> Summaries:
+        """Dead letters: jobs that failed because their crashes were used up. The newest first, in
+        pages as `list`."""
         last = None if after is None else as_id(after, "after")
         return self._read(listing.list_dead, model=model, limit=limit, after=last)
 
@@ -139,11 +151,13 @@ class Client:
         return self._read(dead_letters.get_dead, as_id(job_id))
 
     def replay(self, job_id: JobId, *, idempotency_key: str | None = None) -> UUID:
-        """Submit a dead letter as a new job: same prompt, parameters and seed. Raises NotFound, Invalid, Conflict."""
+        """Submit a dead letter as a new job: same prompt, parameters and seed. Raises NotFound,
+        Invalid, Conflict."""
         return self._write(dead_letters.replay, as_id(job_id), idempotency_key=idempotency_key)
 
     def cancel(self, ids: JobId | Iterable[JobId]) -> dict[UUID, JobState]:
-        """Ask for the end of jobs. Their states afterwards: a running one is `cancelled` a little later."""
+        """Ask for the end of jobs. Their states afterwards: a running one is `cancelled` a little
+        later."""
         return self._write(jobs.request_cancel, one_or_many(ids))
 
     @overload
@@ -152,13 +166,19 @@ class Client:
     ) -> Job: ...
 
     @overload
-    def wait(self, ids: Iterable[JobId], timeout_s: float | None = None, *, must_succeed: bool = True) -> Jobs: ...
+    def wait(
+        self, ids: Iterable[JobId], timeout_s: float | None = None, *, must_succeed: bool = True
+    ) -> Jobs: ...
 
     def wait(
-        self, ids: JobId | Iterable[JobId], timeout_s: float | None = None, *, must_succeed: bool = True
+        self,
+        ids: JobId | Iterable[JobId],
+        timeout_s: float | None = None,
+        *,
+        must_succeed: bool = True,
     ) -> Job | Jobs:
-        """Until all have ended. Raises TimeoutError, NotFound, and for a job that did not succeed its end,
-        unless `must_succeed` is False."""
+        """Until all have ended. Raises TimeoutError, NotFound, and for a job that did not succeed
+        its end, unless `must_succeed` is False."""
         wanted = one_or_many(ids)
         check_all_exist(wanted, self.get_many(wanted))
         self._ends.wait(wanted, timeout_s)
@@ -168,14 +188,16 @@ class Client:
         return found[0] if is_one(ids) else found
 
     def stream(self, job_id: JobId) -> Iterator[Delta]:
-        """The job's new tokens as they come, each once, the last with its state. Raises as `wait` does at the end, and
-        Diverged when the job goes on with other tokens than were given.
+        """The job's new tokens as they come, each once, the last with its state. Raises as `wait`
+        does at the end, and Diverged when the job goes on with other tokens than were given.
 
         Text of tokens that did not come through Redis is in the last delta.
         """
         wanted = as_id(job_id)
-        cursor, reader = Cursor(), SyncDeltaReader(self._redis, wanted)
-        # First of all the newest attempt's number: its predecessors may have streamed what counts no more.
+        cursor = Cursor()
+        reader = SyncDeltaReader(self._redis, wanted)
+        # First of all the newest attempt's number: its predecessors may have streamed what counts
+        # no more.
         self._catch_up(wanted, cursor, only_learn=True)
         while True:
             for delta in cursor.take():
@@ -193,7 +215,8 @@ class Client:
                 time.sleep(min(RETRY_S, self._poll_s))
 
     def _catch_up(self, job_id: UUID, cursor: Cursor, *, only_learn: bool) -> None:
-        """All pages. While the stream is whole it is ahead of Postgres, which then knows nothing but the end."""
+        """All pages. While the stream is whole it is ahead of Postgres, which then knows nothing
+        but the end."""
         is_whole = False
         while not is_whole:
             try:

@@ -35,7 +35,10 @@ class TenantTurns:
         """Wait for the turn of a tenant's next query, and have it. Raises Overloaded."""
         queue = self._queues.setdefault(tenant, Queue())
         if queue.num_inside > MAX_WAITING:
-            raise Overloaded(f"{MAX_WAITING} lists or costs of this tenant wait, which is the limit", RETRY_AFTER_S)
+            raise Overloaded(
+                f"{MAX_WAITING} lists or costs of this tenant wait, which is the limit",
+                RETRY_AFTER_S,
+            )
         queue.num_inside += 1
         try:
             async with queue.turn, self._running:

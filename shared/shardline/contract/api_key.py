@@ -58,7 +58,11 @@ def parse_key(text: str) -> PresentedKey:
     """Raises Invalid, which does not repeat what was sent: it may hold most of a secret."""
     match = _FORM.fullmatch(text)
     if match is None:
-        raise Invalid("api_key", f"it has not the form {PREFIX}<id>-<secret>", "Send the whole key as it was printed")
+        raise Invalid(
+            "api_key",
+            f"it has not the form {PREFIX}<id>-<secret>",
+            "Send the whole key as it was printed",
+        )
     return PresentedKey(key_id=match[1], digest=hashlib.sha256(match[2].encode()).digest())
 
 

@@ -25,8 +25,8 @@ again, or gives up."""
 
 
 def results_app(settings: Settings, name: str, **options: Any) -> Celery:
-    """An app that never runs a worker: to send and to store results. A dead backend is an error soon. `options` replace
-    settings of Celery."""
+    """An app that never runs a worker: to send and to store results. A dead backend is an error
+    soon. `options` replace settings of Celery."""
     app = Celery(name, set_as_current=False)
     app.conf.update(celery_settings(settings) | backend_limits(settings.result_backend) | options)
     return app
@@ -43,7 +43,10 @@ def backend_limits(url: str | None) -> dict[str, Any]:
     }
     if url and url.startswith("db+"):
         backend = make_url(url.removeprefix("db+")).get_backend_name()
-        arguments = {"postgresql": {"connect_timeout": int(TIMEOUT_S)}, "sqlite": {"timeout": TIMEOUT_S}}
+        arguments = {
+            "postgresql": {"connect_timeout": int(TIMEOUT_S)},
+            "sqlite": {"timeout": TIMEOUT_S},
+        }
         limits["database_engine_options"] = {"connect_args": arguments.get(backend, {})}
     return limits
 
@@ -78,15 +81,16 @@ def told(error: Mapping[str, Any] | None) -> str:
     """The recorded reason of a failure, in words."""
     if not error:
         return "see the job's row"
-    problem, remedy = str(error.get("problem", "see the job's row")), error.get("remedy")
+    problem = str(error.get("problem", "see the job's row"))
+    remedy = error.get("remedy")
     if "field" in error:
         problem = f"{error['field']}: {problem}"
     return f"{problem}. {remedy}" if remedy else problem
 
 
 def store_end(app: Celery, job_id: str, state: JobState, value: Any) -> None:
-    """Store how a job ended under its own id: `value` is the completion, or the reason of a failure. May raise anything
-    that the backend's driver does."""
+    """Store how a job ended under its own id: `value` is the completion, or the reason of a
+    failure. May raise anything that the backend's driver does."""
     if state is JobState.SUCCEEDED:
         app.backend.store_result(job_id, value, "SUCCESS")
     else:

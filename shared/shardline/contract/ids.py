@@ -1,4 +1,5 @@
-"""Job ids: made by us, time-ordered, valid UUIDs, or given by a caller as text. Knows no database."""
+"""Job ids: made by us, time-ordered, valid UUIDs, or given by a caller as text. Knows no
+database."""
 
 from __future__ import annotations
 
@@ -20,10 +21,17 @@ _VARIANT = 0x2 << 62
 
 
 def new_id() -> UUID:
-    """A UUIDv7: milliseconds since the epoch, then 74 random bits, so that ids sort by creation and index well."""
+    """A UUIDv7: milliseconds since the epoch, then 74 random bits, so that ids sort by creation and
+    index well."""
     milliseconds = time.time_ns() // 1_000_000
     random = secrets.randbits(74)
-    return UUID(int=(milliseconds << 80) | _VERSION_7 | ((random >> 62) << 64) | _VARIANT | (random & ((1 << 62) - 1)))
+    return UUID(
+        int=(milliseconds << 80)
+        | _VERSION_7
+        | ((random >> 62) << 64)
+        | _VARIANT
+        | (random & ((1 << 62) - 1))
+    )
 
 
 def parse_id(text: str, field: str = "id") -> UUID:
@@ -31,7 +39,9 @@ def parse_id(text: str, field: str = "id") -> UUID:
     try:
         return UUID(text)
     except ValueError as error:
-        raise Invalid(field, f"{text[:64]!r} is not a UUID", "Send a UUID or leave it out to get one") from error
+        raise Invalid(
+            field, f"{text[:64]!r} is not a UUID", "Send a UUID or leave it out to get one"
+        ) from error
 
 
 def as_id(value: JobId, field: str = "id") -> UUID:

@@ -1,4 +1,5 @@
-"""The job: what a producer asks for, the states it passes, what comes back. Knows no database and no transport."""
+"""The job: what a producer asks for, the states it passes, what comes back. Knows no database and
+no transport."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ MAX_LOGPROBS = 20
 MAX_VARIABLES = 16
 MAX_METADATA_DEPTH = 32
 PROMPT_END_TOKENS = 16
-"""Of a prompt's last tokens: what a completion is decoded behind. Its first space, or a character that
-both make, hangs on them."""
+"""Of a prompt's last tokens: what a completion is decoded behind. Its first space, or a character
+that both make, hangs on them."""
 MAX_METADATA_BYTES = 64 << 10
 """As JSON. It is kept with every job, and read with every look at it."""
 
@@ -83,23 +84,31 @@ class FinishReason(StrEnum):
     EXPIRED = "expired"
 
 
-# The limits of every field, at every door and for rows of SQL. Whatever is within them fits what reads it: Postgres's
-# types, the wire's, and the sampler's arithmetic in float32.
+# The limits of every field, at every door and for rows of SQL. Whatever is within them fits what
+# reads it: Postgres's types, the wire's, and the sampler's arithmetic in float32.
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 VariableName = Annotated[str, Meta(min_length=1, max_length=64)]
-Variable = bool | Annotated[int, Meta(ge=-(2**53), le=2**53)] | Annotated[str, Meta(max_length=1024)] | None
+Variable = (
+    bool
+    | Annotated[int, Meta(ge=-(2**53), le=2**53)]
+    | Annotated[str, Meta(max_length=1024)]
+    | None
+)
 AdapterName = Annotated[str, Meta(pattern=ADAPTER_NAME, max_length=128)]
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How a completion is generated. Stored as `jobs.params`, sent to the tail in the StepPlan's opens.
+class SamplingParams(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """How a completion is generated. Stored as `jobs.params`, sent to the tail in the StepPlan's
+    opens.
 
-    temperature 0 is greedy. top_k 0 or -1 and top_p 1 mean no limit; top_p 0 leaves the likeliest token.
-    `seed` is drawn when the job is stored if absent or -1; other negative seeds count modulo 2⁶³.
-    `logprobs` is the number of alternatives for each output token; None means no logprobs at all.
-    `adapter` names a LoRA adapter of the model; a door takes it from `model:adapter` too.
+    temperature 0 is greedy. top_k 0 or -1 and top_p 1 mean no limit; top_p 0 leaves the likeliest
+    token. `seed` is drawn when the job is stored if absent or -1; other negative seeds count modulo
+    2⁶³. `logprobs` is the number of alternatives for each output token; None means no logprobs at
+    all. `adapter` names a LoRA adapter of the model; a door takes it from `model:adapter` too.
     """
 
     max_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
@@ -111,12 +120,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=10.0)] = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=MAX_STOPS)] = ()
+    stop: Annotated[
+        tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=MAX_STOPS)
+    ] = ()
     stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     """False: the text has the special tokens too, all but the one that ends it."""
-    chat_template_kwargs: Annotated[dict[VariableName, Variable], Meta(max_length=MAX_VARIABLES)] = {}
+    chat_template_kwargs: Annotated[
+        dict[VariableName, Variable], Meta(max_length=MAX_VARIABLES)
+    ] = {}
     """Variables of the model's chat template, such as `enable_thinking`."""
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     seed: Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
@@ -135,7 +148,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def stop_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
         """Tokens that end this completion."""
-        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else frozenset(eos_ids))
+        return frozenset(self.stop_token_ids) | (
+            frozenset() if self.ignore_eos else frozenset(eos_ids)
+        )
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -149,11 +164,14 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 Prompt = str | tuple[TokenId, ...]
 
 
-class JobRequest(SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What every door accepts, as one flat JSON object: a prompt (text or token ids) or messages, and how to run it.
+class JobRequest(
+    SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """What every door accepts, as one flat JSON object: a prompt (text or token ids) or messages,
+    and how to run it.
 
-    `deadline_s` and `delay_s` count from acceptance, by Postgres's clock. A `flexible` job waits for
-    the lowest rate that is known then, at most nine tenths of the time to its deadline.
+    `deadline_s` and `delay_s` count from acceptance, by Postgres's clock. A `flexible` job waits
+    for the lowest rate that is known then, at most nine tenths of the time to its deadline.
     """
 
     model: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -168,7 +186,9 @@ class JobRequest(SamplingParams, frozen=True, kw_only=True, forbid_unknown_field
     max_crashes: Annotated[int, Meta(ge=0, le=MAX_CRASHES)] = DEFAULT_CRASHES
     metadata: dict[str, Any] = {}
     tenant: Annotated[str, Meta(min_length=1, max_length=64)] = DEFAULT_TENANT
-    traceparent: Annotated[str, Meta(pattern=TRACEPARENT, max_length=MAX_TRACEPARENT_CHARS)] | None = None
+    traceparent: (
+        Annotated[str, Meta(pattern=TRACEPARENT, max_length=MAX_TRACEPARENT_CHARS)] | None
+    ) = None
 
     @property
     def address(self) -> str:
@@ -177,45 +197,75 @@ class JobRequest(SamplingParams, frozen=True, kw_only=True, forbid_unknown_field
 
     def params(self) -> SamplingParams:
         """The sampling part alone."""
-        return SamplingParams(**{name: getattr(self, name) for name in SamplingParams.__struct_fields__})
+        return SamplingParams(
+            **{name: getattr(self, name) for name in SamplingParams.__struct_fields__}
+        )
 
 
-WHOLE_NUMBERS = frozenset(("max_tokens", "min_tokens", "top_k", "logprobs", "seed", "priority", "max_crashes"))
+WHOLE_NUMBERS = frozenset(
+    ("max_tokens", "min_tokens", "top_k", "logprobs", "seed", "priority", "max_crashes")
+)
 
 
 def address_of(model: str, adapter: str | None) -> str:
-    """How requests and lists name a model, or one of its adapters. A model's name may hold a colon too."""
+    """How requests and lists name a model, or one of its adapters. A model's name may hold a colon
+    too."""
     return model if adapter is None else f"{model}:{adapter}"
 
 
 def check_request(request: JobRequest) -> JobRequest:
     """Checks the rules that types cannot express. Raises Invalid."""
     if (request.prompt is None) == (request.messages is None):
-        raise Invalid("prompt", "exactly one of prompt and messages is needed", "Send one of the two")
+        raise Invalid(
+            "prompt", "exactly one of prompt and messages is needed", "Send one of the two"
+        )
     if request.prompt is not None and len(request.prompt) == 0:
-        raise Invalid("prompt", "it is empty; at least one token is needed", "Send some text or token ids")
+        raise Invalid(
+            "prompt", "it is empty; at least one token is needed", "Send some text or token ids"
+        )
     if request.messages is not None and not request.messages:
         raise Invalid("messages", "the list is empty", "Send at least one message")
     if request.chat_template_kwargs and request.messages is None:
-        raise Invalid("chat_template_kwargs", "a prompt is not rendered", "Send messages, or leave it out")
+        raise Invalid(
+            "chat_template_kwargs", "a prompt is not rendered", "Send messages, or leave it out"
+        )
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
-        raise Invalid("min_tokens", f"it is above max_tokens ({request.max_tokens})", "Lower it or raise max_tokens")
+        raise Invalid(
+            "min_tokens",
+            f"it is above max_tokens ({request.max_tokens})",
+            "Lower it or raise max_tokens",
+        )
     if request.flexible is not None and request.deadline_s is None:
-        raise Invalid("flexible", "without a deadline it could wait for ever", "Send deadline_s too, or leave it out")
+        raise Invalid(
+            "flexible",
+            "without a deadline it could wait for ever",
+            "Send deadline_s too, or leave it out",
+        )
     check_metadata(request.metadata)
     return request
 
 
 def check_metadata(metadata: dict[str, Any] | None) -> None:
-    """Raises Invalid for what is too much to be kept with every job; None stands for what was too much to be read."""
+    """Raises Invalid for what is too much to be kept with every job; None stands for what was too
+    much to be read."""
     if _is_deeper(metadata, MAX_METADATA_DEPTH):
-        raise Invalid("metadata", f"it is nested deeper than {MAX_METADATA_DEPTH} levels", "Store a flatter object")
+        raise Invalid(
+            "metadata",
+            f"it is nested deeper than {MAX_METADATA_DEPTH} levels",
+            "Store a flatter object",
+        )
     try:
-        num_bytes = MAX_METADATA_BYTES + 1 if metadata is None else len(msgspec.json.encode(metadata))
+        num_bytes = (
+            MAX_METADATA_BYTES + 1 if metadata is None else len(msgspec.json.encode(metadata))
+        )
     except UnicodeEncodeError as error:
-        raise Invalid("metadata", "it holds a lone surrogate", "Change it: Postgres cannot store it") from error
+        raise Invalid(
+            "metadata", "it holds a lone surrogate", "Change it: Postgres cannot store it"
+        ) from error
     except (TypeError, ValueError, OverflowError) as error:
-        raise Invalid("metadata", f"it cannot be written as JSON: {error}", "Send what JSON knows") from error
+        raise Invalid(
+            "metadata", f"it cannot be written as JSON: {error}", "Send what JSON knows"
+        ) from error
     if num_bytes > MAX_METADATA_BYTES:
         problem = f"it has more than {MAX_METADATA_BYTES} bytes as JSON"
         raise Invalid("metadata", problem, "Store it elsewhere, and its place here")
@@ -225,7 +275,11 @@ def _is_deeper(document: object, limit: int) -> bool:
     """Without recursion: that is what deep nesting would exhaust."""
     level = [document]
     for _ in range(limit):
-        containers = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        containers = [
+            one.values() if isinstance(one, dict) else one
+            for one in level
+            if isinstance(one, dict | list)
+        ]
         level = [inner for container in containers for inner in container]
     return any(isinstance(one, dict | list) for one in level)
 
@@ -238,7 +292,9 @@ def parse_request(document: object) -> JobRequest:
         raise invalid_from(error) from error
     except UnicodeEncodeError as error:
         # msgspec looks into text where it wants none.
-        raise Invalid(_half_a_character(document), "it holds a lone surrogate", "Send whole characters") from error
+        raise Invalid(
+            _half_a_character(document), "it holds a lone surrogate", "Send whole characters"
+        ) from error
     except RecursionError as error:
         raise Invalid("request", "it is nested too deeply", "Send a flatter object") from error
 
@@ -250,14 +306,19 @@ def _half_a_character(document: object) -> str:
             msgspec.json.encode(name)
             msgspec.json.encode(value, enc_hook=str)
         except UnicodeEncodeError:
-            return name if isinstance(name, str) and name in JobRequest.__struct_fields__ else "request"
+            return (
+                name
+                if isinstance(name, str) and name in JobRequest.__struct_fields__
+                else "request"
+            )
         except (TypeError, ValueError, RecursionError):
             continue
     return "request"
 
 
 def parse_params(document: object) -> SamplingParams:
-    """What a row holds as `params`, which a hand may have written. Raises msgspec.ValidationError."""
+    """What a row holds as `params`, which a hand may have written. Raises
+    msgspec.ValidationError."""
     return msgspec.convert(_plain(document, SamplingParams), SamplingParams)
 
 
@@ -268,7 +329,9 @@ def _plain(document: object, kind: type[SamplingParams]) -> object:
         return document
     names = kind.__struct_fields__
     return {
-        name: int(value) if name in WHOLE_NUMBERS and isinstance(value, float) and value.is_integer() else value
+        name: int(value)
+        if name in WHOLE_NUMBERS and isinstance(value, float) and value.is_integer()
+        else value
         for name, value in document.items()
         if value is not None or name not in names
     }
@@ -308,7 +371,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probability of one output token, and the most likely alternatives (id, logprob), best first."""
+    """Natural-log probability of one output token, and the most likely alternatives (id, logprob),
+    best first."""
 
     token_id: int
     logprob: float
@@ -316,7 +380,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """A completion with its usage, finish reason, timings (seconds) and provenance: one row of `results`."""
+    """A completion with its usage, finish reason, timings (seconds) and provenance: one row of
+    `results`."""
 
     job_id: UUID
     text: str
@@ -330,7 +395,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """A job's output from token `start` on, as Postgres has it: its checkpoint, or its result once it has ended."""
+    """A job's output from token `start` on, as Postgres has it: its checkpoint, or its result once
+    it has ended."""
 
     fence: int
     token_ids: tuple[int, ...] = ()

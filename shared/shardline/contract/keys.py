@@ -1,6 +1,7 @@
 """Every Redis key, explained once. Redis may lose any of them at any moment; none of them is truth.
 
-What may be dropped expires: a full Redis (`volatile-lru`) drops that, the longest unused first, and keeps queues.
+What may be dropped expires: a full Redis (`volatile-lru`) drops that, the longest unused first, and
+keeps queues.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ INTAKE_GROUP = "relays"
 """The consumer group of every relay on INTAKE."""
 
 INTAKE_DEAD = f"{PREFIX}intake:dead"
-"""Stream, for people: requests that can never become a row, with the reason. Fields `request`, `reason`, `entry`.
-Expires INTAKE_DEAD_TTL_S after the last one; the oldest go when it has more than INTAKE_DEAD_MAX_BYTES."""
+"""Stream, for people: requests that can never become a row, with the reason. Fields `request`,
+`reason`, `entry`. Expires INTAKE_DEAD_TTL_S after the last one; the oldest go when it has more than
+INTAKE_DEAD_MAX_BYTES."""
 
 OUTBOX_MARK = f"{PREFIX}outbox:mark"
 """String: set by relays. A missing mark means that Redis lost its messages: the window is sent
@@ -44,14 +46,15 @@ STAGES_TTL_S = 60
 
 
 def job_stream(job_id: UUID | str) -> str:
-    """Stream: a job's last deltas (wire.Delta in field `d`), about STREAM_MAX_BYTES of them at most. Expires
-    STREAM_TTL_S after its head fell silent, STREAM_ENDED_TTL_S after the end: Postgres has all of it."""
+    """Stream: a job's last deltas (wire.Delta in field `d`), about STREAM_MAX_BYTES of them at
+    most. Expires STREAM_TTL_S after its head fell silent, STREAM_ENDED_TTL_S after the end:
+    Postgres has all of it."""
     return f"{PREFIX}job:{job_id}"
 
 
 def stage_entry(incarnation: str) -> str:
-    """String: one live stage's address card (JSON), expires after REGISTRY_TTL_S unless renewed. A missing key never
-    means death."""
+    """String: one live stage's address card (JSON), expires after REGISTRY_TTL_S unless renewed. A
+    missing key never means death."""
     return f"{PREFIX}stage:{incarnation}"
 
 
@@ -61,6 +64,6 @@ STAGES_TTL_S without any."""
 
 
 def task_sends(task_id: str) -> str:
-    """Hash: ids of the messages that a relay sent at the end of a Celery task, so that another one, after a crash, does
-    not send them again. Expires TASK_SENDS_TTL_S after the first one."""
+    """Hash: ids of the messages that a relay sent at the end of a Celery task, so that another one,
+    after a crash, does not send them again. Expires TASK_SENDS_TTL_S after the first one."""
     return f"{PREFIX}task:{task_id}:sends"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 MAX_LANES = 16
-"""With 64 seats a step of one more lane would have less than 4 decodes, and cost what one of 4 does."""
+"""With 64 seats a step of one more lane would have less than 4 decodes, and cost what one of 4
+does."""
 
 
 def lanes_for(num_stages: int, round_trip_s: float, step_s: float) -> int:
-    """Returns as many lanes as there are stages, and one more for each step that a stage could compute while a frame is
-    on links: `round_trip_s` seconds of a round, of which a stage is busy for `step_s` with each step.
+    """Returns as many lanes as there are stages, and one more for each step that a stage could
+    compute while a frame is on links: `round_trip_s` seconds of a round, of which a stage is busy
+    for `step_s` with each step.
 
     A step_s of 0 is not known yet: then the stages alone count.
     """

@@ -1,4 +1,5 @@
-"""Celery's names and settings, one truth for every service. Imports no Celery: producers may not have it."""
+"""Celery's names and settings, one truth for every service. Imports no Celery: producers may not
+have it."""
 
 from __future__ import annotations
 
@@ -22,17 +23,21 @@ def generate_queue(model: str) -> str:
     plain = re.sub(r"[^A-Za-z0-9_.-]", "-", model)
     # `a/b` and `a-b` are two models: a checksum of the name keeps them apart.
     return (
-        f"shardline.generate.{plain}" if plain == model else f"shardline.generate.{plain}.{crc32(model.encode()):08x}"
+        f"shardline.generate.{plain}"
+        if plain == model
+        else f"shardline.generate.{plain}.{crc32(model.encode()):08x}"
     )
 
 
 def stage_queue(name: str) -> str:
-    """The queue of a stage that is no head: nothing is ever sent there; it keeps the worker addressable."""
+    """The queue of a stage that is no head: nothing is ever sent there; it keeps the worker
+    addressable."""
     return f"shardline.stage.{name}"
 
 
 def celery_settings(settings: Settings) -> dict[str, Any]:
-    """Celery configuration shared by relays, stages and Flower. JSON only; late acks bound what a worker lets in."""
+    """Celery configuration shared by relays, stages and Flower. JSON only; late acks bound what a
+    worker lets in."""
     broker = RedisAddress.parse(settings.redis_url)
     return {
         "broker_url": broker.broker_url(),
@@ -56,7 +61,8 @@ def celery_settings(settings: Settings) -> dict[str, Any]:
         "broker_transport_options": {
             "priority_steps": list(PRIORITIES),
             "queue_order_strategy": "priority",
-            # Much longer than any lease: relays send lost messages again, Redis's own redelivery only tidies up.
+            # Much longer than any lease: relays send lost messages again, Redis's own redelivery
+            # only tidies up.
             "visibility_timeout": 3600,
             "socket_connect_timeout": 5,
             "socket_keepalive": True,

@@ -18,14 +18,20 @@ REFUSED_STATUS = 2
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Ends the process with REFUSED_STATUS if a setting is wrong; values, which may be secret, are not repeated."""
+    """Ends the process with REFUSED_STATUS if a setting is wrong; values, which may be secret, are
+    not repeated."""
     try:
         yield
     except Invalid as error:
         _refuse(f"{_variable(error.field)}: {error.problem}. {error.remedy}", error)
     except ValidationError as error:
         said = error.errors(include_url=False, include_input=False)
-        _refuse("\n".join(f"{_variable('_'.join(map(str, each['loc'])))}: {each['msg']}" for each in said), error)
+        _refuse(
+            "\n".join(
+                f"{_variable('_'.join(map(str, each['loc'])))}: {each['msg']}" for each in said
+            ),
+            error,
+        )
 
 
 def _variable(field: str) -> str:

@@ -13,7 +13,8 @@ EVEN = "even"
 
 
 def even_split(num_layers: int, num_stages: int) -> list[range]:
-    """Contiguous, as equal as can be. Earlier stages get the surplus: the tail also computes the logits."""
+    """Contiguous, as equal as can be. Earlier stages get the surplus: the tail also computes the
+    logits."""
     if not 1 <= num_stages <= num_layers:
         raise Invalid(
             "SHARDLINE_STAGES",
@@ -28,7 +29,8 @@ def even_split(num_layers: int, num_stages: int) -> list[range]:
 
 
 def parse_range(text: str, field: str = FIELD) -> range:
-    """`0-5` (inclusive, as people count) or `7` as a half-open range. Raises Invalid, naming `field`."""
+    """`0-5` (inclusive, as people count) or `7` as a half-open range. Raises Invalid, naming
+    `field`."""
     match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", text)
     if match is None or int(match[2] or match[1]) < int(match[1]):
         raise Invalid(field, f"{text!r} is no range of layers", "Write for example 0-5")
@@ -38,7 +40,11 @@ def parse_range(text: str, field: str = FIELD) -> range:
 def split_of(text: str | None, num_layers: int, num_stages: int) -> list[range]:
     """The split that SHARDLINE_SPLIT asks for: even, if it asks for that or nothing, or by hand.
     Raises Invalid."""
-    return parse_split(text, num_layers) if text and text != EVEN else even_split(num_layers, num_stages)
+    return (
+        parse_split(text, num_layers)
+        if text and text != EVEN
+        else even_split(num_layers, num_stages)
+    )
 
 
 def parse_split(text: str, num_layers: int) -> list[range]:
@@ -48,11 +54,15 @@ def parse_split(text: str, num_layers: int) -> list[range]:
     for stage in stages:
         if stage.start != expected:
             raise Invalid(
-                FIELD, f"layer {expected} must come next, not {stage.start}", "Give contiguous ranges in order"
+                FIELD,
+                f"layer {expected} must come next, not {stage.start}",
+                "Give contiguous ranges in order",
             )
         expected = stage.stop
     if expected != num_layers:
         raise Invalid(
-            FIELD, f"it ends at layer {expected - 1}, the model has 0-{num_layers - 1}", "Cover every layer once"
+            FIELD,
+            f"it ends at layer {expected - 1}, the model has 0-{num_layers - 1}",
+            "Cover every layer once",
         )
     return stages

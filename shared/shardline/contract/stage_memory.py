@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 PACKING_FACTOR = 1.05
-"""Weights take this many times their size at most: while linear layers are packed, the largest exists twice."""
+"""Weights take this many times their size at most: while linear layers are packed, the largest
+exists twice."""
 NUM_BUFFERS = 2
 """Of streamed layers: one to compute from, one to fetch into."""

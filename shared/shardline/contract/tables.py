@@ -1,4 +1,5 @@
-"""The tables: one truth for queries and for Alembic. Owns columns, constraints and indexes; knows no query.
+"""The tables: one truth for queries and for Alembic. Owns columns, constraints and indexes; knows
+no query.
 
 The states and who writes them: docs/job-lifecycle.md. Triggers, functions, storage settings
 and the view `job_costs` are in the migrations.
@@ -31,7 +32,13 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB, UUID
 
 from shardline.contract.api_key import Scope
-from shardline.contract.job import DEFAULT_PRIORITY, DEFAULT_TENANT, PRIORITIES, FinishReason, JobState
+from shardline.contract.job import (
+    DEFAULT_PRIORITY,
+    DEFAULT_TENANT,
+    PRIORITIES,
+    FinishReason,
+    JobState,
+)
 
 JOBS_CHANNEL = "shardline_jobs"
 """NOTIFY, empty payload: rows for the relay were inserted, requeued or asked to cancel."""
@@ -107,9 +114,14 @@ api_keys = Table(
     _time("replaced_at"),
     _time("revoked_at"),
     _time("last_used_at"),
-    CheckConstraint(f"length(name) BETWEEN 1 AND {MAX_NAME_CHARS}", name="name_is_1_to_64_characters"),
+    CheckConstraint(
+        f"length(name) BETWEEN 1 AND {MAX_NAME_CHARS}", name="name_is_1_to_64_characters"
+    ),
     CheckConstraint("octet_length(digest) = 32", name="digest_is_a_sha256"),
-    CheckConstraint(f"scopes <@ ARRAY[{', '.join(repr(str(scope)) for scope in Scope)}]", name="scopes_are_known"),
+    CheckConstraint(
+        f"scopes <@ ARRAY[{', '.join(repr(str(scope)) for scope in Scope)}]",
+        name="scopes_are_known",
+    ),
 )
 
 # A rotation leaves the old key valid for a while next to the new one.
@@ -139,7 +151,13 @@ jobs = Table(
     "jobs",
     metadata,
     Column("id", UUID(as_uuid=True), primary_key=True, server_default=text("gen_random_uuid()")),
-    Column("tenant_id", Text, ForeignKey("tenants.id"), nullable=False, server_default=text(f"'{DEFAULT_TENANT}'")),
+    Column(
+        "tenant_id",
+        Text,
+        ForeignKey("tenants.id"),
+        nullable=False,
+        server_default=text(f"'{DEFAULT_TENANT}'"),
+    ),
     Column("model", Text, nullable=False),
     # What to complete: one of the first two, or prompt_ids alone.
     Column("prompt", Text),
@@ -194,12 +212,20 @@ jobs = Table(
         name="created_at_is_between_1970_and_9999",
     ),
     CheckConstraint("seed >= 0", name="seed_is_not_negative"),
-    CheckConstraint(f"priority BETWEEN {PRIORITIES[0]} AND {PRIORITIES[-1]}", name="priority_is_0_to_9"),
-    CheckConstraint("length(idempotency_key) BETWEEN 1 AND 256", name="idempotency_key_is_1_to_256_characters"),
+    CheckConstraint(
+        f"priority BETWEEN {PRIORITIES[0]} AND {PRIORITIES[-1]}", name="priority_is_0_to_9"
+    ),
+    CheckConstraint(
+        "length(idempotency_key) BETWEEN 1 AND 256", name="idempotency_key_is_1_to_256_characters"
+    ),
     CheckConstraint("length(traceparent) <= 256", name="traceparent_is_at_most_256_characters"),
     CheckConstraint("max_crashes BETWEEN 0 AND 100", name="max_crashes_is_0_to_100"),
-    CheckConstraint("crashes >= 0 AND fence >= 0 AND num_sends >= 0", name="counters_are_not_negative"),
-    CheckConstraint("(state = 'running') = (lease_until IS NOT NULL)", name="a_lease_belongs_to_running"),
+    CheckConstraint(
+        "crashes >= 0 AND fence >= 0 AND num_sends >= 0", name="counters_are_not_negative"
+    ),
+    CheckConstraint(
+        "(state = 'running') = (lease_until IS NOT NULL)", name="a_lease_belongs_to_running"
+    ),
     CheckConstraint(
         f"({_one_of('state', TERMINAL)}) = (finished_at IS NOT NULL)",
         name="finished_at_belongs_to_an_end",
@@ -208,32 +234,56 @@ jobs = Table(
         "prepared_at IS NULL OR (prompt_ids IS NOT NULL AND max_tokens >= 1 AND cardinality(prompt_ids) >= 1)",
         name="prepared_means_tokenized",
     ),
-    CheckConstraint("state <> 'running' OR (fence > 0 AND prepared_at IS NOT NULL)", name="running_means_claimed"),
+    CheckConstraint(
+        "state <> 'running' OR (fence > 0 AND prepared_at IS NOT NULL)",
+        name="running_means_claimed",
+    ),
 )
 
 _WAITING = "state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL"
-Index("jobs_to_prepare", jobs.c.created_at, postgresql_where=text("state = 'queued' AND prepared_at IS NULL"))
+Index(
+    "jobs_to_prepare",
+    jobs.c.created_at,
+    postgresql_where=text("state = 'queued' AND prepared_at IS NULL"),
+)
 # not_before last: delayed jobs are passed over inside the index.
 _TO_SEND = ("model", "priority", "created_at", "id", "not_before")
 Index("jobs_to_send", *(jobs.c[name] for name in _TO_SEND), postgresql_where=text(_WAITING))
-Index("jobs_sent", jobs.c.model, jobs.c.priority, postgresql_where=text("state = 'queued' AND sent_at IS NOT NULL"))
+Index(
+    "jobs_sent",
+    jobs.c.model,
+    jobs.c.priority,
+    postgresql_where=text("state = 'queued' AND sent_at IS NOT NULL"),
+)
 # Without lease_until: a heartbeat must not touch an index.
 Index("jobs_active", jobs.c.state, jobs.c.model, postgresql_where=text(_one_of("state", ACTIVE)))
-Index("jobs_deadlines", jobs.c.deadline_at, postgresql_where=text("state = 'queued' AND deadline_at IS NOT NULL"))
-Index("jobs_cancels", jobs.c.id, postgresql_where=text("state = 'queued' AND cancel_requested_at IS NOT NULL"))
+Index(
+    "jobs_deadlines",
+    jobs.c.deadline_at,
+    postgresql_where=text("state = 'queued' AND deadline_at IS NOT NULL"),
+)
+Index(
+    "jobs_cancels",
+    jobs.c.id,
+    postgresql_where=text("state = 'queued' AND cancel_requested_at IS NOT NULL"),
+)
 # Lists, newest first: each filter has its own order.
 Index("jobs_listing", jobs.c.created_at, jobs.c.id)
 Index("jobs_by_state", jobs.c.tenant_id, jobs.c.state, jobs.c.created_at, jobs.c.id)
 Index("jobs_by_model", jobs.c.tenant_id, jobs.c.model, jobs.c.state, jobs.c.created_at, jobs.c.id)
 Index("jobs_dead", jobs.c.finished_at, jobs.c.id, postgresql_where=text(DEAD))
-Index("jobs_dead_by_model", jobs.c.model, jobs.c.finished_at, jobs.c.id, postgresql_where=text(DEAD))
+Index(
+    "jobs_dead_by_model", jobs.c.model, jobs.c.finished_at, jobs.c.id, postgresql_where=text(DEAD)
+)
 # Without it, deleting old jobs would read the whole table once for each of them.
 Index("jobs_replays", jobs.c.replay_of, postgresql_where=text("replay_of IS NOT NULL"))
 
 attempts = Table(
     "attempts",
     metadata,
-    Column("job_id", UUID(as_uuid=True), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
+    Column(
+        "job_id", UUID(as_uuid=True), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True
+    ),
     Column("fence", BigInteger, primary_key=True, autoincrement=False),
     Column("pipeline", Text, nullable=False),
     Column("epoch", BigInteger, nullable=False),
@@ -258,7 +308,9 @@ attempts = Table(
 results = Table(
     "results",
     metadata,
-    Column("job_id", UUID(as_uuid=True), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
+    Column(
+        "job_id", UUID(as_uuid=True), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True
+    ),
     Column("fence", BigInteger, nullable=False),
     Column("text", Text, nullable=False),
     Column("token_ids", ARRAY(Integer), nullable=False),
@@ -302,11 +354,18 @@ celery_tasks = Table(
 
 Index("celery_tasks_jobs", celery_tasks.c.job_id)
 Index("celery_tasks_due", celery_tasks.c.due_at, postgresql_where=text("due_at IS NOT NULL"))
-Index("celery_tasks_expiring", celery_tasks.c.expires_at, postgresql_where=text("expires_at IS NOT NULL"))
-Index("celery_tasks_without_job", celery_tasks.c.created_at, postgresql_where=text("job_id IS NULL"))
+Index(
+    "celery_tasks_expiring",
+    celery_tasks.c.expires_at,
+    postgresql_where=text("expires_at IS NOT NULL"),
+)
+Index(
+    "celery_tasks_without_job", celery_tasks.c.created_at, postgresql_where=text("job_id IS NULL")
+)
 
-# What energy costs, in money and in carbon. A rate holds from its moment until the next one of its kind. Relays write
-# those that SHARDLINE_ENERGY_PRICE and SHARDLINE_ENERGY_CARBON name; anybody may write others.
+# What energy costs, in money and in carbon. A rate holds from its moment until the next one of its
+# kind. Relays write those that SHARDLINE_ENERGY_PRICE and SHARDLINE_ENERGY_CARBON name; anybody may
+# write others.
 energy_rates = Table(
     "energy_rates",
     metadata,
@@ -346,7 +405,8 @@ pipelines = Table(
     _time("lease_until", nullable=False),
     _time("ready_at"),
     Column("seats", Integer, nullable=False, server_default=text("0")),
-    # The longest sequence that the KV of all its stages holds; null until it is ready for the first time.
+    # The longest sequence that the KV of all its stages holds; null until it is ready for the first
+    # time.
     Column("kv_tokens", BigInteger),
     Column("stages", JSONB, nullable=False, server_default=text("'[]'")),
     Column("exact", Boolean, nullable=False, server_default=false()),
@@ -358,7 +418,8 @@ workers = Table(
     metadata,
     Column("worker", Text, primary_key=True),
     Column("model", Text, nullable=False),
-    # What the model's layers weigh, and what they take here: ModelCosts and DeviceProfile. None until it has joined.
+    # What the model's layers weigh, and what they take here: ModelCosts and DeviceProfile. None
+    # until it has joined.
     Column("shapes", JSONB),
     Column("profile", JSONB),
     # By name: shapes and profile of other models that it may serve in place of this one.
@@ -375,8 +436,8 @@ plans = Table(
     metadata,
     Column("model", Text, primary_key=True),
     Column("version", BigInteger, nullable=False, server_default=text("1")),
-    # The layers of each stage, as pairs of first and stop, one pipeline after the other; a pipeline begins at layer 0.
-    # And for each worker the place of its stage among them.
+    # The layers of each stage, as pairs of first and stop, one pipeline after the other; a pipeline
+    # begins at layer 0. And for each worker the place of its stage among them.
     Column("split", JSONB, nullable=False),
     Column("stages", JSONB, nullable=False),
     Column("tokens_per_s", Double),

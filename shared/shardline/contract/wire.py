@@ -1,6 +1,8 @@
-"""Bytes that pass through Redis: a job's deltas and a stage's address card. JSON: any language can read them.
+"""Bytes that pass through Redis: a job's deltas and a stage's address card. JSON: any language can
+read them.
 
-Owns what holds for all bytes of another process: the version of the protocol, and how those that are wrong are refused.
+Owns what holds for all bytes of another process: the version of the protocol, and how those that
+are wrong are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ Decoded = TypeVar("Decoded")
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """New tokens of one job. A reader accepts one only if `start` equals the number of tokens it already has.
+    """New tokens of one job. A reader accepts one only if `start` equals the number of tokens it
+    already has.
 
     `state` is set on the last entry, which is written after the COMMIT that ended the job.
     """
@@ -46,7 +49,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class StageCard(msgspec.Struct, frozen=True, kw_only=True):
-    """How a live stage is found: the registry's entry. It helps to find addresses and proves nothing."""
+    """How a live stage is found: the registry's entry. It helps to find addresses and proves
+    nothing."""
 
     incarnation: Annotated[str, Meta(max_length=64)]
     worker: str
@@ -125,8 +129,11 @@ def decode_card(data: bytes) -> StageCard:
     return _decode(data, _card_decoder.decode, "StageCard", MAX_CARD_BYTES)
 
 
-def decode_or_protocol_error(data: Data, decode: Callable[[Data], Decoded], problem: str) -> Decoded:
-    """What another process sent, by the method of a msgspec decoder. Raises ProtocolError, which begins so."""
+def decode_or_protocol_error(
+    data: Data, decode: Callable[[Data], Decoded], problem: str
+) -> Decoded:
+    """What another process sent, by the method of a msgspec decoder. Raises ProtocolError, which
+    begins so."""
     try:
         return decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -20,9 +20,12 @@ def parse_cores(name: str) -> tuple[int, ...]:
         match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part)
         if match is None or not name.startswith(PREFIX):
             raise Invalid(FIELD, f"{name!r} is not a device", FORMS)
-        first, last = int(match[1]), int(match[2] or match[1])
+        first = int(match[1])
+        last = int(match[2] or match[1])
         if not first <= last < MAX_CORES:
-            raise Invalid(FIELD, f"{part!r} is not a range of cores (0-{MAX_CORES - 1}, first ≤ last)", FORMS)
+            raise Invalid(
+                FIELD, f"{part!r} is not a range of cores (0-{MAX_CORES - 1}, first ≤ last)", FORMS
+            )
         cores |= set(range(first, last + 1))
     return tuple(sorted(cores))
 

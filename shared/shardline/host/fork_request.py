@@ -19,7 +19,8 @@ READY = b"ready"
 GO = b"go"
 """To the new stage: its pid is known. It ends if it hears anything else."""
 MAX_BYTES = 1 << 20
-"""Of one message. Linux takes less by default (208 KiB), and then the supervisor gets an OSError."""
+"""Of one message. Linux takes less by default (208 KiB), and then the supervisor gets an
+OSError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +33,10 @@ class ForkRequest:
     answer: int
 
     def send(self, link: socket.socket) -> None:
-        """One message over a SOCK_SEQPACKET socket. Raises OSError, also for an environment that is too large."""
-        # Not msgspec: a variable may hold bytes that are no UTF-8, which Python keeps as lone surrogates.
+        """One message over a SOCK_SEQPACKET socket. Raises OSError, also for an environment that is
+        too large."""
+        # Not msgspec: a variable may hold bytes that are no UTF-8, which Python keeps as lone
+        # surrogates.
         message = json.dumps([self.name, dict(self.environment)]).encode()
         socket.send_fds(link, [message], [self.log, self.answer])
 

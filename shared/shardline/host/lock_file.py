@@ -1,4 +1,5 @@
-"""Takes locks on open files. The kernel gives them back when the file is closed, or its process dies."""
+"""Takes locks on open files. The kernel gives them back when the file is closed, or its process
+dies."""
 
 from __future__ import annotations
 

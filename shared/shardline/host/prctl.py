@@ -1,4 +1,5 @@
-"""What a process asks of Linux about itself and its relatives: who ends with whom, who adopts whom, its short name."""
+"""What a process asks of Linux about itself and its relatives: who ends with whom, who adopts whom,
+its short name."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import ctypes
 import os
 import signal
 
-_SET_DEATH_SIGNAL, _SET_NAME, _SET_CHILD_SUBREAPER = 1, 15, 36
+_SET_DEATH_SIGNAL = 1
+_SET_NAME = 15
+_SET_CHILD_SUBREAPER = 36
 NAME_MAX_BYTES = 15
 
 
@@ -26,6 +29,8 @@ def name_process(name: str) -> None:
 
 
 def _prctl(option: int, value: ctypes.c_ulong | ctypes.c_char_p) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)):
+    if ctypes.CDLL(None, use_errno=True).prctl(
+        option, value, ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)
+    ):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -1,4 +1,5 @@
-"""A process that lost a thread must not live on, deaf or dumb: it ends, and its supervisor starts a new one."""
+"""A process that lost a thread must not live on, deaf or dumb: it ends, and its supervisor starts a
+new one."""
 
 from __future__ import annotations
 
@@ -52,5 +53,7 @@ def die_with_any_thread() -> None:
 
 def _die(args: threading.ExceptHookArgs) -> None:
     name = args.thread.name if args.thread else ""
-    log.critical("a thread failed", thread=name, exc_info=(args.exc_type, args.exc_value, args.exc_traceback))
+    log.critical(
+        "a thread failed", thread=name, exc_info=(args.exc_type, args.exc_value, args.exc_traceback)
+    )
     die(f"the thread {name} failed")

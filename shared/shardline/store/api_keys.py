@@ -1,4 +1,5 @@
-"""API keys as rows: made, registered, rotated, revoked, listed, found. Knows no secret but the one it has just made.
+"""API keys as rows: made, registered, rotated, revoked, listed, found. Knows no secret but the one
+it has just made.
 
 Locks: one row of `api_keys` to rotate it; with SKIP LOCKED to note uses.
 """
@@ -33,7 +34,17 @@ from shardline.contract.api_key import PresentedKey, Scope, new_key, parse_key
 from shardline.contract.job import DEFAULT_TENANT
 from shardline.contract.tables import MAX_NAME_CHARS, api_keys, tenants
 
-SHOWN = ("id", "name", "tenant_id", "scopes", "created_at", "expires_at", "replaced_at", "revoked_at", "last_used_at")
+SHOWN = (
+    "id",
+    "name",
+    "tenant_id",
+    "scopes",
+    "created_at",
+    "expires_at",
+    "replaced_at",
+    "revoked_at",
+    "last_used_at",
+)
 USES_APART_S = 30
 """Several gateways note the same use once."""
 
@@ -77,17 +88,23 @@ class KeyRecord:
 
 
 def create(connection: Connection, grant: Grant) -> str:
-    """The new key, whole: it is never to be had again. A tenant that there is not is made. Raises Invalid, Conflict."""
+    """The new key, whole: it is never to be had again. A tenant that there is not is made. Raises
+    Invalid, Conflict."""
     key = new_key()
     if not _insert(connection, parse_key(key), grant):
-        raise Conflict(f"a key named {grant.name!r} exists; rotate it, revoke it, or choose another name")
+        raise Conflict(
+            f"a key named {grant.name!r} exists; rotate it, revoke it, or choose another name"
+        )
     return key
 
 
-def register(connection: Connection, key: str, grant: Grant, *, grace_s: float | None = None) -> bool:
-    """Store a key that was made elsewhere, such as a secret file; False if it is there, also if it was revoked. With
-    `grace_s` it replaces another one of the name, which stays valid for so long at most. Raises Invalid, and Conflict
-    when another key has the name or another secret has the id."""
+def register(
+    connection: Connection, key: str, grant: Grant, *, grace_s: float | None = None
+) -> bool:
+    """Store a key that was made elsewhere, such as a secret file; False if it is there, also if it
+    was revoked. With `grace_s` it replaces another one of the name, which stays valid for so long
+    at most. Raises Invalid, and Conflict when another key has the name or another secret has the
+    id."""
     presented = parse_key(key)
     if _insert(connection, presented, grant):
         return True
@@ -101,8 +118,8 @@ def register(connection: Connection, key: str, grant: Grant, *, grace_s: float |
 
 
 def rotate(connection: Connection, name: str, *, grace_s: float) -> str:
-    """A new key with the name, tenant, scopes and lifetime of the old one, which stays valid for `grace_s` at the
-    longest. Raises NotFound."""
+    """A new key with the name, tenant, scopes and lifetime of the old one, which stays valid for
+    `grace_s` at the longest. Raises NotFound."""
     lifetime = func.extract("epoch", api_keys.c.expires_at - api_keys.c.created_at)
     wanted = select(api_keys.c.tenant_id, api_keys.c.scopes, lifetime.label("lifetime_s"))
     old = connection.execute(wanted.where(_is_current(name)).with_for_update()).one_or_none()
@@ -115,10 +132,12 @@ def rotate(connection: Connection, name: str, *, grace_s: float) -> str:
 
 
 def revoke(connection: Connection, name: str) -> list[str]:
-    """All keys of this name, or the one of this id; returns the ids. Doors hear of it seconds later. Raises
-    NotFound."""
+    """All keys of this name, or the one of this id; returns the ids. Doors hear of it seconds
+    later. Raises NotFound."""
     named = or_(api_keys.c.name == name, api_keys.c.id == name)
-    ended = update(api_keys).where(named, api_keys.c.revoked_at.is_(None)).values(revoked_at=func.now())
+    ended = (
+        update(api_keys).where(named, api_keys.c.revoked_at.is_(None)).values(revoked_at=func.now())
+    )
     ids = list(connection.scalars(ended.returning(api_keys.c.id)))
     if not ids:
         raise NotFound(f"no key that is not revoked has the name or id {name!r}")
@@ -127,7 +146,9 @@ def revoke(connection: Connection, name: str) -> list[str]:
 
 def list_keys(connection: Connection) -> list[ApiKey]:
     """All keys, also those that are over, by name; of one name the newest first."""
-    query = select(*(api_keys.c[name] for name in SHOWN)).order_by(api_keys.c.name, api_keys.c.created_at.desc())
+    query = select(*(api_keys.c[name] for name in SHOWN)).order_by(
+        api_keys.c.name, api_keys.c.created_at.desc()
+    )
     return [_load(dict(row)) for row in connection.execute(query).mappings()]
 
 
@@ -154,16 +175,24 @@ def note_use(connection: Connection, ids: Collection[str]) -> None:
     apart = func.now() - cast(timedelta(seconds=USES_APART_S), Interval)
     is_due = or_(api_keys.c.last_used_at.is_(None), api_keys.c.last_used_at < apart)
     due = select(api_keys.c.id).where(_one_of(ids), is_due).with_for_update(skip_locked=True)
-    connection.execute(update(api_keys).where(api_keys.c.id.in_(due)).values(last_used_at=func.now()))
+    connection.execute(
+        update(api_keys).where(api_keys.c.id.in_(due)).values(last_used_at=func.now())
+    )
 
 
 def _is_current(name: str) -> ColumnElement[bool]:
-    return (api_keys.c.name == name) & api_keys.c.replaced_at.is_(None) & api_keys.c.revoked_at.is_(None)
+    return (
+        (api_keys.c.name == name)
+        & api_keys.c.replaced_at.is_(None)
+        & api_keys.c.revoked_at.is_(None)
+    )
 
 
 def _replace(name: str, grace_s: float) -> Update:
     """The current key of this name is no longer the current one, and ends soon."""
-    ends = func.least(api_keys.c.expires_at, func.now() + cast(timedelta(seconds=grace_s), Interval))
+    ends = func.least(
+        api_keys.c.expires_at, func.now() + cast(timedelta(seconds=grace_s), Interval)
+    )
     return update(api_keys).where(_is_current(name)).values(replaced_at=func.now(), expires_at=ends)
 
 
@@ -176,7 +205,9 @@ def _insert(connection: Connection, presented: PresentedKey, grant: Grant) -> bo
     if not grant.scopes:
         raise Invalid("scopes", "there are none", f"Use some of: {', '.join(Scope)}")
     connection.execute(insert(tenants).values(id=grant.tenant).on_conflict_do_nothing())
-    lifetime = None if grant.expires_s is None else cast(timedelta(seconds=grant.expires_s), Interval)
+    lifetime = (
+        None if grant.expires_s is None else cast(timedelta(seconds=grant.expires_s), Interval)
+    )
     row = insert(api_keys).values(
         id=presented.key_id,
         name=grant.name,
@@ -185,7 +216,10 @@ def _insert(connection: Connection, presented: PresentedKey, grant: Grant) -> bo
         scopes=[scope.value for scope in Scope if scope in grant.scopes],
         expires_at=None if lifetime is None else func.now() + lifetime,
     )
-    return connection.execute(row.on_conflict_do_nothing().returning(api_keys.c.id)).one_or_none() is not None
+    return (
+        connection.execute(row.on_conflict_do_nothing().returning(api_keys.c.id)).one_or_none()
+        is not None
+    )
 
 
 def _one_of(ids: Collection[str]) -> ColumnElement[bool]:

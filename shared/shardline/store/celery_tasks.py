@@ -57,7 +57,9 @@ DELETE FROM celery_tasks
 WHERE task_id = ANY(CAST(:ids AS text[])) AND job_id IS NULL AND error IS NULL AND settled_at IS NULL
 """)
 
-WITH_TASKS = text("SELECT DISTINCT job_id FROM celery_tasks WHERE job_id = ANY(CAST(:ids AS uuid[]))")
+WITH_TASKS = text(
+    "SELECT DISTINCT job_id FROM celery_tasks WHERE job_id = ANY(CAST(:ids AS uuid[]))"
+)
 
 LEND = text("""
 -- The longest due that no other relay is taking.
@@ -147,7 +149,11 @@ class EndedTask:
 
 
 def store(
-    connection: Connection, task: CeleryTask, *, job_id: UUID | None, error: Mapping[str, Any] | None = None
+    connection: Connection,
+    task: CeleryTask,
+    *,
+    job_id: UUID | None,
+    error: Mapping[str, Any] | None = None,
 ) -> datetime | None:
     """Store a task with its job, or with the reason why it has none. A repeat changes nothing.
 
@@ -194,14 +200,18 @@ def settle(connection: Connection, task_ids: Collection[str]) -> None:
     connection.execute(SETTLE, {"ids": list(task_ids)})
 
 
-def put_off(connection: Connection, task_ids: Collection[str], *, pause_s: float, num_failures: int) -> None:
+def put_off(
+    connection: Connection, task_ids: Collection[str], *, pause_s: float, num_failures: int
+) -> None:
     """They are due again after `pause_s`; `num_failures` are added to theirs."""
-    connection.execute(PUT_OFF, {"ids": list(task_ids), "pause_s": pause_s, "num_failures": num_failures})
+    connection.execute(
+        PUT_OFF, {"ids": list(task_ids), "pause_s": pause_s, "num_failures": num_failures}
+    )
 
 
 def expire(connection: Connection, *, max_batch: int = MAX_BATCH) -> int:
-    """Jobs that did not begin by their tasks' `expires` never will: the next sweep ends them as expired. Returns how
-    many tasks were looked at."""
+    """Jobs that did not begin by their tasks' `expires` never will: the next sweep ends them as
+    expired. Returns how many tasks were looked at."""
     return connection.execute(EXPIRE, {"max_batch": max_batch}).rowcount
 
 

@@ -1,6 +1,8 @@
-"""How a head gets jobs: it claims rows, parks those it has no KV for, and begins them later. Knows no heartbeat.
+"""How a head gets jobs: it claims rows, parks those it has no KV for, and begins them later. Knows
+no heartbeat.
 
-Each claim raises its row's fence by one, and every later write carries that fence: see `leases` and `ends`.
+Each claim raises its row's fence by one, and every later write carries that fence: see `leases` and
+`ends`.
 Locks: rows of `jobs`, in order of id, before any of their attempts is written.
 """
 
@@ -25,8 +27,8 @@ LATER_WAIT_S = 15.0
 KNOWN_TOKENS = """cardinality(jobs.prompt_ids) + coalesce((SELECT cardinality(attempts.tokens) FROM attempts
     WHERE attempts.job_id = jobs.id AND attempts.fence = jobs.fence), 0)"""
 
-# What decides a job's tokens on this head: with an adapter its fingerprint too. One that the head has not read yet
-# counts as another one each time.
+# What decides a job's tokens on this head: with an adapter its fingerprint too. One that the head
+# has not read yet counts as another one each time.
 EXACTNESS = """CAST(:exactness AS text) || CASE WHEN jobs.params ->> 'adapter' IS NULL THEN '' ELSE '+' ||
     coalesce(CAST(:adapters AS jsonb) ->> (jobs.params ->> 'adapter'), CAST(jobs.fence AS text)) END"""
 
@@ -169,11 +171,12 @@ def claim(
     exact_wait_s: float,
     with_quarantined: bool = True,
 ) -> list[ClaimedJob]:
-    """Take those that may run now, of the pipeline's model and while its epoch lasts. The others: drop their
-    messages. A started job of another exactness is left alone for `exact_wait_s`, then taken with `exact` false; one
-    that is longer than the pipeline's KV, or asks for exact rows that it lacks, is never taken; without
-    `with_quarantined` none that an engine died under, also since the caller asked `crashes.quarantined`. A row that
-    this release does not understand is left for a later head, or ends `failed` if none would: see `readable`."""
+    """Take those that may run now, of the pipeline's model and while its epoch lasts. The others:
+    drop their messages. A started job of another exactness is left alone for `exact_wait_s`, then
+    taken with `exact` false; one that is longer than the pipeline's KV, or asks for exact rows that
+    it lacks, is never taken; without `with_quarantined` none that an engine died under, also since
+    the caller asked `crashes.quarantined`. A row that this release does not understand is left for
+    a later head, or ends `failed` if none would: see `readable`."""
     head = {
         "pipeline": claimant.pipeline,
         "epoch": claimant.epoch,
@@ -196,9 +199,13 @@ def claim(
 def postpone_unfit(
     connection: Connection, ids: Collection[UUID | str], claimant: Claimant, *, wait_s: float
 ) -> set[UUID]:
-    """Those that are too long for the KV of this pipeline, or ask for exact rows that it lacks: sent again after a
-    while, when another one may take them. Returns them."""
-    head = {"pipeline": claimant.pipeline, "exactness": claimant.exactness, "adapters": dump(claimant.adapters)}
+    """Those that are too long for the KV of this pipeline, or ask for exact rows that it lacks:
+    sent again after a while, when another one may take them. Returns them."""
+    head = {
+        "pipeline": claimant.pipeline,
+        "exactness": claimant.exactness,
+        "adapters": dump(claimant.adapters),
+    }
     unfit = list(connection.scalars(LOCK_UNFIT, {**head, "ids": [str(job_id) for job_id in ids]}))
     if unfit:
         connection.execute(DEFER, {"ids": unfit, "wait_s": wait_s})
@@ -212,8 +219,8 @@ def park(connection: Connection, keys: Collection[Key]) -> None:
 
 
 def begin_held(connection: Connection, keys: Collection[Key]) -> set[UUID]:
-    """Parked jobs run from now on: to be committed before the first of their tokens is computed. A job that is missing
-    is not ours any more."""
+    """Parked jobs run from now on: to be committed before the first of their tokens is computed. A
+    job that is missing is not ours any more."""
     return set(connection.scalars(BEGIN, {"keys": dump_keys(keys)}))
 
 

@@ -63,8 +63,8 @@ def quarantined(connection: Connection, ids: Collection[str]) -> list[UUID]:
 def requeue_or_fail_held(
     connection: Connection, keys: Collection[Key], *, max_crashes: int = MAX_CRASHES
 ) -> dict[UUID, str]:
-    """A head gives back jobs under which its pipeline broke, though it lives. Returns what `requeue_or_fail` does; a
-    job that is missing is not the head's any more."""
+    """A head gives back jobs under which its pipeline broke, though it lives. Returns what
+    `requeue_or_fail` does; a job that is missing is not the head's any more."""
     held = list(connection.scalars(LOCK_HELD, {"keys": dump_keys(keys)}))
     return requeue_or_fail(connection, last_attempts(connection, held), max_crashes=max_crashes)
 

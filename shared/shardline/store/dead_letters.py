@@ -1,6 +1,8 @@
-"""Dead letters: jobs that `failed` because their crashes were used up. Shows their attempts, replays them.
+"""Dead letters: jobs that `failed` because their crashes were used up. Shows their attempts,
+replays them.
 
-Knows no relay: the sweep that makes a job a dead letter is in `sweeps`, their lists are in `listing`.
+Knows no relay: the sweep that makes a job a dead letter is in `sweeps`, their lists are in
+`listing`.
 """
 
 from __future__ import annotations
@@ -74,7 +76,12 @@ def get_dead(connection: Connection, job_id: UUID) -> DeadLetter:
         .order_by(attempts.c.fence.desc())
         .limit(MAX_ATTEMPTS)
     )
-    replays = select(jobs.c.id).where(jobs.c.replay_of == job_id).order_by(jobs.c.created_at).limit(MAX_LISTED)
+    replays = (
+        select(jobs.c.id)
+        .where(jobs.c.replay_of == job_id)
+        .order_by(jobs.c.created_at)
+        .limit(MAX_LISTED)
+    )
     return DeadLetter(
         job=job,
         attempts=tuple(Attempt(**row) for row in connection.execute(history).mappings()),
@@ -83,11 +90,16 @@ def get_dead(connection: Connection, job_id: UUID) -> DeadLetter:
 
 
 def replay(connection: Connection, job_id: UUID, *, idempotency_key: str | None = None) -> UUID:
-    """A new job with the same prompt, parameters and seed, and `replay_of`; accepted once the caller commits. With a
-    key, a repeat returns the replay that has it. Raises NotFound, Invalid, and Conflict for a key of another job."""
+    """A new job with the same prompt, parameters and seed, and `replay_of`; accepted once the
+    caller commits. With a key, a repeat returns the replay that has it. Raises NotFound, Invalid,
+    and Conflict for a key of another job."""
     dead = _checked(connection, job_id)
     if idempotency_key is not None and not 1 <= len(idempotency_key) <= 256:
-        raise Invalid("idempotency_key", "it must have 1 to 256 characters", "Send another one, or leave it out")
+        raise Invalid(
+            "idempotency_key",
+            "it must have 1 to 256 characters",
+            "Send another one, or leave it out",
+        )
     values = {"id": new_id(), "dead_id": job_id, "idempotency_key": idempotency_key}
     inserted: UUID | None = connection.scalar(REPLAY, values)
     if inserted is not None:
@@ -95,7 +107,9 @@ def replay(connection: Connection, job_id: UUID, *, idempotency_key: str | None 
     same_key = (jobs.c.tenant_id == dead.tenant) & (jobs.c.idempotency_key == idempotency_key)
     first = connection.execute(select(jobs.c.id, jobs.c.replay_of).where(same_key)).one_or_none()
     if first is None or first.replay_of != job_id:
-        raise Conflict(f"another job than a replay of {job_id} has this idempotency key; use a new one")
+        raise Conflict(
+            f"another job than a replay of {job_id} has this idempotency key; use a new one"
+        )
     return UUID(str(first.id))
 
 
@@ -107,5 +121,9 @@ def _checked(connection: Connection, job_id: UUID) -> Job:
     if code != CRASHED:
         state = f"{job.state}, code {code}" if code else job.state
         problem = f"{job_id} is no dead letter but {state}"
-        raise Invalid("job", problem, f"Only jobs that failed with code {CRASHED} are; submit others as new jobs")
+        raise Invalid(
+            "job",
+            problem,
+            f"Only jobs that failed with code {CRASHED} are; submit others as new jobs",
+        )
     return job

@@ -107,8 +107,9 @@ class End:
 
 
 def end_running(connection: Connection, ends: Sequence[End]) -> dict[UUID, JobState]:
-    """End running jobs under their fences. Returns those that are ended under them now, with the state that counts:
-    also those that this same call ended before an answer was lost. The others are not ours any more: drop them."""
+    """End running jobs under their fences. Returns those that are ended under them now, with the
+    state that counts: also those that this same call ended before an answer was lost. The others
+    are not ours any more: drop them."""
     return _end(connection, ends, JobState.RUNNING)
 
 
@@ -139,7 +140,10 @@ def _end(connection: Connection, ends: Sequence[End], left: JobState) -> dict[UU
     if not ends:
         return {}
     rows = [_end_row(one) for one in ends]
-    ended = {row.id: JobState(row.state) for row in connection.execute(END, {"ends": dump(rows), "left": left})}
+    ended = {
+        row.id: JobState(row.state)
+        for row in connection.execute(END, {"ends": dump(rows), "left": left})
+    }
     if ended:
         ring(connection, DONE_CHANNEL)
     others = [(one.job_id, one.fence) for one in ends if one.job_id not in ended]
@@ -151,5 +155,10 @@ def _end(connection: Connection, ends: Sequence[End], left: JobState) -> dict[UU
 
 def _end_row(one: End) -> dict[str, Any]:
     assert one.state.terminal, one.state
-    row: dict[str, Any] = {"job_id": one.job_id, "fence": one.fence, "state": one.state, "error": one.error}
+    row: dict[str, Any] = {
+        "job_id": one.job_id,
+        "fence": one.fence,
+        "state": one.state,
+        "error": one.error,
+    }
     return row if one.result is None else row | dump_result(one.result)

@@ -122,7 +122,8 @@ class FleetPlan:
     version: int
     """0: there is none yet."""
     split: tuple[tuple[int, int], ...]
-    """Layers [first, stop) of each stage, one pipeline after the other; none if the model has no workers."""
+    """Layers [first, stop) of each stage, one pipeline after the other; none if the model has no
+    workers."""
     stages: Mapping[str, int]
     """By worker: the place of its stage in the split."""
     age_s: float
@@ -132,7 +133,8 @@ class FleetPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOffer:
-    """A model that a worker may serve: ModelCosts of the model, DeviceProfile of the worker's device with it."""
+    """A model that a worker may serve: ModelCosts of the model, DeviceProfile of the worker's
+    device with it."""
 
     shapes: object
     profile: object
@@ -146,12 +148,17 @@ class PeerAddress:
     address: str
 
 
-def announce(connection: Connection, worker: str, models: Sequence[str], *, lease_s: float, peer: PeerAddress) -> None:
-    """A worker is about to join with these models; again before its lease ends, if measuring its device takes long."""
+def announce(
+    connection: Connection, worker: str, models: Sequence[str], *, lease_s: float, peer: PeerAddress
+) -> None:
+    """A worker is about to join with these models; again before its lease ends, if measuring its
+    device takes long."""
     model, *further = models
     connection.execute(delete(workers).where(workers.c.worker == worker, ~_IS_HERE))
     row = {"model": model, "further": dump(dict.fromkeys(further)), "lease_s": lease_s}
-    connection.execute(ANNOUNCE, {"worker": worker, **row, "machine": peer.machine, "address": peer.address})
+    connection.execute(
+        ANNOUNCE, {"worker": worker, **row, "machine": peer.machine, "address": peer.address}
+    )
 
 
 def peers(connection: Connection, worker: str) -> list[PeerAddress]:
@@ -168,23 +175,35 @@ def holders(connection: Connection, model: str) -> list[str]:
     return list(connection.scalars(found.order_by(func.random()).limit(MAX_PEERS)))
 
 
-def join(connection: Connection, worker: str, offers: Mapping[str, WorkerOffer], *, lease_s: float) -> None:
+def join(
+    connection: Connection, worker: str, offers: Mapping[str, WorkerOffer], *, lease_s: float
+) -> None:
     """A worker offers its device to these models, of which it will serve one at a time."""
     (model, first), *further = offers.items()
     others = {name: {"shapes": offer.shapes, "profile": offer.profile} for name, offer in further}
-    row = {"model": model, "shapes": dump(first.shapes), "profile": dump(first.profile), "further": dump(others)}
+    row = {
+        "model": model,
+        "shapes": dump(first.shapes),
+        "profile": dump(first.profile),
+        "further": dump(others),
+    }
     connection.execute(JOIN, {**row, "worker": worker, "lease_s": lease_s})
 
 
 def beat(connection: Connection, worker: str, lease_s: float) -> LayerAssignment | None:
-    """Renews a worker's lease; returns the model and the layers that a plan gives it, if one gives any.
+    """Renews a worker's lease; returns the model and the layers that a plan gives it, if one gives
+    any.
 
     Raises LookupError if the worker has not joined.
     """
     row = connection.execute(BEAT, {"worker": worker, "lease_s": lease_s}).one_or_none()
     if row is None:
         raise LookupError(worker)
-    return None if row[0] is None else LayerAssignment(model=row[0][0], layers=(int(row[0][1][0]), int(row[0][1][1])))
+    return (
+        None
+        if row[0] is None
+        else LayerAssignment(model=row[0][0], layers=(int(row[0][1][0]), int(row[0][1][1])))
+    )
 
 
 def refresh(connection: Connection, worker: str, model: str, profile: object) -> None:
@@ -208,7 +227,9 @@ def coming(connection: Connection) -> dict[str, float]:
     """Returns, by model, for how many seconds the newest of the workers that are about to join has
     been announced."""
     found: dict[str, float] = {}
-    for row in connection.execute(select(workers, _HERE_S).where(_IS_HERE, workers.c.profile.is_(None))):
+    for row in connection.execute(
+        select(workers, _HERE_S).where(_IS_HERE, workers.c.profile.is_(None))
+    ):
         for model in (row.model, *(row.further if isinstance(row.further, dict) else ())):
             found[model] = min(float(row.here_s), found.get(model, math.inf))
     return found
@@ -218,9 +239,17 @@ def workers_of(connection: Connection, model: str) -> list[FleetWorker]:
     """The workers that are here and may serve a model, by name."""
     serves = or_(workers.c.model == model, workers.c.further.has_key(model))
     found = []
-    for row in connection.execute(select(workers, _HERE_S).where(serves, _HAS_JOINED).order_by(workers.c.worker)):
-        own = {"shapes": row.shapes, "profile": row.profile} if row.model == model else row.further[model]
-        shapes, profile = (own.get(name) if isinstance(own, dict) else None for name in ("shapes", "profile"))
+    for row in connection.execute(
+        select(workers, _HERE_S).where(serves, _HAS_JOINED).order_by(workers.c.worker)
+    ):
+        own = (
+            {"shapes": row.shapes, "profile": row.profile}
+            if row.model == model
+            else row.further[model]
+        )
+        shapes, profile = (
+            own.get(name) if isinstance(own, dict) else None for name in ("shapes", "profile")
+        )
         here_s = float(row.here_s)
         found.append(FleetWorker(worker=row.worker, here_s=here_s, shapes=shapes, profile=profile))
     return found

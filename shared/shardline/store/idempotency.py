@@ -1,9 +1,11 @@
-"""Repeated requests: which job they mean, and whether they ask for the same. One rule for ids and keys, at every door.
+"""Repeated requests: which job they mean, and whether they ask for the same. One rule for ids and
+keys, at every door.
 
-What counts is what was asked for: tenant, model, what to complete, and the sampling parameters. What does not count is
-how it is served (priority, delay, deadline, `max_crashes`), metadata and traceparent: who asks again may have less time
-left, and a new trace. Nor does what preparation adds to a row: a drawn seed, the ids of a text. Both sides are compared
-as Postgres holds them, so that nothing depends on how a client spells a list or a number.
+What counts is what was asked for: tenant, model, what to complete, and the sampling parameters.
+What does not count is how it is served (priority, delay, deadline, `max_crashes`), metadata and
+traceparent: who asks again may have less time left, and a new trace. Nor does what preparation adds
+to a row: a drawn seed, the ids of a text. Both sides are compared as Postgres holds them, so that
+nothing depends on how a client spells a list or a number.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ WHERE asked.number = ANY(CAST(:numbers AS int[]))
 """)  # noqa: S608 (a constant of ours)
 
 
-def repeated(connection: Connection, rows: str, numbers: Collection[int]) -> dict[int, UUID | ShardlineError]:
+def repeated(
+    connection: Connection, rows: str, numbers: Collection[int]
+) -> dict[int, UUID | ShardlineError]:
     """The jobs that are there for those of `rows` (JSON, numbered by `number`) that were not
     inserted. For one that asks for something else a Conflict, and Busy for one that is not to be
     seen: it went, or the caller's snapshot is old. A row's error is only its own: those next to it
@@ -63,13 +67,18 @@ def repeated(connection: Connection, rows: str, numbers: Collection[int]) -> dic
 def _outcome(jobs: Sequence[Row[Any]]) -> UUID | ShardlineError:
     """What one row's id and key lead to: no job, one, or two."""
     if not jobs:
-        return Busy("a job with the same id or idempotency key went meanwhile, or is hidden from this transaction")
+        return Busy(
+            "a job with the same id or idempotency key went meanwhile, or is hidden from this transaction"
+        )
     for row in jobs:
         if (problem := _conflict(row)) is not None:
             return problem
-    first, last = jobs[0], jobs[-1]
+    first = jobs[0]
+    last = jobs[-1]
     if first.id != last.id:
-        return Conflict(f"its {first.name} is that of job {first.id}, its {last.name} that of {last.id}; send one")
+        return Conflict(
+            f"its {first.name} is that of job {first.id}, its {last.name} that of {last.id}; send one"
+        )
     return UUID(str(first.id))
 
 
@@ -80,7 +89,9 @@ def _conflict(first: Row[Any]) -> Conflict | None:
     remedy = f"use a new {first.name}"
     if first.is_refused:
         problem = (first.error or {}).get("problem")
-        return Conflict(f"job {first.id} has this {first.name} and was refused as invalid ({problem}); {remedy}")
+        return Conflict(
+            f"job {first.id} has this {first.name} and was refused as invalid ({problem}); {remedy}"
+        )
     if first.differences:
         others = ", ".join(first.differences)
         return Conflict(f"job {first.id} has this {first.name} and another {others}; {remedy}")

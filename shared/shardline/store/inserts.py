@@ -1,6 +1,7 @@
 """New rows in `jobs`: thousands in one statement, a repeat inserts nothing. Knows no tokenizer.
 
-Locks: none; an insert waits for an open transaction with the same id or key, so rows are inserted in one order.
+Locks: none; an insert waits for an open transaction with the same id or key, so rows are inserted
+in one order.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS new(id uuid, model text, prompt
 ON CONFLICT DO NOTHING RETURNING id
 """)
 
-# What docs/doors.md tells producers that speak SQL: defaults, checks and a trigger of the table do all else.
+# What docs/doors.md tells producers that speak SQL: defaults, checks and a trigger of the table do
+# all else.
 INSERT_PLAINLY = text("""
 INSERT INTO jobs (id, model, prompt, params) VALUES (:id, :model, :prompt, CAST(:params AS jsonb))
 """)
@@ -79,7 +81,8 @@ class FailedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRequest:
-    """The row that holds a request. `is_new` is True for the one request that inserted it, False for a repeat."""
+    """The row that holds a request. `is_new` is True for the one request that inserted it, False
+    for a repeat."""
 
     job_id: UUID
     is_new: bool
@@ -96,21 +99,27 @@ class EncodedRequest:
 
 
 def encode_request(request: JobRequest, tokenized: Tokenized | None = None) -> EncodedRequest:
-    """Needs no connection, and for a long prompt some milliseconds: callers with others to serve do it elsewhere.
-    Raises Invalid when Postgres cannot hold the request."""
+    """Needs no connection, and for a long prompt some milliseconds: callers with others to serve do
+    it elsewhere. Raises Invalid when Postgres cannot hold the request."""
     row = _row(request, tokenized)
     return EncodedRequest(job_id=row["id"], order=_order(row), fields=dump(row))
 
 
 def insert_jobs(
-    connection: Connection, requests: Sequence[JobRequest], *, prepared: Sequence[Tokenized | None] | None = None
+    connection: Connection,
+    requests: Sequence[JobRequest],
+    *,
+    prepared: Sequence[Tokenized | None] | None = None,
 ) -> list[StoredRequest]:
     """The rows that hold these requests, in their order; they are accepted once the caller commits.
 
-    A known id or idempotency key inserts nothing and returns the job that has it. Raises Conflict when that job asks
-    for something else (see `repeats`), Invalid when Postgres cannot hold the request.
+    A known id or idempotency key inserts nothing and returns the job that has it. Raises Conflict
+    when that job asks for something else (see `repeats`), Invalid when Postgres cannot hold the
+    request.
     """
-    encoded = [encode_request(request, tokenized) for request, tokenized in _pairs(requests, prepared)]
+    encoded = [
+        encode_request(request, tokenized) for request, tokenized in _pairs(requests, prepared)
+    ]
     stored: list[StoredRequest] = []
     for outcome in insert_encoded(connection, encoded):
         if isinstance(outcome, ShardlineError):
@@ -119,13 +128,17 @@ def insert_jobs(
     return stored
 
 
-def insert_encoded(connection: Connection, requests: Sequence[EncodedRequest]) -> list[StoredRequest | ShardlineError]:
+def insert_encoded(
+    connection: Connection, requests: Sequence[EncodedRequest]
+) -> list[StoredRequest | ShardlineError]:
     """Inserts as `insert_jobs`, for requests that have nothing to do with each other: what one of
     them asks for that cannot be is its own outcome (Conflict, Busy), and the others are stored.
     Raises Invalid for a row against a rule of the table, which stores none."""
     stored: dict[int, StoredRequest | ShardlineError] = {}
     for numbers, encoded in _chunks(requests):
-        stored |= _insert(connection, {number: requests[number].job_id for number in numbers}, encoded)
+        stored |= _insert(
+            connection, {number: requests[number].job_id for number in numbers}, encoded
+        )
     return [stored[number] for number in range(len(requests))]
 
 
@@ -133,20 +146,30 @@ def insert_plainly(connection: Connection, requests: Sequence[JobRequest]) -> No
     """Inserts as a producer that speaks SQL does: id, model, text and parameters, nothing checked
     here, a known id refused."""
     rows = [
-        {"id": one.id, "model": one.model, "prompt": one.prompt, "params": dump(plain_json.builtins(one.params()))}
+        {
+            "id": one.id,
+            "model": one.model,
+            "prompt": one.prompt,
+            "params": dump(plain_json.builtins(one.params())),
+        }
         for one in requests
     ]
     connection.execute(INSERT_PLAINLY, rows)
 
 
 def insert_failed(connection: Connection, requests: Sequence[FailedRequest]) -> set[UUID]:
-    """Requests with their reason, as rows that ended before they began. Returns those that were new."""
+    """Requests with their reason, as rows that ended before they began. Returns those that were
+    new."""
     rows = [
         {
             "id": request.id,
             "model": storable(request.model),
-            "prompt": None if request.prompt is None else storable(request.prompt)[: MAX_PROMPT_BYTES // 4],
-            "metadata": {} if request.metadata is None or unstorable(request.metadata) else request.metadata,
+            "prompt": None
+            if request.prompt is None
+            else storable(request.prompt)[: MAX_PROMPT_BYTES // 4],
+            "metadata": {}
+            if request.metadata is None or unstorable(request.metadata)
+            else request.metadata,
             "error": {name: storable(str(value)) for name, value in request.error.items()},
         }
         for request in sorted(requests, key=lambda request: request.id)
@@ -154,7 +177,9 @@ def insert_failed(connection: Connection, requests: Sequence[FailedRequest]) -> 
     return set(connection.scalars(INSERT_FAILED, {"rows": dump(rows)})) if rows else set()
 
 
-def _insert(connection: Connection, ids: Mapping[int, UUID], encoded: str) -> dict[int, StoredRequest | ShardlineError]:
+def _insert(
+    connection: Connection, ids: Mapping[int, UUID], encoded: str
+) -> dict[int, StoredRequest | ShardlineError]:
     """One statement, and one more to find what was there before, if anything was."""
     try:
         inserted = set(connection.scalars(INSERT, {"rows": encoded}))
@@ -174,7 +199,11 @@ def _insert(connection: Connection, ids: Mapping[int, UUID], encoded: str) -> di
     others = [number for number in ids if number not in stored]
     if others:
         for number, found in repeated(connection, encoded, others).items():
-            stored[number] = found if isinstance(found, ShardlineError) else StoredRequest(job_id=found, is_new=False)
+            stored[number] = (
+                found
+                if isinstance(found, ShardlineError)
+                else StoredRequest(job_id=found, is_new=False)
+            )
     return stored
 
 
@@ -217,15 +246,20 @@ def _check_storable(row: Mapping[str, Any]) -> None:
             problem = unstorable(value)
             if problem is not None:
                 place = place_of_unstorable(value)
-                field = place.removeprefix(".") if name == "params" else name.removesuffix("_id") + place
+                field = (
+                    place.removeprefix(".")
+                    if name == "params"
+                    else name.removesuffix("_id") + place
+                )
                 raise Invalid(field, problem, "Change it: Postgres cannot store it")
 
 
 def _chunks(rows: Sequence[EncodedRequest]) -> Iterator[tuple[list[int], str]]:
-    """The numbers of the rows of one statement, from 0, and these rows as JSON, each with its number.
+    """The numbers of the rows of one statement, from 0, and these rows as JSON, each with its
+    number.
 
-    In one order for everybody: a row that meets its like of an open transaction waits for its end, and two
-    transactions that insert the same rows in different orders would wait for each other.
+    In one order for everybody: a row that meets its like of an open transaction waits for its end,
+    and two transactions that insert the same rows in different orders would wait for each other.
     """
     numbers: list[int] = []
     encoded: list[str] = []
@@ -234,7 +268,9 @@ def _chunks(rows: Sequence[EncodedRequest]) -> Iterator[tuple[list[int], str]]:
         one = f'{{"number":{number},{rows[number].fields[1:]}'
         if numbers and (len(numbers) == MAX_ROWS or num_bytes + len(one) > MAX_BYTES):
             yield numbers, f"[{','.join(encoded)}]"
-            numbers, encoded, num_bytes = [], [], 0
+            numbers = []
+            encoded = []
+            num_bytes = 0
         numbers.append(number)
         encoded.append(one)
         num_bytes += len(one)
@@ -249,10 +285,17 @@ def _order(row: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _invalid(error: IntegrityError) -> Invalid:
-    """The CHECK or foreign key that refused a row, as our error: constraints are named for what they want."""
+    """The CHECK or foreign key that refused a row, as our error: constraints are named for what
+    they want."""
     diagnostic: Diagnostic | None = getattr(error.orig, "diag", None)
     constraint = (diagnostic and diagnostic.constraint_name) or "jobs"
     if constraint == "jobs_tenant_id_fkey":
-        return Invalid("tenant", "no tenant has this name", f"Leave it out to use {DEFAULT_TENANT!r}")
+        return Invalid(
+            "tenant", "no tenant has this name", f"Leave it out to use {DEFAULT_TENANT!r}"
+        )
     rule = constraint.removeprefix("jobs_").replace("_", " ")
-    return Invalid(rule.split(" ", 1)[0], f"the row breaks the rule: {rule}", "See docs/jobs.md for fields and limits")
+    return Invalid(
+        rule.split(" ", 1)[0],
+        f"the row breaks the rule: {rule}",
+        "See docs/jobs.md for fields and limits",
+    )

@@ -1,4 +1,5 @@
-"""What doors do with jobs: insert, read, list, cancel. Knows no head and no relay, and checks no prompt.
+"""What doors do with jobs: insert, read, list, cancel. Knows no head and no relay, and checks no
+prompt.
 
 Locks: rows of `jobs`, in order of id.
 """
@@ -62,7 +63,11 @@ def get_jobs(connection: Connection, ids: Collection[UUID]) -> list[Job]:
 
 
 def request_cancel(
-    connection: Connection, ids: Collection[UUID], *, running: bool = True, tenant: str | None = None
+    connection: Connection,
+    ids: Collection[UUID],
+    *,
+    running: bool = True,
+    tenant: str | None = None,
 ) -> dict[UUID, JobState]:
     """Ask for the end of jobs, of one tenant or of all; returns the state of those that exist,
     afterwards.
@@ -72,7 +77,11 @@ def request_cancel(
     """
     if tenant is not None:
         # A job never changes its tenant.
-        ids = list(connection.scalars(select(jobs.c.id).where(is_any(jobs.c.id, ids), jobs.c.tenant_id == tenant)))
+        ids = list(
+            connection.scalars(
+                select(jobs.c.id).where(is_any(jobs.c.id, ids), jobs.c.tenant_id == tenant)
+            )
+        )
     wanted = {"ids": list(ids), "running": running}
     changed = {row.id: JobState(row.state) for row in connection.execute(CANCEL, wanted)}
     if changed:
@@ -84,7 +93,11 @@ def request_cancel(
 
 def ended(connection: Connection, ids: Collection[UUID]) -> set[UUID]:
     """Those in a terminal state."""
-    return set(connection.scalars(select(jobs.c.id).where(is_any(jobs.c.id, ids), jobs.c.state.in_(TERMINAL))))
+    return set(
+        connection.scalars(
+            select(jobs.c.id).where(is_any(jobs.c.id, ids), jobs.c.state.in_(TERMINAL))
+        )
+    )
 
 
 def job_rows() -> Select[Any]:

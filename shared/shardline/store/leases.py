@@ -67,7 +67,8 @@ UPDATE jobs SET lease_until = now() FROM held WHERE jobs.id = held.id
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """A sign of life of one job, with the output tokens from index `start` on that are not saved yet."""
+    """A sign of life of one job, with the output tokens from index `start` on that are not saved
+    yet."""
 
     job_id: UUID
     fence: int
@@ -84,8 +85,11 @@ class BeatReply:
     expired: bool
 
 
-def heartbeat(connection: Connection, beats: Sequence[Beat], *, lease_s: float) -> dict[Key, BeatReply]:
-    """Renew leases and save tokens, all in one statement. A key that is missing lost its fence: drop the job."""
+def heartbeat(
+    connection: Connection, beats: Sequence[Beat], *, lease_s: float
+) -> dict[Key, BeatReply]:
+    """Renew leases and save tokens, all in one statement. A key that is missing lost its fence:
+    drop the job."""
     rows = [
         {
             "job_id": beat.job_id,
@@ -98,7 +102,8 @@ def heartbeat(connection: Connection, beats: Sequence[Beat], *, lease_s: float) 
     ]
     replies = connection.execute(HEARTBEAT, {"beats": dump(rows), "lease_s": lease_s})
     return {
-        (row.id, row.fence): BeatReply(cancel_requested=row.cancel_requested, expired=row.expired) for row in replies
+        (row.id, row.fence): BeatReply(cancel_requested=row.cancel_requested, expired=row.expired)
+        for row in replies
     }
 
 

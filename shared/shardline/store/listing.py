@@ -1,6 +1,8 @@
-"""Lists of jobs, page by page, newest first: what a page costs depends on its length, not on how many jobs there are.
+"""Lists of jobs, page by page, newest first: what a page costs depends on its length, not on how
+many jobs there are.
 
-Each filter walks an index in its own order. Without bodies: prompts, ids and completions are read job by job.
+Each filter walks an index in its own order. Without bodies: prompts, ids and completions are read
+job by job.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ REMEDY = "Begin anew, or go on from the end of the page before (over HTTP its `n
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 PAGE_END = re.compile(r"(-?[0-9]{1,18})-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})", re.ASCII)
 
-# By an index of (tenant, state, time) or (tenant, model, state, time): one short walk for each tenant and state.
+# By an index of (tenant, state, time) or (tenant, model, state, time): one short walk for each
+# tenant and state.
 WALKS = """
 SELECT newest.created_at, newest.id
 FROM (SELECT id FROM tenants WHERE id = CAST(:tenant AS text) OR CAST(:tenant AS text) IS NULL) AS owner
@@ -40,7 +43,8 @@ CROSS JOIN LATERAL (
 ) AS newest
 """
 
-# The limits are literals, so that the planner walks an index in order instead of sorting what it matches.
+# The limits are literals, so that the planner walks an index in order instead of sorting what it
+# matches.
 PAGE = """
 -- The ids of one page, before any body is read.
 WITH page AS MATERIALIZED (
@@ -99,8 +103,8 @@ def list_jobs(
     limit: int = 100,
     after: UUID | PageEnd | None = None,
 ) -> list[JobSummary]:
-    """Newest first, at most `limit`; `after` is the end of the page before, or its last id. Without `tenant` those of
-    all. Raises Invalid."""
+    """Newest first, at most `limit`; `after` is the end of the page before, or its last id. Without
+    `tenant` those of all. Raises Invalid."""
     end = _end(connection, "created_at", after, tenant)
     rules = "" if model is None else "AND model = :model"
     rules += "" if after is None else " AND (created_at, id) < (:last_at, :after)"
@@ -109,15 +113,19 @@ def list_jobs(
         rows = f"SELECT created_at, id FROM jobs WHERE true {rules}"  # noqa: S608 (constants)
     else:
         rows = WALKS.format(rules=rules, limit=limit)
-    values = {"tenant": tenant, "model": model, "states": list(JobState) if state is None else [state]}
+    values = {
+        "tenant": tenant,
+        "model": model,
+        "states": list(JobState) if state is None else [state],
+    }
     return _summaries(connection, _page(rows, "created_at", limit), {**values, **_bounds(end)})
 
 
 def list_dead(
     connection: Connection, *, model: str | None = None, limit: int = 100, after: UUID | None = None
 ) -> list[JobSummary]:
-    """Dead letters, the newest end first, at most `limit`; `after` is the last id of the page before. Raises
-    Invalid."""
+    """Dead letters, the newest end first, at most `limit`; `after` is the last id of the page
+    before. Raises Invalid."""
     end = _end(connection, "finished_at", after, None)
     rules = "" if model is None else "AND model = :model"
     rules += "" if after is None else " AND (finished_at, id) < (:last_at, :after)"
@@ -131,14 +139,18 @@ def _page(rows: str, column: str, limit: int) -> TextClause:
     return text(PAGE.format(rows=rows, column=column, limit=limit, **sizes))
 
 
-def _end(connection: Connection, column: str, after: UUID | PageEnd | None, tenant: str | None) -> PageEnd | None:
+def _end(
+    connection: Connection, column: str, after: UUID | PageEnd | None, tenant: str | None
+) -> PageEnd | None:
     """Looks up an id; one that is not there, or another tenant's, does not tell where to go on."""
     if after is None or isinstance(after, PageEnd):
         return after
     query = select(jobs.c[column]).where(jobs.c.id == after)
     at = connection.scalar(query if tenant is None else query.where(jobs.c.tenant_id == tenant))
     if at is None:
-        raise Invalid("after", f"no job in this list has the id {after}; it may have been deleted", REMEDY)
+        raise Invalid(
+            "after", f"no job in this list has the id {after}; it may have been deleted", REMEDY
+        )
     return PageEnd(at=at, job_id=after)
 
 
@@ -146,7 +158,9 @@ def _bounds(end: PageEnd | None) -> dict[str, Any]:
     return {} if end is None else {"last_at": end.at, "after": end.job_id}
 
 
-def _summaries(connection: Connection, query: TextClause, values: dict[str, Any]) -> list[JobSummary]:
+def _summaries(
+    connection: Connection, query: TextClause, values: dict[str, Any]
+) -> list[JobSummary]:
     return [_summary(row) for row in connection.execute(query, values)]
 
 
@@ -172,5 +186,7 @@ def _summary(row: Row[Any]) -> JobSummary:
 
 def _usage(row: Row[Any]) -> Usage:
     return Usage(
-        prompt_tokens=row.prompt_tokens, completion_tokens=row.completion_tokens, cached_tokens=row.cached_tokens
+        prompt_tokens=row.prompt_tokens,
+        completion_tokens=row.completion_tokens,
+        cached_tokens=row.cached_tokens,
     )

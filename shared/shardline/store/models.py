@@ -1,4 +1,5 @@
-"""Models that stages have registered, so that every door can tokenize and refuse. Knows no tokenizer."""
+"""Models that stages have registered, so that every door can tokenize and refuse. Knows no
+tokenizer."""
 
 from __future__ import annotations
 
@@ -11,18 +12,25 @@ from sqlalchemy.dialects.postgresql import insert
 
 from shardline.contract.tables import models
 
-WRITABLE = tuple(column.name for column in models.columns if column.name not in ("updated_at", "adapters"))
+WRITABLE = tuple(
+    column.name for column in models.columns if column.name not in ("updated_at", "adapters")
+)
 
 NEW = insert(models)
 REGISTER = NEW.on_conflict_do_update(
     index_elements=[models.c.name],
-    set_={**{name: NEW.excluded[name] for name in WRITABLE if name != "name"}, "updated_at": func.now()},
+    set_={
+        **{name: NEW.excluded[name] for name in WRITABLE if name != "name"},
+        "updated_at": func.now(),
+    },
 )
 MODEL = select(models).where(models.c.name == bindparam("name"))
 CHOICES = select(models.c.name, models.c.chat_template.is_not(None)).order_by(models.c.name)
 VERSIONS = select(models.c.name, models.c.fingerprint)
 ADAPTERS = select(models.c.name, models.c.adapters)
-REGISTER_ADAPTERS = update(models).where(models.c.name == bindparam("model")).values(adapters=bindparam("found"))
+REGISTER_ADAPTERS = (
+    update(models).where(models.c.name == bindparam("model")).values(adapters=bindparam("found"))
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,8 @@
-"""Which jobs are due to be sent to heads, in Postgres's order and within a window. Knows no Redis: relays publish.
+"""Which jobs are due to be sent to heads, in Postgres's order and within a window. Knows no Redis:
+relays publish.
 
-Locks: the advisory lock STAMP_LOCK, then rows of `jobs` with SKIP LOCKED; `unstamp` locks as it writes.
+Locks: the advisory lock STAMP_LOCK, then rows of `jobs` with SKIP LOCKED; `unstamp` locks as it
+writes.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ STAMP_LOCK = 7_305_793_412
 
 TAKE_TURN = text(f"SELECT pg_try_advisory_xact_lock({STAMP_LOCK})")
 
-# The inner LIMIT is a literal, so that the planner walks the index in order instead of sorting the backlog.
+# The inner LIMIT is a literal, so that the planner walks the index in order instead of sorting the
+# backlog.
 STAMP = text(f"""
 -- The seats of live pipelines, by model.
 WITH seats AS (
@@ -124,6 +127,6 @@ def unstamp(connection: Connection, ids: Collection[UUID]) -> None:
 
 
 def unstamp_sent(connection: Connection) -> int:
-    """Redis lost everything: of what was sent and not claimed, the next MAX_BATCH are due again. Returns how many;
-    those that somebody has locked are not among them."""
+    """Redis lost everything: of what was sent and not claimed, the next MAX_BATCH are due again.
+    Returns how many; those that somebody has locked are not among them."""
     return connection.execute(UNSTAMP_SENT).rowcount

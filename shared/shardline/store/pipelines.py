@@ -1,4 +1,5 @@
-"""Pipelines: who leads each one, in which epoch, and whether it can generate. Epochs come from here only."""
+"""Pipelines: who leads each one, in which epoch, and whether it can generate. Epochs come from here
+only."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ WHERE id = :pipeline AND epoch = :epoch
 
 UNREADY = text("UPDATE pipelines SET ready_at = NULL WHERE id = :pipeline AND epoch = :epoch")
 
-RELEASE = text("UPDATE pipelines SET ready_at = NULL, lease_until = now() WHERE id = :pipeline AND epoch = :epoch")
+RELEASE = text(
+    "UPDATE pipelines SET ready_at = NULL, lease_until = now() WHERE id = :pipeline AND epoch = :epoch"
+)
 
 LONGEST = text(f"""
 SELECT model, max(kv_tokens) AS kv_tokens FROM pipelines
@@ -64,7 +67,14 @@ class LivePipeline:
 
 
 def take_epoch(
-    connection: Connection, pipeline: str, *, model: str, fingerprint: str, head: str, lease_s: float, held: int = 0
+    connection: Connection,
+    pipeline: str,
+    *,
+    model: str,
+    fingerprint: str,
+    head: str,
+    lease_s: float,
+    held: int = 0,
 ) -> int | None:
     """Gives a starting head, or one that lost a stage, a new epoch, in which the pipeline is not
     ready yet.
@@ -73,7 +83,13 @@ def take_epoch(
     predecessor of the same worker's name at once. None: the pipeline is another head's, with a
     running lease.
     """
-    taken = {"pipeline": pipeline, "model": model, "fingerprint": fingerprint, "head": head, "lease_s": lease_s}
+    taken = {
+        "pipeline": pipeline,
+        "model": model,
+        "fingerprint": fingerprint,
+        "head": head,
+        "lease_s": lease_s,
+    }
     epoch: int | None = connection.scalar(TAKE_EPOCH, {**taken, "held": held})
     return epoch
 
@@ -99,7 +115,8 @@ def ready(
     exact: bool,
     kv_tokens: int,
 ) -> bool:
-    """All stages are bound: jobs may be sent. `seats` sets how many are sent ahead, `kv_tokens` their length."""
+    """All stages are bound: jobs may be sent. `seats` sets how many are sent ahead, `kv_tokens`
+    their length."""
     return _change(
         connection,
         READY,
@@ -158,5 +175,10 @@ def num_ready(connection: Connection, model: str) -> int:
     return int(connection.scalar(query) or 0)
 
 
-def _change(connection: Connection, statement: TextClause, pipeline: str, epoch: int, **values: Any) -> bool:
-    return connection.execute(statement, {"pipeline": pipeline, "epoch": epoch, **values}).rowcount == 1
+def _change(
+    connection: Connection, statement: TextClause, pipeline: str, epoch: int, **values: Any
+) -> bool:
+    return (
+        connection.execute(statement, {"pipeline": pipeline, "epoch": epoch, **values}).rowcount
+        == 1
+    )

@@ -85,8 +85,8 @@ class UnpreparedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedJob:
-    """What preparation adds to a row. `seed` overrides the row's own if its parameters have one. `model:adapter` is
-    taken apart: the model into its column, the adapter among its parameters."""
+    """What preparation adds to a row. `seed` overrides the row's own if its parameters have one.
+    `model:adapter` is taken apart: the model into its column, the adapter among its parameters."""
 
     id: UUID
     model: str
@@ -97,7 +97,11 @@ class PreparedJob:
 
 
 def take_unprepared(
-    connection: Connection, *, lease_s: float, max_batch: int = MAX_BATCH, max_bytes: int = MAX_BYTES
+    connection: Connection,
+    *,
+    lease_s: float,
+    max_batch: int = MAX_BATCH,
+    max_bytes: int = MAX_BYTES,
 ) -> list[UnpreparedJob]:
     """Takes the oldest rows that no other relay is preparing; ours for `lease_s` once the caller
     commits."""
@@ -116,11 +120,15 @@ def mark_if_unprepared(connection: Connection, rows: Sequence[PreparedJob]) -> i
     return connection.execute(MARK_UNPREPARED, {"rows": dump(rows)}).rowcount if rows else 0
 
 
-def fail_if_unprepared(connection: Connection, errors: Mapping[UUID, Mapping[str, str]]) -> list[UUID]:
+def fail_if_unprepared(
+    connection: Connection, errors: Mapping[UUID, Mapping[str, str]]
+) -> list[UUID]:
     """End rows that can never run as `failed`, with the reason. Returns those that were not marked
     before."""
     if not errors:
         return []
     ids = list(connection.scalars(LOCK_UNPREPARED, {"ids": list(errors)}))
-    ends = [End(job_id=job_id, fence=0, state=JobState.FAILED, error=errors[job_id]) for job_id in ids]
+    ends = [
+        End(job_id=job_id, fence=0, state=JobState.FAILED, error=errors[job_id]) for job_id in ids
+    ]
     return list(end_queued(connection, ends))

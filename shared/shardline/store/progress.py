@@ -1,4 +1,5 @@
-"""What Postgres has of the output of jobs, read in pages by those who follow their streams. Knows no reader."""
+"""What Postgres has of the output of jobs, read in pages by those who follow their streams. Knows
+no reader."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ FROM found
 
 
 class ProgressQuestion(NamedTuple):
-    """Output tokens from `same_start` on while `fence` is the newest attempt's, else from `other_start` on."""
+    """Output tokens from `same_start` on while `fence` is the newest attempt's, else from
+    `other_start` on."""
 
     job_id: UUID
     fence: int = 0
@@ -53,7 +55,9 @@ class ProgressQuestion(NamedTuple):
     with_prompt_end: bool = False
 
 
-def read_progress(connection: Connection, asked: Sequence[ProgressQuestion]) -> list[JobProgress | None]:
+def read_progress(
+    connection: Connection, asked: Sequence[ProgressQuestion]
+) -> list[JobProgress | None]:
     """Reads them in the order of `asked`; None where there is no such job."""
     found: list[JobProgress | None] = [None] * len(asked)
     values = {

@@ -24,7 +24,8 @@ MAX_READ = 1_000
 """Rows that one batch looks at."""
 
 MAX_BYTES = 16 << 20
-"""On disk, of the long values of one batch, about, and one row more: Postgres deletes them two kilobytes at a time."""
+"""On disk, of the long values of one batch, about, and one row more: Postgres deletes them two
+kilobytes at a time."""
 
 LOCK = 7_305_793_413
 """Advisory lock of a transaction: one deletes at a time, so that two never wait for a replay of the
@@ -46,7 +47,9 @@ WITH due AS (
 )
 INSERT INTO notices (name) SELECT :name FROM due ON CONFLICT (name) DO NOTHING
 """)  # noqa: S608 (a constant of ours)
-ANNOUNCED = text("SELECT extract(epoch FROM now() - made_at)::float8 FROM notices WHERE name = :name")
+ANNOUNCED = text(
+    "SELECT extract(epoch FROM now() - made_at)::float8 FROM notices WHERE name = :name"
+)
 
 PRUNE = (
     *costs.PRUNE,
@@ -105,7 +108,8 @@ DELETE = text("DELETE FROM jobs WHERE id = ANY(CAST(:ids AS uuid[]))")
 
 
 def announced_s(connection: Connection, *, age_s: float) -> float | None:
-    """Seconds since there was a job to delete for the first time, by Postgres's clock. None: there never was one."""
+    """Seconds since there was a job to delete for the first time, by Postgres's clock. None: there
+    never was one."""
     connection.execute(ANNOUNCE, {"name": NOTICE, "age_s": age_s})
     since_s: float | None = connection.scalar(ANNOUNCED, {"name": NOTICE})
     return since_s
@@ -130,12 +134,14 @@ class Batch:
 def delete_old(
     connection: Connection, *, age_s: float, after: Place | None = None, max_batch: int = MAX_BATCH
 ) -> Batch:
-    """The next of those that ended more than `age_s` ago. Rows that somebody else has locked stay until the next
-    pass."""
+    """The next of those that ended more than `age_s` ago. Rows that somebody else has locked stay
+    until the next pass."""
     if not connection.scalar(TRY_LOCK, {"lock": LOCK}):
         return Batch(num_deleted=0, after=None)
     after_at, after_id = after or BEGINNING
-    read = connection.execute(NEXT, {"age_s": age_s, "after_at": after_at, "after_id": after_id}).all()
+    read = connection.execute(
+        NEXT, {"age_s": age_s, "after_at": after_at, "after_id": after_id}
+    ).all()
     wanted = {"ids": [row.id for row in read], "max_batch": max_batch, "max_bytes": MAX_BYTES}
     old = connection.execute(LOCK_OLD, {"age_s": age_s, **wanted}).all() if read else []
     fitting = [row for row in old if row.fits]
@@ -143,4 +149,6 @@ def delete_old(
         connection.execute(DELETE, {"ids": [row.id for row in fitting]})
     is_cut = len(fitting) < len(old) or len(old) == max_batch
     last = fitting[-1] if is_cut else read[-1] if len(read) == MAX_READ else None
-    return Batch(num_deleted=len(fitting), after=None if last is None else (last.created_at, last.id))
+    return Batch(
+        num_deleted=len(fitting), after=None if last is None else (last.created_at, last.id)
+    )

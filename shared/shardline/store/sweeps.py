@@ -1,7 +1,9 @@
-"""What relays repair: expired leases, passed deadlines, cancels of waiting jobs. Bounded in rows and in bytes.
+"""What relays repair: expired leases, passed deadlines, cancels of waiting jobs. Bounded in rows
+and in bytes.
 
 Knows no tokenizer: text comes from a function that the relay gives.
-Locks: rows of `jobs` with SKIP LOCKED, so in any order: what somebody else has locked has its turn the next time.
+Locks: rows of `jobs` with SKIP LOCKED, so in any order: what somebody else has locked has its turn
+the next time.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class Partial:
 
 
 Decode = Callable[[Partial], str | None]
-"""Its text. None: not known yet, and the job waits for the next sweep. A transaction is open meanwhile."""
+"""Its text. None: not known yet, and the job waits for the next sweep. A transaction is open
+meanwhile."""
 
 # After a restart of Postgres heads need time to beat again: one lease.
 LOCK_EXPIRED = text("""
@@ -128,7 +131,9 @@ def fix_now(connection: Connection) -> None:
     connection.execute(FIX_NOW)
 
 
-def sweep_stopped_queued(connection: Connection, decode: Decode, *, max_batch: int = MAX_BATCH) -> dict[UUID, str]:
+def sweep_stopped_queued(
+    connection: Connection, decode: Decode, *, max_batch: int = MAX_BATCH
+) -> dict[UUID, str]:
     """End queued jobs that were cancelled or passed their deadline. Returns their states."""
     stopped = _locked(connection, LOCK_STOPPED, max_batch=max_batch)
     return {**end_queued(connection, _ends(connection, stopped, decode))}
@@ -168,8 +173,8 @@ def _is_stopped(row: Row[Any]) -> bool:
 
 
 def _ends(connection: Connection, rows: Sequence[Row[Any]], decode: Decode) -> list[End]:
-    """Cancelled or expired; the tokens that were saved become a partial result. What is too much for one sweep, or has
-    no text yet, stays as it is."""
+    """Cancelled or expired; the tokens that were saved become a partial result. What is too much
+    for one sweep, or has no text yet, stays as it is."""
     partials = _partials(connection, [row.id for row in rows if row.has_tokens])
     ends = []
     for row in rows:

@@ -48,8 +48,11 @@ class Place:
         found = PLACE.fullmatch(text)
         if found is None:
             return None
-        number, digest = int(found[1]), found[2]
-        return cls(num_tokens=number, digest=int(digest, 16) if digest else None) if number else cls()
+        number = int(found[1])
+        digest = found[2]
+        return (
+            cls(num_tokens=number, digest=int(digest, 16) if digest else None) if number else cls()
+        )
 
     def __str__(self) -> str:
         """Returns it as readers of a stream send it back."""
@@ -63,8 +66,8 @@ class Place:
 class Cursor:
     """Feed it with `push` and `catch_up`, empty it with `take`.
 
-    The tokens before `after` are known to the reader already. Without `text_of`, what was read from Postgres has its
-    text only at the end.
+    The tokens before `after` are known to the reader already. Without `text_of`, what was read from
+    Postgres has its text only at the end.
     """
 
     def __init__(self, *, after: Place | None = None, text_of: TextOf | None = None) -> None:
@@ -89,8 +92,8 @@ class Cursor:
         self._ahead: dict[int, Delta] = {}
 
     def asked(self, *, only_learn: bool = False) -> tuple[int, int, int]:
-        """What to read from Postgres, for `catch_up`: (fence, from which token on if that is still the newest
-        attempt's, from which if it is not)."""
+        """What to read from Postgres, for `catch_up`: (fence, from which token on if that is still
+        the newest attempt's, from which if it is not)."""
         limit = len(self._ids) if only_learn else self._next
         return self._fence, min(self._num_checked, limit), min(self._num_saved, limit)
 
@@ -105,19 +108,22 @@ class Cursor:
         return bool(self._ahead) and not self.ended
 
     def push(self, delta: Delta) -> None:
-        """A delta from the stream: in order, repeated, ahead of a gap, of an attempt that is over. Raises Diverged."""
+        """A delta from the stream: in order, repeated, ahead of a gap, of an attempt that is over.
+        Raises Diverged."""
         self._sort_in(delta)
         self._use_ahead()
 
     def catch_up(self, progress: JobProgress, *, only_learn: bool = False) -> None:
         """Take in what Postgres answered to `asked`.
 
-        With `only_learn` nothing is given out but the end: the stream has the tokens too, and with their text. Raises
-        Diverged.
+        With `only_learn` nothing is given out but the end: the stream has the tokens too, and with
+        their text. Raises Diverged.
         """
         if self.ended:
             return
-        start, ids, state = progress.start, progress.token_ids, progress.state
+        start = progress.start
+        ids = progress.token_ids
+        state = progress.state
         if progress.fence != self._fence:
             self._begin_attempt(progress.fence)
         assert start <= len(self._ids), "rows were asked for from a place that is known"
@@ -125,16 +131,23 @@ class Cursor:
         self._ids.extend(ids[len(self._ids) - start :])
         self._num_saved = max(self._num_saved, start + len(ids))
         self._num_checked = max(self._num_checked, self._num_saved)
-        num_had = len(self._ids) if self._after.digest is None else max(len(self._ids), self._after.num_tokens)
+        num_had = (
+            len(self._ids)
+            if self._after.digest is None
+            else max(len(self._ids), self._after.num_tokens)
+        )
         if state == JobState.SUCCEEDED and num_had > start + len(ids):
             raise Diverged(start + len(ids))
-        if start <= self._next and (state is not None or not (only_learn or len(self._ids) <= self._next)):
+        if start <= self._next and (
+            state is not None or not (only_learn or len(self._ids) <= self._next)
+        ):
             self._give_saved(progress)
         self._use_ahead()
 
     def take(self) -> list[Delta]:
         """What the reader gets now, in order."""
-        ready, self._ready = self._ready, []
+        ready = self._ready
+        self._ready = []
         return ready
 
     @property
@@ -146,7 +159,11 @@ class Cursor:
             return
         if delta.fence < self._fence:
             # Of an attempt that is over: good where the newest one is known to have the same.
-            if delta.start != self._next or delta.next > self._num_checked or delta.state is not None:
+            if (
+                delta.start != self._next
+                or delta.next > self._num_checked
+                or delta.state is not None
+            ):
                 return
             if self._differing(delta.start, delta.ids) is not None:
                 return
@@ -185,15 +202,22 @@ class Cursor:
 
     def _needs_postgres(self, delta: Delta) -> bool:
         """It holds tokens that the reader has, or it is the end and text before it is unknown."""
-        return delta.start < self._after.num_tokens < delta.next or (self._lost_text and delta.state is not None)
+        return delta.start < self._after.num_tokens < delta.next or (
+            self._lost_text and delta.state is not None
+        )
 
     def _give_saved(self, progress: JobProgress) -> None:
-        is_end, text, logprobs = progress.state is not None, progress.text, progress.logprobs
-        if self._next < self._after.num_tokens and (is_end or self._after.num_tokens <= len(self._ids)):
+        is_end = progress.state is not None
+        text = progress.text
+        logprobs = progress.logprobs
+        if self._next < self._after.num_tokens and (
+            is_end or self._after.num_tokens <= len(self._ids)
+        ):
             self._skip_to_after()
         first = min(self._next, len(self._ids))
         said = self._say(len(self._ids)) if text is None else text[self._num_chars :]
-        if is_end and self._after.num_tokens > len(self._ids):  # of less than the reader has, text included
+        # of less than the reader has, text included
+        if is_end and self._after.num_tokens > len(self._ids):
             said = ""
         self._lost_text = said is None
         self._accept(
@@ -235,8 +259,12 @@ class Cursor:
 
     def _move_to(self, place: int) -> None:
         """Raises Diverged when the reader's earlier connection gave it other tokens than these."""
-        before, self._place = self._next, self._place.then(self._ids[self._next : place])
-        if before < self._after.num_tokens == place and self._after.digest not in (None, self._place.digest):
+        before = self._next
+        self._place = self._place.then(self._ids[self._next : place])
+        if before < self._after.num_tokens == place and self._after.digest not in (
+            None,
+            self._place.digest,
+        ):
             raise Diverged(place)
 
     def _use_ahead(self) -> None:

@@ -1,4 +1,5 @@
-"""Many streams followed over one connection. Hands deltas out as they come; knows no order and no Postgres."""
+"""Many streams followed over one connection. Hands deltas out as they come; knows no order and no
+Postgres."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ NO_STREAM = "WRONGTYPE"
 
 
 class DeltaBuffer:
-    """What waits for one reader: deltas, and a bell that rings for anything that it should look at."""
+    """What waits for one reader: deltas, and a bell that rings for anything that it should look
+    at."""
 
     def __init__(self) -> None:
         self.bell = asyncio.Event()
@@ -100,10 +102,12 @@ class DeltaReader:
 
     @contextmanager
     def watch(self, job_id: UUID, buffer: DeltaBuffer) -> Iterator[None]:
-        """While inside, the job's deltas go to `buffer`: all that its stream holds, then new ones."""
+        """While inside, the job's deltas go to `buffer`: all that its stream holds, then new
+        ones."""
         key = job_stream(job_id).encode()
         self._watched.setdefault(key, []).append(buffer)
-        # A second watcher of the same stream has it read again from its beginning; the first ignores repeats.
+        # A second watcher of the same stream has it read again from its beginning; the first
+        # ignores repeats.
         self._last_ids[key] = b"0"
         self._any_watched.set()
         try:
@@ -126,7 +130,9 @@ class DeltaReader:
                 await asyncio.sleep(RETRY_S)
             else:
                 self.is_away = False
-                await asyncio.sleep(PAUSE_S if len(self._last_ids) <= MAX_KEYS_PER_READ else TURNS_PAUSE_S)
+                await asyncio.sleep(
+                    PAUSE_S if len(self._last_ids) <= MAX_KEYS_PER_READ else TURNS_PAUSE_S
+                )
 
     async def _read(self) -> None:
         keys = list(self._last_ids)
@@ -141,7 +147,9 @@ class DeltaReader:
         if not streams:
             return
         try:
-            reply: Any = await self._redis.xread(streams, count=MAX_ENTRIES_PER_READ, block=block_ms)
+            reply: Any = await self._redis.xread(
+                streams, count=MAX_ENTRIES_PER_READ, block=block_ms
+            )
         except ResponseError as error:
             if not str(error).startswith(NO_STREAM):
                 raise
@@ -155,14 +163,18 @@ class DeltaReader:
                     buffer.put(delta)
 
     async def _find_broken(self, keys: Iterable[bytes]) -> None:
-        """One key that is no stream refuses the read of all: its readers get their job from Postgres, at its end."""
+        """One key that is no stream refuses the read of all: its readers get their job from
+        Postgres, at its end."""
         for key in keys:
             if await self._redis.type(key) not in (b"stream", b"none"):
-                log.warning("a key of a job's stream holds something else", key=key.decode(errors="replace"))
+                log.warning(
+                    "a key of a job's stream holds something else", key=key.decode(errors="replace")
+                )
                 self._broken.add(key)
 
     def _note_away(self, error: Exception) -> None:
-        """After an outage the server may be another one, with other entry ids: read every stream from its beginning."""
+        """After an outage the server may be another one, with other entry ids: read every stream
+        from its beginning."""
         if not self.is_away:
             log.warning("Redis unreachable: streams go on from Postgres", error=str(error)[:200])
         self.is_away = True

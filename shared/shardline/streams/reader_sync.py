@@ -33,9 +33,12 @@ class SyncDeltaReader:
         """The deltas that came, at the latest after `block_s`."""
         block_ms = max(1, int(min(block_s, TIMEOUT_S / 2) * 1_000))
         try:
-            reply: Any = self._redis.xread({self._key: self._last_id}, count=MAX_ENTRIES_PER_READ, block=block_ms)
+            reply: Any = self._redis.xread(
+                {self._key: self._last_id}, count=MAX_ENTRIES_PER_READ, block=block_ms
+            )
         except (RedisError, OSError):
-            self.is_away, self._last_id = True, "0"
+            self.is_away = True
+            self._last_id = "0"
             return []
         self.is_away = False
         entries = reply[0][1] if reply else []

@@ -1,4 +1,5 @@
-"""The head's side of the streams: many jobs' deltas in one round trip. Keeps nothing; knows no reader."""
+"""The head's side of the streams: many jobs' deltas in one round trip. Keeps nothing; knows no
+reader."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class _Stream:
 
 
 class DeltaWriter:
-    """One connection of one thread. `write` never blocks for long, and what it could not write is dropped."""
+    """One connection of one thread. `write` never blocks for long, and what it could not write is
+    dropped."""
 
     def __init__(self, redis_url: str, *, timeout_s: float = TIMEOUT_S) -> None:
         self.num_dropped = 0
@@ -53,12 +55,13 @@ class DeltaWriter:
         self._paused_until_s = 0.0
         self._known: dict[UUID, _Stream] = {}
         """They expire."""
-        # Once more at once, for a connection that died while idle. A delta written twice is read once.
+        # Once more at once, for a connection that died while idle. A delta written twice is read
+        # once.
         self._redis = redis_client(redis_url, timeout_s=timeout_s, num_retries=1)
 
     def write(self, batch: Sequence[tuple[UUID, Delta]]) -> None:
-        """Append each delta to its job's stream. Raises redis.RedisError: this batch is then forgotten, and those that
-        follow soon are too, without an error for each."""
+        """Append each delta to its job's stream. Raises redis.RedisError: this batch is then
+        forgotten, and those that follow soon are too, without an error for each."""
         if not batch:
             return
         if time.monotonic() < self._paused_until_s:
@@ -107,13 +110,16 @@ class DeltaWriter:
             self._add(pipeline, job_id, delta)
         ended = {job_id for job_id, delta in batch if delta.state is not None}
         for job_id in {job_id for job_id, _ in batch}:
-            pipeline.expire(job_stream(job_id), STREAM_ENDED_TTL_S if job_id in ended else STREAM_TTL_S)
+            pipeline.expire(
+                job_stream(job_id), STREAM_ENDED_TTL_S if job_id in ended else STREAM_TTL_S
+            )
         _without_wrong_types(pipeline.execute(raise_on_error=False))
         for job_id in ended:
             self._known.pop(job_id, None)
 
     def _extend(self, batch: Sequence[tuple[UUID, Delta]]) -> list[tuple[UUID, Delta]]:
-        """Only streams that are there. Returns what found none: the server lost them, and came back."""
+        """Only streams that are there. Returns what found none: the server lost them, and came
+        back."""
         if not batch:
             return []
         pipeline = self._redis.pipeline(transaction=False)
@@ -122,11 +128,15 @@ class DeltaWriter:
         replies = _without_wrong_types(pipeline.execute(raise_on_error=False))
         return [entry for entry, added in zip(batch, replies, strict=True) if added is None]
 
-    def _add(self, pipeline: Pipeline, job_id: UUID, delta: Delta, *, to_existing: bool = False) -> None:
+    def _add(
+        self, pipeline: Pipeline, job_id: UUID, delta: Delta, *, to_existing: bool = False
+    ) -> None:
         encoded = encode_delta(delta)
         maxlen = self._known.setdefault(job_id, _Stream(0.0)).add(encoded)
         fields: dict[FieldT, EncodableT] = {DELTA_FIELD: encoded}
-        pipeline.xadd(job_stream(job_id), fields, maxlen=maxlen, approximate=True, nomkstream=to_existing)
+        pipeline.xadd(
+            job_stream(job_id), fields, maxlen=maxlen, approximate=True, nomkstream=to_existing
+        )
 
 
 def _without_wrong_types(replies: list[Any]) -> list[Any]:

@@ -41,13 +41,15 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 """Variables of a template that no request sets."""
 
 MARK = "60172839465"
-"""Digits, which no template changes: with a message's number they show whether its content is rendered."""
+"""Digits, which no template changes: with a message's number they show whether its content is
+rendered."""
 
 MARKS = re.compile(f"{MARK}([0-9]{{1,7}}?){MARK}")
 
 
 class Generation(Extension):
-    """`{% generation %}` marks the assistant's text for training; here it renders as what is inside."""
+    """`{% generation %}` marks the assistant's text for training; here it renders as what is
+    inside."""
 
     tags = {"generation"}  # noqa: RUF012 jinja2 declares it as a plain set
 
@@ -63,7 +65,9 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise Invalid(
-                "chat_template", f"it is over {MAX_TEMPLATE_CHARS} characters", "Use the model's own template"
+                "chat_template",
+                f"it is over {MAX_TEMPLATE_CHARS} characters",
+                "Use the model's own template",
             )
         self._special_tokens = dict(special_tokens)
         self._knows_developer = DEVELOPER in source
@@ -78,11 +82,12 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Document], *, limit_chars: int, variables: Document | None = None
     ) -> str | None:
-        """The prompt up to where the assistant begins, with `variables` of the request's own; None if it is longer.
+        """The prompt up to where the assistant begins, with `variables` of the request's own; None
+        if it is longer.
 
-        A developer's message is a system's where the template does not know that role. Raises Invalid with
-        the template's own words, and where it leaves a message out unsaid: a model must not miss what its
-        caller wrote.
+        A developer's message is a system's where the template does not know that role. Raises
+        Invalid with the template's own words, and where it leaves a message out unsaid: a model
+        must not miss what its caller wrote.
         """
         known = [self._with_known_role(message) for message in messages]
         used = self._special_tokens | dict(variables or {})
@@ -98,13 +103,22 @@ class ChatTemplate:
         is_unknown = message["role"] == DEVELOPER and not self._knows_developer
         return {**message, "role": "system"} if is_unknown else message
 
-    def _check_none_is_left_out(self, messages: Sequence[Document], variables: Document, limit_chars: int) -> None:
-        marks = {place: f"{MARK}{place}{MARK}" for place, message in enumerate(messages) if message["content"].strip()}
+    def _check_none_is_left_out(
+        self, messages: Sequence[Document], variables: Document, limit_chars: int
+    ) -> None:
+        marks = {
+            place: f"{MARK}{place}{MARK}"
+            for place, message in enumerate(messages)
+            if message["content"].strip()
+        }
         marked = [
-            {**message, "content": message["content"] + marks.get(place, "")} for place, message in enumerate(messages)
+            {**message, "content": message["content"] + marks.get(place, "")}
+            for place, message in enumerate(messages)
         ]
         try:
-            text = self._render(marked, variables, limit_chars=2 * limit_chars + len(MARK) * 4 * len(messages))
+            text = self._render(
+                marked, variables, limit_chars=2 * limit_chars + len(MARK) * 4 * len(messages)
+            )
         except Invalid:
             return  # It took the messages themselves: others do not matter.
         rendered = {int(place) for place in MARKS.findall(text or "")}
@@ -116,26 +130,32 @@ class ChatTemplate:
                     "Use a role and a place that it renders: many take system as the first one alone",
                 )
 
-    def _render(self, messages: Sequence[Document], variables: Document, *, limit_chars: int) -> str | None:
+    def _render(
+        self, messages: Sequence[Document], variables: Document, *, limit_chars: int
+    ) -> str | None:
         parts: list[str] = []
         num_chars = 0
         given = {"tools": None, "documents": None, **variables}
         try:
-            for part in self._template.generate(messages=messages, add_generation_prompt=True, **given):
+            for part in self._template.generate(
+                messages=messages, add_generation_prompt=True, **given
+            ):
                 parts.append(part)
                 num_chars += len(part)
                 if num_chars > limit_chars:
                     return None
         except TEMPLATE_ERRORS as error:
             raise Invalid(
-                "messages", f"the model's chat template refuses them: {error}", "Change the messages' roles or order"
+                "messages",
+                f"the model's chat template refuses them: {error}",
+                "Change the messages' roles or order",
             ) from error
         return "".join(parts)
 
 
 def _has_all(text: str, messages: Sequence[Document]) -> bool:
-    """Whether all contents are plainly there, in order. Roles that few templates know are looked at closely: a short
-    content may be anywhere in a text."""
+    """Whether all contents are plainly there, in order. Roles that few templates know are looked at
+    closely: a short content may be anywhere in a text."""
     place = 0
     for message in messages:
         content = message["content"].strip()
@@ -148,7 +168,10 @@ def _has_all(text: str, messages: Sequence[Document]) -> bool:
 
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols], autoescape=False
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, loopcontrols],
+        autoescape=False,
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
@@ -164,7 +187,9 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Encode JSON without the HTML escapes of jinja2's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

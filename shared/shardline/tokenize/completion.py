@@ -24,14 +24,26 @@ MAX_WINDOW_TOKENS = 64
 
 
 class Detokenizer:
-    """Text by token, never a part of a character. All deltas and the flush together are what the tokens add to the text
-    of the prompt: a decoder that drops the space which begins a text keeps the one between prompt and completion.
-    Without `prompt_ids` some prompt is taken to be there."""
+    """Text by token, never a part of a character. All deltas and the flush together are what the
+    tokens add to the text of the prompt: a decoder that drops the space which begins a text keeps
+    the one between prompt and completion. Without `prompt_ids` some prompt is taken to be there."""
 
-    __slots__ = ("_given", "_num_whole", "_prompts", "_vocabulary", "_window", "_with_special", "has_pending")
+    __slots__ = (
+        "_given",
+        "_num_whole",
+        "_prompts",
+        "_vocabulary",
+        "_window",
+        "_with_special",
+        "has_pending",
+    )
 
     def __init__(
-        self, vocabulary: Vocabulary, *, prompt_ids: Sequence[int] | None = None, with_special: bool = False
+        self,
+        vocabulary: Vocabulary,
+        *,
+        prompt_ids: Sequence[int] | None = None,
+        with_special: bool = False,
     ) -> None:
         self._vocabulary = vocabulary
         self._with_special = with_special
@@ -41,15 +53,17 @@ class Detokenizer:
         self._given = text.rstrip(BROKEN)
         """The part of the window's text that is given out, or is the prompt's."""
         self._prompts = text[len(self._given) :]
-        """The broken bytes that end the prompt: they are no text of the completion, unless it makes them whole."""
+        """The broken bytes that end the prompt: they are no text of the completion, unless it makes
+        them whole."""
         self._num_whole = 0 if self._prompts else len(self._window)
-        """Tokens of the window that a cut may drop without splitting a character; 0: no such cut yet."""
+        """Tokens of the window that a cut may drop without splitting a character; 0: no such cut
+        yet."""
         self.has_pending = bool(self._prompts)
         """Whether the last token ended inside a character."""
 
     def _begin(self) -> str:
-        """The text of the prompt's end, from where a character begins: some decoders show a run of bytes that begins
-        inside one as broken altogether."""
+        """The text of the prompt's end, from where a character begins: some decoders show a run of
+        bytes that begins inside one as broken altogether."""
         if not self._window:
             return ""
         whole: str = self._vocabulary.decode(self._window)
@@ -71,12 +85,15 @@ class Detokenizer:
         self._window.append(token_id)
         text: str = self._vocabulary.decode(self._window)
         end = len(text.rstrip(BROKEN))
-        is_whole, is_full = end == len(text), len(self._window) > MAX_WINDOW_TOKENS
+        is_whole = end == len(text)
+        is_full = len(self._window) > MAX_WINDOW_TOKENS
         self.has_pending = not is_whole
         if is_full:
             end = max(end, len(text) - MAX_PENDING_CHARS)
         if not (is_whole or is_full or text.startswith(self._given)):
-            return ""  # Some decoders show a whole run of bytes as broken until its last character is complete.
+            # Some decoders show a whole run of bytes as broken until its last character is
+            # complete.
+            return ""
         delta = text[len(self._given) : end]
         self._given = text[: max(end, len(self._given))]
         if is_whole:
@@ -94,7 +111,8 @@ class Detokenizer:
 
     def _without_prompts(self, delta: str) -> str:
         if delta and self._prompts:
-            delta, self._prompts = delta.removeprefix(self._prompts), ""
+            delta = delta.removeprefix(self._prompts)
+            self._prompts = ""
         return delta
 
     def _mark_cut(self, text: str) -> None:
@@ -115,7 +133,8 @@ class Detokenizer:
 
 
 class StopFinder:
-    """Finds the stop string that is complete first, however tokens cut the text. Linear in the text (KMP)."""
+    """Finds the stop string that is complete first, however tokens cut the text. Linear in the text
+    (KMP)."""
 
     __slots__ = ("_borders", "_held", "_matched", "_stops")
 
@@ -127,7 +146,8 @@ class StopFinder:
         self._held = ""
 
     def push(self, delta: str, *, may_stop: bool) -> tuple[str, bool]:
-        """Text that can be no part of a stop string, and whether one is complete: then the text before it."""
+        """Text that can be no part of a stop string, and whether one is complete: then the text
+        before it."""
         if not self._stops:
             return delta, False
         text = self._held + delta
@@ -142,7 +162,8 @@ class StopFinder:
 
     def flush(self) -> str:
         """The text held back."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
     def _advance(self, char: str) -> int:
@@ -172,11 +193,12 @@ def _borders(stop: str) -> list[int]:
 
 
 class CompletionText:
-    """One job's text and end. `room` is what the context leaves after the prompt; of `prompt_ids` the last
-    PROMPT_END_TOKENS count; without them some prompt is taken to be there.
+    """One job's text and end. `room` is what the context leaves after the prompt; of `prompt_ids`
+    the last PROMPT_END_TOKENS count; without them some prompt is taken to be there.
 
-    The EOS or stop token is an output token like any other, but has no text. A stop string is not part of the text. One
-    that is a special token ends the completion at that token, which has no text for it to be found in.
+    The EOS or stop token is an output token like any other, but has no text. A stop string is not
+    part of the text. One that is a special token ends the completion at that token, which has no
+    text for it to be found in.
     """
 
     __slots__ = (
@@ -193,16 +215,25 @@ class CompletionText:
     )
 
     def __init__(
-        self, vocabulary: Vocabulary, params: SamplingParams, *, room: int, prompt_ids: Sequence[int] | None = None
+        self,
+        vocabulary: Vocabulary,
+        params: SamplingParams,
+        *,
+        room: int,
+        prompt_ids: Sequence[int] | None = None,
     ) -> None:
-        self._detokenizer = Detokenizer(vocabulary, prompt_ids=prompt_ids, with_special=not params.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            vocabulary, prompt_ids=prompt_ids, with_special=not params.skip_special_tokens
+        )
         self._finder = StopFinder(params.stop)
         self._limit = room if params.max_tokens is None else min(params.max_tokens, room)
         self._min_tokens = params.min_tokens
         self._stop_ids = params.stop_ids(vocabulary.eos_ids)
         special = vocabulary.special_tokens
         # A template's line break behind such a token is no part of it.
-        self._string_stop_ids = frozenset(special[stop.strip()] for stop in params.stop if stop.strip() in special)
+        self._string_stop_ids = frozenset(
+            special[stop.strip()] for stop in params.stop if stop.strip() in special
+        )
         self._num_tokens = 0
         self._has_ended = False
         self._is_cut = False
@@ -215,9 +246,11 @@ class CompletionText:
         return "".join(self._parts)
 
     def push(self, token_id: int) -> tuple[str, FinishReason | None]:
-        """The text that this token settles, and the reason if it is the last: then with all that was held back."""
+        """The text that this token settles, and the reason if it is the last: then with all that
+        was held back."""
         self._num_tokens += 1
-        text, reason = "", None
+        text = ""
+        reason = None
         if self._is_stop(token_id):
             reason = FinishReason.STOP
         else:
@@ -231,7 +264,8 @@ class CompletionText:
         return (text + self.flush() if self._has_ended else text), reason
 
     def say(self, ids: Iterable[int]) -> str:
-        """The text that a head streams with these tokens, after those pushed before; nothing follows the end."""
+        """The text that a head streams with these tokens, after those pushed before; nothing
+        follows the end."""
         parts: list[str] = []
         for token_id in ids:
             if self._has_ended:

@@ -15,7 +15,15 @@ from tokenizers import AddedToken, Tokenizer
 
 from shardline.base.errors import Invalid
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -29,8 +37,8 @@ def model_row(
     eos_ids: Sequence[int],
     revision: str | None = None,
 ) -> dict[str, Any]:
-    """The fields of the model in `folder`, with its head's limits. Without tokenizer.json it takes token ids only.
-    Raises Invalid."""
+    """The fields of the model in `folder`, with its head's limits. Without tokenizer.json it takes
+    token ids only. Raises Invalid."""
     tokenizer_config = _read(folder / "tokenizer_config.json")
     return {
         "name": name,
@@ -46,7 +54,8 @@ def model_row(
 
 
 def tokenizers_eos_id(folder: Path) -> int | None:
-    """The id of the token that ends a text, by the tokenizer's own files; None where they name none. Raises Invalid."""
+    """The id of the token that ends a text, by the tokenizer's own files; None where they name
+    none. Raises Invalid."""
     tokenizer_config = _read(folder / "tokenizer_config.json")
     eos = _special_tokens(folder, tokenizer_config).get("eos_token")
     text = _tokenizer(folder, tokenizer_config)
@@ -60,12 +69,16 @@ def tokenizers_eos_id(folder: Path) -> int | None:
 
 
 def _tokenizer(folder: Path, tokenizer_config: Mapping[str, Any]) -> str:
-    """The folder's tokenizer, with the tokens that its configuration alone adds, as transformers adds them."""
+    """The folder's tokenizer, with the tokens that its configuration alone adds, as transformers
+    adds them."""
     text = _text(folder / "tokenizer.json") or ""
     listed = tokenizer_config.get("added_tokens_decoder")
     if not text or not listed:
         return text
-    known = {token.get("content") for token in _document(text, "tokenizer.json").get("added_tokens") or ()}
+    known = {
+        token.get("content")
+        for token in _document(text, "tokenizer.json").get("added_tokens") or ()
+    }
     try:
         by_id = [token for _, token in sorted(listed.items(), key=lambda item: int(item[0]))]
         missing = [_added_token(token) for token in by_id if token["content"] not in known]
@@ -80,7 +93,9 @@ def _tokenizer(folder: Path, tokenizer_config: Mapping[str, Any]) -> str:
 
 
 def _added_token(token: Mapping[str, Any]) -> AddedToken:
-    return AddedToken(token["content"], **{name: bool(token[name]) for name in TOKEN_FLAGS if name in token})
+    return AddedToken(
+        token["content"], **{name: bool(token[name]) for name in TOKEN_FLAGS if name in token}
+    )
 
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:

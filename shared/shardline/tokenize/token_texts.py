@@ -1,6 +1,8 @@
-"""What each output token adds to a text, as log-probabilities show it: its text, its bytes, its place.
+"""What each output token adds to a text, as log-probabilities show it: its text, its bytes, its
+place.
 
-Together the texts are the completion's, and the bytes are its UTF-8. Knows no job and no answer's shape.
+Together the texts are the completion's, and the bytes are its UTF-8. Knows no job and no answer's
+shape.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from shardline.tokenize.vocabulary import BROKEN, Piece, Vocabulary
 class TokenText(NamedTuple):
     """One output token.
 
-    A token that ends inside a character has no text: the one that completes it has the whole character. One that adds
-    nothing to the text, as special tokens do, shows its name and has no bytes.
+    A token that ends inside a character has no text: the one that completes it has the whole
+    character. One that adds nothing to the text, as special tokens do, shows its name and has no
+    bytes.
     """
 
     text: str
@@ -26,23 +29,31 @@ class TokenText(NamedTuple):
 
 
 class TokenTexts:
-    """The tokens of one completion, in order, whether they come at once or in the chunks of a stream."""
+    """The tokens of one completion, in order, whether they come at once or in the chunks of a
+    stream."""
 
-    def __init__(self, vocabulary: Vocabulary, *, prompt_ids: Sequence[int], with_special: bool) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, *, prompt_ids: Sequence[int], with_special: bool
+    ) -> None:
         self._vocabulary = vocabulary
-        self._detokenizer = Detokenizer(vocabulary, prompt_ids=prompt_ids, with_special=with_special)
+        self._detokenizer = Detokenizer(
+            vocabulary, prompt_ids=prompt_ids, with_special=with_special
+        )
         self._num_chars = 0
         self._waiting: list[TokenText] = []
         """The last token with text, if it ends inside a character, and those behind it: if no
         character comes of it, its text is that it is broken."""
 
     def push(self, ids: Iterable[int], *, is_end: bool = False) -> list[TokenText]:
-        """The next tokens that are settled, in order: of these ids and of those that wait. With `is_end` all of them:
-        the last one with text has the bytes of which no character will come."""
+        """The next tokens that are settled, in order: of these ids and of those that wait. With
+        `is_end` all of them: the last one with text has the bytes of which no character will
+        come."""
         found = [*self._waiting, *(self._next(token_id) for token_id in ids)]
         num_settled = len(found)
         if self._detokenizer.has_pending:
-            num_settled = max((place for place, token in enumerate(found) if token.data), default=num_settled)
+            num_settled = max(
+                (place for place, token in enumerate(found) if token.data), default=num_settled
+            )
         rest = self._detokenizer.flush() if is_end else ""
         if rest and num_settled < len(found):
             last = found[num_settled]

@@ -1,4 +1,5 @@
-"""The tokenizers of registered models, each loaded once per fingerprint. Knows no database: rows arrive as mappings."""
+"""The tokenizers of registered models, each loaded once per fingerprint. Knows no database: rows
+arrive as mappings."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class RegisteredModel:
 
 
 class TokenizerCache:
-    """Bounded by the number of registered models. For one thread; a reader on an event loop sees whole updates."""
+    """Bounded by the number of registered models. For one thread; a reader on an event loop sees
+    whole updates."""
 
     def __init__(self) -> None:
         self._models: dict[str, RegisteredModel] = {}
@@ -51,14 +53,21 @@ class TokenizerCache:
         self._max_tokens: Mapping[str, int] = {}
         self._adapters: Adapters = {}
 
-    def refresh(self, fingerprints: Mapping[str, str], max_tokens: Mapping[str, int], adapters: Adapters) -> None:
-        """Adopt the registered models by name, the longest sequence that each one's pipelines hold, and its adapters.
+    def refresh(
+        self, fingerprints: Mapping[str, str], max_tokens: Mapping[str, int], adapters: Adapters
+    ) -> None:
+        """Adopt the registered models by name, the longest sequence that each one's pipelines hold,
+        and its adapters.
 
         Drops every model that is gone or has another fingerprint.
         """
-        self._fingerprints, self._max_tokens, self._adapters = fingerprints, max_tokens, adapters
+        self._fingerprints = fingerprints
+        self._max_tokens = max_tokens
+        self._adapters = adapters
         self._models = {
-            name: model for name, model in self._models.items() if fingerprints.get(name) == model.fingerprint
+            name: model
+            for name, model in self._models.items()
+            if fingerprints.get(name) == model.fingerprint
         }
 
     def split(self, address: str) -> tuple[str, str | None]:
@@ -82,7 +91,8 @@ class TokenizerCache:
         self._models[model.name] = model
 
     def get(self, address: str) -> RegisteredModel:
-        """The model, limited to what its pipelines hold. Raises UnknownModel, naming the registered ones."""
+        """The model, limited to what its pipelines hold. Raises UnknownModel, naming the registered
+        ones."""
         name, adapter = self.split(address)
         model = self._models.get(name)
         if model is None:
@@ -95,5 +105,7 @@ class TokenizerCache:
 def addresses(models: Iterable[str], adapters: Adapters) -> list[str]:
     """What requests may name: each model, and behind it its adapters."""
     return [
-        address_of(model, adapter) for model in sorted(models) for adapter in (None, *sorted(adapters.get(model, ())))
+        address_of(model, adapter)
+        for model in sorted(models)
+        for adapter in (None, *sorted(adapters.get(model, ())))
     ]

@@ -1,4 +1,5 @@
-"""Prompts to token ids and back, by a model's own tokenizer and chat template. Owns the limits that depend on a model.
+"""Prompts to token ids and back, by a model's own tokenizer and chat template. Owns the limits that
+depend on a model.
 
 Knows no database: a `models` row arrives as a mapping.
 """
@@ -22,11 +23,12 @@ from shardline.tokenize.token_texts import TokenTexts
 from shardline.tokenize.vocabulary import Vocabulary
 
 MAX_CHARS_PER_TOKEN = 128
-"""No tokenizer in use has longer tokens: text of more than that times the context is refused unread."""
+"""No tokenizer in use has longer tokens: text of more than that times the context is refused
+unread."""
 
 USUAL_CHARS_PER_TOKEN = 8
-"""Hardly any text has more. A tokenizer takes about 110 bytes for each character of a longer one: its beginning is
-tried first."""
+"""Hardly any text has more. A tokenizer takes about 110 bytes for each character of a longer one:
+its beginning is tried first."""
 MIN_BEGINNING = 64 << 10
 """Characters with tokens that cost next to nothing."""
 
@@ -40,7 +42,8 @@ class PreparedPrompt:
 
 
 class Tokens:
-    """One model's tokenizer, chat template and limits. Without a tokenizer it takes token ids only."""
+    """One model's tokenizer, chat template and limits. Without a tokenizer it takes token ids
+    only."""
 
     def __init__(
         self,
@@ -55,7 +58,8 @@ class Tokens:
     ) -> None:
         self.model = model
         self.context_length = self.longest = context_length
-        """`longest` is what a pipeline holds in KV, prompt and completion together; never more than the context."""
+        """`longest` is what a pipeline holds in KV, prompt and completion together; never more than
+        the context."""
         self.vocab_size = vocab_size
         self.eos_ids = tuple(eos_ids)
         self.has_tokenizer = bool(tokenizer_json)
@@ -77,48 +81,73 @@ class Tokens:
         )
 
     def within(self, kv_tokens: int | None) -> Tokens:
-        """A copy limited to the `kv_tokens` that pipelines hold. None: no pipeline has reported it, so no limit."""
+        """A copy limited to the `kv_tokens` that pipelines hold. None: no pipeline has reported it,
+        so no limit."""
         narrowed = copy(self)
         narrowed.longest = min(self.context_length, kv_tokens or self.context_length)
         return narrowed
 
     def prepare(
-        self, *, prompt: Prompt | None = None, messages: Sequence[Message] | None = None, params: SamplingParams
+        self,
+        *,
+        prompt: Prompt | None = None,
+        messages: Sequence[Message] | None = None,
+        params: SamplingParams,
     ) -> PreparedPrompt:
-        """Token ids within every limit of the model. Raises Invalid, naming the field, the limit and the remedy."""
+        """Token ids within every limit of the model. Raises Invalid, naming the field, the limit
+        and the remedy."""
         if not prompt and not messages:
-            raise Invalid("prompt", "it is empty; at least one token is needed", "Send some text or token ids")
+            raise Invalid(
+                "prompt", "it is empty; at least one token is needed", "Send some text or token ids"
+            )
         if messages:
             text = self.render(messages, params.chat_template_kwargs)
-            field, ids = "messages", self._encode(text, field="messages", add_special_tokens=False)
+            field = "messages"
+            ids = self._encode(text, field="messages", add_special_tokens=False)
         elif isinstance(prompt, str):
-            field, ids = "prompt", self._encode(prompt, field="prompt", add_special_tokens=True)
+            field = "prompt"
+            ids = self._encode(prompt, field="prompt", add_special_tokens=True)
         else:
-            field, ids = "prompt", self._checked("prompt", prompt or ())
+            field = "prompt"
+            ids = self._checked("prompt", prompt or ())
         if not ids:
-            raise Invalid(field, "it is empty; at least one token is needed", "Send some text or token ids")
+            raise Invalid(
+                field, "it is empty; at least one token is needed", "Send some text or token ids"
+            )
         if params.stop and not self.has_tokenizer:
             raise Invalid(
-                "stop", f"{self.model} has no tokenizer, so its completions have no text", "Use stop_token_ids"
+                "stop",
+                f"{self.model} has no tokenizer, so its completions have no text",
+                "Use stop_token_ids",
             )
         self._checked("stop_token_ids", params.stop_token_ids)
         return PreparedPrompt(prompt_ids=ids, max_tokens=self._max_tokens(field, len(ids), params))
 
-    def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
-        """Messages as the text that the model was trained on, with variables of its template. Raises Invalid."""
+    def render(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
+    ) -> str:
+        """Messages as the text that the model was trained on, with variables of its template.
+        Raises Invalid."""
         if self._template is None:
-            raise Invalid("messages", f"{self.model} has no chat template", "Send a prompt to /v1/completions instead")
+            raise Invalid(
+                "messages",
+                f"{self.model} has no chat template",
+                "Send a prompt to /v1/completions instead",
+            )
         given = msgspec.to_builtins(messages)
         text = self._template.render(given, limit_chars=self._limit_chars, variables=variables)
         if text is None:
             problem = f"they render to more than {self._limit_chars} characters"
-            raise ContextExceeded("messages", self.context_length, problem, "Send shorter or fewer messages")
+            raise ContextExceeded(
+                "messages", self.context_length, problem, "Send shorter or fewer messages"
+            )
         return text
 
     def completion(
         self, params: SamplingParams, max_tokens: int, prompt_ids: Sequence[int] | None = None
     ) -> CompletionText:
-        """A detokenizer for a prepared job's output, token by token. The prompt's last PROMPT_END_TOKENS suffice."""
+        """A detokenizer for a prepared job's output, token by token. The prompt's last
+        PROMPT_END_TOKENS suffice."""
         return CompletionText(self.vocabulary, params, room=max_tokens, prompt_ids=prompt_ids)
 
     def text_rule(
@@ -129,7 +158,9 @@ class Tokens:
 
     def token_texts(self, params: SamplingParams, prompt_ids: Sequence[int]) -> TokenTexts:
         """A completion's tokens one by one, for log-probabilities."""
-        return TokenTexts(self.vocabulary, prompt_ids=prompt_ids, with_special=not params.skip_special_tokens)
+        return TokenTexts(
+            self.vocabulary, prompt_ids=prompt_ids, with_special=not params.skip_special_tokens
+        )
 
     @property
     def _limit_chars(self) -> int:
@@ -137,7 +168,9 @@ class Tokens:
 
     def _encode(self, text: str, *, field: str, add_special_tokens: bool) -> tuple[int, ...]:
         if not self.has_tokenizer:
-            raise Invalid(field, f"{self.model} has no tokenizer", "Send the prompt as a list of token ids")
+            raise Invalid(
+                field, f"{self.model} has no tokenizer", "Send the prompt as a list of token ids"
+            )
         if len(text) > self._limit_chars:
             raise ContextExceeded(
                 field,
@@ -157,8 +190,10 @@ class Tokens:
         return ids
 
     def _check_beginnings(self, text: str, field: str) -> None:
-        """Raises ContextExceeded if a part of the text is far over the context: what is behind it costs no memory."""
-        num_chars, most = max(MIN_BEGINNING, USUAL_CHARS_PER_TOKEN * self.context_length), 2 * self.context_length
+        """Raises ContextExceeded if a part of the text is far over the context: what is behind it
+        costs no memory."""
+        num_chars = max(MIN_BEGINNING, USUAL_CHARS_PER_TOKEN * self.context_length)
+        most = 2 * self.context_length
         while num_chars < len(text):
             if len(self._ids(text[:num_chars], field, add_special_tokens=False)) > most:
                 raise ContextExceeded(
@@ -172,9 +207,13 @@ class Tokens:
     def _ids(self, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
         try:
             # Of a batch, as that alone lets other threads run meanwhile.
-            (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            (encoding,) = self.tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
         except TypeError as error:
-            raise Invalid(field, "it holds characters that are not valid Unicode", "Remove lone surrogates") from error
+            raise Invalid(
+                field, "it holds characters that are not valid Unicode", "Remove lone surrogates"
+            ) from error
         ids: list[int] = encoding.ids
         return ids
 
@@ -191,7 +230,9 @@ class Tokens:
         """The place of the first id that the model has no embedding for."""
         if not ids or (min(ids) >= 0 and max(ids) < self.vocab_size):
             return None
-        return next(place for place, token_id in enumerate(ids) if not 0 <= token_id < self.vocab_size)
+        return next(
+            place for place, token_id in enumerate(ids) if not 0 <= token_id < self.vocab_size
+        )
 
     def _max_tokens(self, field: str, num_prompt: int, params: SamplingParams) -> int:
         room = self.longest - num_prompt
@@ -212,7 +253,9 @@ class Tokens:
             )
         if params.min_tokens > max_tokens:
             raise Invalid(
-                "min_tokens", f"{params.min_tokens} is above the {max_tokens} that fit", f"Use at most {max_tokens}"
+                "min_tokens",
+                f"{params.min_tokens} is above the {max_tokens} that fit",
+                f"Use at most {max_tokens}",
             )
         return max_tokens
 
@@ -224,13 +267,16 @@ class Tokens:
 
 
 def _load(tokenizer_json: str) -> Tokenizer:
-    """Padding and truncation that a file may ask for are never wanted here: they would change prompts silently."""
+    """Padding and truncation that a file may ask for are never wanted here: they would change
+    prompts silently."""
     if not tokenizer_json:
         return Tokenizer(WordLevel({}, unk_token=""))
     try:
         tokenizer = Tokenizer.from_str(tokenizer_json)
     except Exception as error:
-        raise Invalid("tokenizer", f"tokenizer.json cannot be read: {error}", "Copy the model again") from error
+        raise Invalid(
+            "tokenizer", f"tokenizer.json cannot be read: {error}", "Copy the model again"
+        ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -24,7 +24,8 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Piece(NamedTuple):
-    """A token inside a text. Its bytes may be no whole character; then its text shows them as broken."""
+    """A token inside a text. Its bytes may be no whole character; then its text shows them as
+    broken."""
 
     text: str
     data: bytes
@@ -36,7 +37,9 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer, eos_ids: Iterable[int]) -> None:
         self.eos_ids = frozenset(eos_ids)
         self.special_tokens = {
-            token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+            token.content: token_id
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
         }
         """Ids by text of the tokens that are marked as special."""
         self._special_ids = frozenset(self.special_tokens.values())
@@ -47,12 +50,13 @@ class Vocabulary:
         self.piece = lru_cache(maxsize=MAX_PIECES)(self._piece)
 
     def has_text(self, token_id: int, *, with_special: bool = False) -> bool:
-        """False for the places by which models round up their vocabulary, and, unless they are asked for, for special
-        tokens."""
+        """False for the places by which models round up their vocabulary, and, unless they are
+        asked for, for special tokens."""
         return token_id < self.num_ids and (with_special or token_id not in self._special_ids)
 
     def name(self, token_id: int) -> str:
-        """The token alone, as log-probabilities name one that has no text: special tokens show their name."""
+        """The token alone, as log-probabilities name one that has no text: special tokens show
+        their name."""
         return str(self.decode([token_id]))
 
     def _piece(self, token_id: int) -> Piece:
@@ -64,7 +68,8 @@ class Vocabulary:
 
     @cached_property
     def anchor(self) -> tuple[Sequence[int], str]:
-        """An ordinary token that can stand before others, and its text; none where no token has a letter or digit."""
+        """An ordinary token that can stand before others, and its text; none where no token has a
+        letter or digit."""
         for token_id in range(self.num_ids):
             if self.has_text(token_id) and not BYTE_TOKEN.fullmatch(self._name(token_id) or ""):
                 text = self.name(token_id)
@@ -73,7 +78,8 @@ class Vocabulary:
         return (), ""
 
     def _data(self, token_id: int) -> bytes:
-        """The bytes of a token that ends inside a character, or begins there; by its name, as no decoder shows them."""
+        """The bytes of a token that ends inside a character, or begins there; by its name, as no
+        decoder shows them."""
         name = self._name(token_id) or ""
         if found := BYTE_TOKEN.fullmatch(name):
             return bytes([int(found[1], 16)])
@@ -83,8 +89,8 @@ class Vocabulary:
 
 
 def _byte_level() -> dict[str, int]:
-    """Bytes by the characters that name them in byte-level vocabularies: printable ones of Latin-1 by themselves, the
-    others in order from U+0100 on."""
+    """Bytes by the characters that name them in byte-level vocabularies: printable ones of Latin-1
+    by themselves, the others in order from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     named = {chr(byte): byte for byte in printable}

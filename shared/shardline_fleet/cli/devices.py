@@ -1,4 +1,5 @@
-"""`shardline devices`: what the workers of fleets have measured of their devices and of the links between them."""
+"""`shardline devices`: what the workers of fleets have measured of their devices and of the links
+between them."""
 
 from __future__ import annotations
 
@@ -42,14 +43,19 @@ class FleetDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 def devices(
     *,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Default: all that fleets serve.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Default: all that fleets serve.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Show the devices of all fleets: memory, speed, layers, and the links between their machines."""
+    """Show the devices of all fleets: memory, speed, layers, and the links between their
+    machines."""
     with transaction() as connection:
         names = [model] if model else fleets.fleets(connection)
         plans = fleets.all_plans(connection)
-        workers = [(name, worker) for name in names for worker in fleets.workers_of(connection, name)]
+        workers = [
+            (name, worker) for name in names for worker in fleets.workers_of(connection, name)
+        ]
     found = []
     for name, worker in workers:
         try:
@@ -81,7 +87,16 @@ def _draw(found: Sequence[FleetDevice]) -> None:
         typer.echo("no worker of a fleet is here: stages with SHARDLINE_LAYERS=planned join one")
         return
     table = show.new_table(
-        "worker", "device", "host", "model", "dtype", "memory", "weights", "KV", "products", "layers"
+        "worker",
+        "device",
+        "host",
+        "model",
+        "dtype",
+        "memory",
+        "weights",
+        "KV",
+        "products",
+        "layers",
     )
     for each in found:
         rows, flops = each.rates.flops[-1]
@@ -96,11 +111,15 @@ def _draw(found: Sequence[FleetDevice]) -> None:
         )
     show.print_table(table)
     for one, other, link in _links(found):
-        typer.echo(f"{one} to {other}: {link.latency_s * 1e3:.2f} ms, {link.bytes_per_s / 1e6:,.0f} MB/s")
+        typer.echo(
+            f"{one} to {other}: {link.latency_s * 1e3:.2f} ms, {link.bytes_per_s / 1e6:,.0f} MB/s"
+        )
 
 
 def _links(found: Sequence[FleetDevice]) -> list[tuple[str, str, Link]]:
     """Between machines, by the names of their hosts, each direction once."""
     hosts = {each.machine: each.host for each in found}
-    measured = {(each.machine, to): link for each in found for to, link in each.links.items() if to in hosts}
+    measured = {
+        (each.machine, to): link for each in found for to, link in each.links.items() if to in hosts
+    }
     return [(hosts[one], hosts[to], link) for (one, to), link in sorted(measured.items())]

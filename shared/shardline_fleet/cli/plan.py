@@ -1,4 +1,5 @@
-"""`shardline plan`: which device should compute which layers, and what that gives. Reads files only."""
+"""`shardline plan`: which device should compute which layers, and what that gives. Reads files
+only."""
 
 from __future__ import annotations
 
@@ -37,31 +38,47 @@ CACHE = Path.home() / ".cache" / "shardline"
 
 
 def plan(
-    model: Annotated[Path, typer.Option("--model", "-m", help="Folder of the model; its config.json is read.")],
+    model: Annotated[
+        Path, typer.Option("--model", "-m", help="Folder of the model; its config.json is read.")
+    ],
     devices: Annotated[
         list[Path] | None,
         typer.Option(
-            "--devices", "-d", help="Files with what `python -m services.stage profile` printed, or folders of them."
+            "--devices",
+            "-d",
+            help="Files with what `python -m services.stage profile` printed, or folders of them.",
         ),
     ] = None,
     *,
     cache_dir: Annotated[
-        Path, typer.Option(envvar="SHARDLINE_CACHE_DIR", help="Without --devices: its profiles of this model.")
+        Path,
+        typer.Option(
+            envvar="SHARDLINE_CACHE_DIR", help="Without --devices: its profiles of this model."
+        ),
     ] = CACHE,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = USUAL.prompt,
     output: Annotated[int, typer.Option(min=2, help="Tokens of a completion.")] = USUAL.output,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = USUAL.concurrency,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Requests at a time.")
+    ] = USUAL.concurrency,
     goal: Annotated[Goal, typer.Option(help="What to make as good as can be.")] = Goal.THROUGHPUT,
-    stages: Annotated[int | None, typer.Option(min=1, help="Stages of a pipeline; default: the best number.")] = None,
-    replicas: Annotated[int | None, typer.Option(min=1, help="Pipelines; default: the best number.")] = None,
+    stages: Annotated[
+        int | None, typer.Option(min=1, help="Stages of a pipeline; default: the best number.")
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Pipelines; default: the best number.")
+    ] = None,
     hour_cost: Annotated[
         list[str] | None,
-        typer.Option(help="Money for an hour of a device, such as cuda:0=2.50; adds the cost of a million tokens."),
+        typer.Option(
+            help="Money for an hour of a device, such as cuda:0=2.50; adds the cost of a million tokens."
+        ),
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the plans into this file too.")] = None,
     json: Json = False,
 ) -> None:
-    """Show the best plan of a model over measured devices, the next best, and what is predicted of each."""
+    """Show the best plan of a model over measured devices, the next best, and what is predicted of
+    each."""
     costs = ModelCosts.read(model)
     cached = cache_dir / "profiles"
     profiles = _profiles(devices or ([cached] if cached.is_dir() else []), costs)
@@ -73,20 +90,30 @@ def plan(
         _draw(drawing, plans, workload, hour_costs)
         drawing.save_svg(str(svg), title=f"shardline plan: {model.name}")
     if json:
-        show.as_json(plans if not hour_costs else {**msgspec.to_builtins(plans), **_costs_of(plans, hour_costs)})
+        show.as_json(
+            plans
+            if not hour_costs
+            else {**msgspec.to_builtins(plans), **_costs_of(plans, hour_costs)}
+        )
     else:
         _draw(Console(highlight=False), plans, workload, hour_costs)
 
 
 def _profiles(paths: list[Path], model: ModelCosts) -> list[DeviceProfile]:
     """Those of this model."""
-    files = [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
+    files = [
+        file
+        for path in paths
+        for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])
+    ]
     found: list[DeviceProfile] = []
     for file in files:
         try:
             found += read_profiles(file.read_bytes())
         except OSError as error:
-            raise Invalid("--devices", f"{file} cannot be read: {error.strerror}", "Check the path") from error
+            raise Invalid(
+                "--devices", f"{file} cannot be read: {error.strerror}", "Check the path"
+            ) from error
     of_model = [profile for profile in found if profile.model == model.shapes_id]
     if not of_model:
         raise Invalid(
@@ -106,26 +133,42 @@ def _hour_costs(given: list[str], profiles: list[DeviceProfile]) -> dict[str, fl
         try:
             found[device] = float(amount)
         except ValueError as error:
-            raise Invalid("--hour-cost", f"{each!r} is no device and amount", "Write cuda:0=2.50") from error
+            raise Invalid(
+                "--hour-cost", f"{each!r} is no device and amount", "Write cuda:0=2.50"
+            ) from error
     missing = sorted({profile.device for profile in profiles} - found.keys())
     if found and missing:
-        raise Invalid("--hour-cost", f"{', '.join(missing)} has none", "Give one for each device, 0 if it is free")
+        raise Invalid(
+            "--hour-cost",
+            f"{', '.join(missing)} has none",
+            "Give one for each device, 0 if it is free",
+        )
     return found
 
 
 def _costs_of(plans: Plans, hour_costs: Mapping[str, float]) -> dict[str, list[float]]:
     """Returns the costs of the best plan and the next ones, in their order."""
-    return {"cost_per_million": [plan.cost_per_million(hour_costs) for plan in (plans.best, *plans.others)]}
+    return {
+        "cost_per_million": [
+            plan.cost_per_million(hour_costs) for plan in (plans.best, *plans.others)
+        ]
+    }
 
 
-def _draw(console: Console, plans: Plans, workload: Workload, hour_costs: Mapping[str, float]) -> None:
+def _draw(
+    console: Console, plans: Plans, workload: Workload, hour_costs: Mapping[str, float]
+) -> None:
     best = plans.best
     load = f"{workload.concurrency} x {workload.prompt} tokens in, {workload.output} out"
-    console.print(f"[bold]best for {plans.goal}[/bold] of {load}: {' + '.join(map(_shape, best.pipelines))}")
+    console.print(
+        f"[bold]best for {plans.goal}[/bold] of {load}: {' + '.join(map(_shape, best.pipelines))}"
+    )
     for pipeline in best.pipelines:
         if len(best.pipelines) > 1:
             requests = f"{pipeline.concurrency} requests at a time in each replica"
-            console.print(f"[bold]{_shape(pipeline)}[/bold]: {requests}, {pipeline.tokens_per_s:,.1f} tokens/s")
+            console.print(
+                f"[bold]{_shape(pipeline)}[/bold]: {requests}, {pipeline.tokens_per_s:,.1f} tokens/s"
+            )
         console.print(_stages(pipeline))
         busy_share = pipeline.stages[pipeline.bottleneck].busy_share
         if busy_share < HELD_UP:
@@ -147,7 +190,9 @@ def _stages(plan: PipelinePlan) -> Table:
         color = "red" if place == plan.bottleneck else "green"
         table.add_row(
             str(place),
-            escape("\n".join(f"{name.device} on {name.host}{_ranks(stage)}" for name in stage.devices)),
+            escape(
+                "\n".join(f"{name.device} on {name.host}{_ranks(stage)}" for name in stage.devices)
+            ),
             stage.dtype,
             stage.layers,
             f"[{color}]{bar:<{BAR_CHARS}}[/]{stage.busy_share:5.0%}",
@@ -162,7 +207,9 @@ def _ranks(stage: StagePlan) -> str:
 
 
 def _weights(stage: StagePlan) -> str:
-    streamed = f", {stage.streamed_bytes / 2**20:,.0f} read in each step" if stage.streamed_bytes else ""
+    streamed = (
+        f", {stage.streamed_bytes / 2**20:,.0f} read in each step" if stage.streamed_bytes else ""
+    )
     return f"{stage.weight_bytes / 2**20:,.0f} MiB{streamed}"
 
 

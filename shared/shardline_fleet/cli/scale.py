@@ -51,16 +51,30 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 def scale(
     *,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Default: the only one that a fleet has.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Default: the only one that a fleet has.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Required: workers are started by what runs them.")
     ] = False,
-    window_s: Annotated[float, typer.Option(min=1, help="The load is that of so many seconds.")] = WINDOW_S,
-    drain_s: Annotated[float, typer.Option(min=1, help="Jobs that wait are to end within so many seconds.")] = DRAIN_S,
-    share: Annotated[float, typer.Option(min=0.05, max=1, help="Of the fleet's speed that the load may take.")] = SHARE,
-    rate: Annotated[float | None, typer.Option(min=0, help="Jobs a second, instead of those that came.")] = None,
-    prompt: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt, instead of their average.")] = None,
-    output: Annotated[int | None, typer.Option(min=2, help="Tokens of a completion, instead of their average.")] = None,
+    window_s: Annotated[
+        float, typer.Option(min=1, help="The load is that of so many seconds.")
+    ] = WINDOW_S,
+    drain_s: Annotated[
+        float, typer.Option(min=1, help="Jobs that wait are to end within so many seconds.")
+    ] = DRAIN_S,
+    share: Annotated[
+        float, typer.Option(min=0.05, max=1, help="Of the fleet's speed that the load may take.")
+    ] = SHARE,
+    rate: Annotated[
+        float | None, typer.Option(min=0, help="Jobs a second, instead of those that came.")
+    ] = None,
+    prompt: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a prompt, instead of their average.")
+    ] = None,
+    output: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a completion, instead of their average.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Print how many workers of a fleet a load needs, by what its workers have measured."""
@@ -69,55 +83,103 @@ def scale(
         raise Invalid("--dry-run", "nothing here starts workers", remedy)
     with transaction() as connection:
         name = model or _only_fleet(fleets.fleets(connection))
-        workers, asked = fleets.workers_of(connection, name), demand(connection, name, window_s)
+        workers = fleets.workers_of(connection, name)
+        asked = demand(connection, name, window_s)
     if not workers:
-        raise Invalid("--model", f"no worker of a fleet serves {name}", "Start one: its measurements are needed")
+        raise Invalid(
+            "--model",
+            f"no worker of a fleet serves {name}",
+            "Start one: its measurements are needed",
+        )
     load = _load(asked, window_s, drain_s, rate=rate, prompt=prompt, output=output)
-    profiles = [profile_of({**each.profile, "device": each.worker}, f"profile of {each.worker}") for each in workers]
+    profiles = [
+        profile_of({**each.profile, "device": each.worker}, f"profile of {each.worker}")
+        for each in workers
+    ]
     workload = Workload(prompt=load.prompt, output=load.output)
     scaling = Scaling(msgspec.convert(workers[0].shapes, ModelCosts), profiles, workload)
     needed = scaling.needed(load.tokens_per_s, share)
-    shown = {len(workers), *(range(max(1, needed.workers - 1), needed.workers + 2) if needed else (MAX_WORKERS,))}
-    sizes = [size for num in sorted(shown) if (size := scaling.size(num, load.tokens_per_s)) is not None]
-    answer = Answer(model=name, load=load, here=len(workers), needed=needed.workers if needed else None, sizes=sizes)
+    shown = {
+        len(workers),
+        *(range(max(1, needed.workers - 1), needed.workers + 2) if needed else (MAX_WORKERS,)),
+    }
+    sizes = [
+        size for num in sorted(shown) if (size := scaling.size(num, load.tokens_per_s)) is not None
+    ]
+    answer = Answer(
+        model=name,
+        load=load,
+        here=len(workers),
+        needed=needed.workers if needed else None,
+        sizes=sizes,
+    )
     show.as_json(answer) if json else _draw(answer, share)
 
 
 def _only_fleet(models: list[str]) -> str:
     if len(models) != 1:
         known = ", ".join(models) or "none: its stages have numbers, or none runs"
-        raise Invalid("--model", f"{len(models)} models have a fleet, so it must be named", f"Fleets: {known}")
+        raise Invalid(
+            "--model", f"{len(models)} models have a fleet, so it must be named", f"Fleets: {known}"
+        )
     return models[0]
 
 
 def _load(
-    asked: Demand, window_s: float, drain_s: float, *, rate: float | None, prompt: int | None, output: int | None
+    asked: Demand,
+    window_s: float,
+    drain_s: float,
+    *,
+    rate: float | None,
+    prompt: int | None,
+    output: int | None,
 ) -> Load:
     """What is given counts, else what was asked."""
-    prompt, output = prompt or round(asked.prompt or 0), output or round(asked.output or 0)
+    prompt = prompt or round(asked.prompt or 0)
+    output = output or round(asked.output or 0)
     if not prompt or not output:
-        problem = f"no job of the last {window_s:g} s has succeeded, so the size of jobs is not known"
-        raise Invalid("--prompt", problem, "Give --rate, --prompt and --output, or a longer --window-s")
+        problem = (
+            f"no job of the last {window_s:g} s has succeeded, so the size of jobs is not known"
+        )
+        raise Invalid(
+            "--prompt", problem, "Give --rate, --prompt and --output, or a longer --window-s"
+        )
     arriving = asked.num_arrived / window_s if rate is None else rate
     return Load(
-        jobs_per_s=arriving + asked.num_queued / drain_s, prompt=prompt, output=max(2, output), queued=asked.num_queued
+        jobs_per_s=arriving + asked.num_queued / drain_s,
+        prompt=prompt,
+        output=max(2, output),
+        queued=asked.num_queued,
     )
 
 
 def _draw(answer: Answer, share: float) -> None:
-    console, load = Console(highlight=False), answer.load
+    console = Console(highlight=False)
+    load = answer.load
     console.print(
         f"[bold]{answer.model}[/bold]: {load.jobs_per_s:.2f} jobs/s of {load.prompt} tokens in, {load.output} out "
         f"({load.queued} wait now): {load.tokens_per_s:,.0f} output tokens/s"
     )
-    table = Table("workers", "split", "pipelines", "tokens/s", "used", box=None, padding=(0, 2, 0, 0))
+    table = Table(
+        "workers", "split", "pipelines", "tokens/s", "used", box=None, padding=(0, 2, 0, 0)
+    )
     for size in answer.sizes:
         here = " (now)" if size.workers == answer.here else ""
         color = "green" if size.used <= share else "red"
         used = f"[{color}]{size.used:.0%}[/]"
-        table.add_row(f"{size.workers}{here}", size.split, str(size.replicas), f"{size.tokens_per_s:,.0f}", used)
+        table.add_row(
+            f"{size.workers}{here}",
+            size.split,
+            str(size.replicas),
+            f"{size.tokens_per_s:,.0f}",
+            used,
+        )
     console.print(table)
     if answer.needed is None:
-        console.print(f"needed: more than {MAX_WORKERS} workers of these kinds, at {share:.0%} of their speed")
+        console.print(
+            f"needed: more than {MAX_WORKERS} workers of these kinds, at {share:.0%} of their speed"
+        )
     else:
-        console.print(f"needed: {answer.needed} workers, at {share:.0%} of their speed; {answer.here} are here")
+        console.print(
+            f"needed: {answer.needed} workers, at {share:.0%} of their speed; {answer.here} are here"
+        )

@@ -47,13 +47,19 @@ def _moved(
     """Returns the stages with each boundary that is taken at the nearest free one before or behind
     it, whichever is faster."""
     for place in range(1, len(stages)):
-        left, right = stages[place - 1], stages[place]
+        left = stages[place - 1]
+        right = stages[place]
         if right.first not in taken:
             continue
         before = [bound for bound in range(left.first + 1, right.first) if bound not in taken][-1:]
         behind = [bound for bound in range(right.first + 1, right.stop) if bound not in taken][:1]
         ways = [
-            [*stages[: place - 1], left._replace(stop=bound), right._replace(first=bound), *stages[place + 1 :]]
+            [
+                *stages[: place - 1],
+                left._replace(stop=bound),
+                right._replace(first=bound),
+                *stages[place + 1 :],
+            ]
             for bound in (*before, *behind)
         ]
         fitting = [way for way in ways if predictor.fits(way)]

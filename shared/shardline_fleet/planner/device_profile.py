@@ -1,7 +1,8 @@
-"""What a worker measured of its device: the times of a model's parts, as a record that travels as JSON.
+"""What a worker measured of its device: the times of a model's parts, as a record that travels as
+JSON.
 
-Times are of the model's own layers through the stage's own code, so that one number holds all that a layer costs:
-products, norms, calls. `python -m services.stage profile` writes it. Knows no plan.
+Times are of the model's own layers through the stage's own code, so that one number holds all that
+a layer costs: products, norms, calls. `python -m services.stage profile` writes it. Knows no plan.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class LayerTimes(msgspec.Struct, frozen=True, kw_only=True):
     def seconds(self, *, rows: float, decode_context: float, prefill_context: float) -> float:
         """Returns the time of one call with this many packed rows and contexts that add up to
         these, in tokens."""
-        attended_s = self.decode_context_s * decode_context + self.prefill_context_s * prefill_context
+        attended_s = (
+            self.decode_context_s * decode_context + self.prefill_context_s * prefill_context
+        )
         return interpolated(self.rows, rows) + attended_s
 
 
@@ -89,13 +92,15 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     sampled: Points
     """What the tail adds, by sampled rows: output layer and sampler."""
     tail_prefill_row_s: Annotated[float, msgspec.Meta(ge=-MAX_S, le=MAX_S)]
-    """What the tail adds for each prompt row that is not sampled; below 0, since its last layer leaves them out."""
+    """What the tail adds for each prompt row that is not sampled; below 0, since its last layer
+    leaves them out."""
     frame_s: Seconds = 0.0
     """To take one frame and send another, without their bytes."""
     frame_byte_s: Seconds = 0.0
     """More, for each byte of a frame."""
     stream_bytes_per_s: Rate = 0.0
-    """Weights that it reads from its disk in every step, if memory does not hold them; 0: it must hold all."""
+    """Weights that it reads from its disk in every step, if memory does not hold them; 0: it must
+    hold all."""
     others_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Of the time in which it was measured, how much other programs had its cores."""
     machine: str = ""
@@ -157,10 +162,15 @@ def read_profiles(data: bytes, field: str = FIELD) -> list[DeviceProfile]:
 
 
 def profile_of(found: object, field: str = FIELD) -> DeviceProfile:
-    """Takes a profile as JSON has it. Raises Invalid, naming `field`, for one of another version, without a part, with
-    times that are no numbers or that no device takes, or without any time in a layer."""
+    """Takes a profile as JSON has it. Raises Invalid, naming `field`, for one of another version,
+    without a part, with times that are no numbers or that no device takes, or without any time in a
+    layer."""
     if isinstance(found, dict) and found.get("version", VERSION) != VERSION:
-        raise Invalid(field, f"version {found['version']} of a profile, not {VERSION}", "Measure the device again")
+        raise Invalid(
+            field,
+            f"version {found['version']} of a profile, not {VERSION}",
+            "Measure the device again",
+        )
     try:
         profile = msgspec.convert(found, DeviceProfile)
     except msgspec.MsgspecError as error:
@@ -169,8 +179,14 @@ def profile_of(found: object, field: str = FIELD) -> DeviceProfile:
         raise _no_profile(field, f"{profile.device} has weights of {profile.dtype!r}")
     for name, points in _measured(profile):
         if any(not left < right for (left, _), (right, _) in pairwise(points)):
-            raise _no_profile(field, f"{profile.device} has times of {name} that are not in order of rows")
-    idle = [kind for kind, times in profile.layers.items() if not any(seconds for _, seconds in times.rows)]
+            raise _no_profile(
+                field, f"{profile.device} has times of {name} that are not in order of rows"
+            )
+    idle = [
+        kind
+        for kind, times in profile.layers.items()
+        if not any(seconds for _, seconds in times.rows)
+    ]
     if idle or not profile.layers:
         what = f"layers of {', '.join(idle)}" if idle else "its layers"
         raise _no_profile(field, f"{profile.device}: {what} take no time")
@@ -189,7 +205,11 @@ def _measured(profile: DeviceProfile) -> list[tuple[str, Points]]:
 
 
 def _no_profile(field: str, problem: str) -> Invalid:
-    return Invalid(field, f"no device profile: {problem}", "Give what `python -m services.stage profile` printed")
+    return Invalid(
+        field,
+        f"no device profile: {problem}",
+        "Give what `python -m services.stage profile` printed",
+    )
 
 
 def _times(points: Points, factor: float) -> Points:
@@ -197,7 +217,8 @@ def _times(points: Points, factor: float) -> Points:
 
 
 def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The value at `x` on the line through its neighbors; behind the last point the last line goes on."""
+    """The value at `x` on the line through its neighbors; behind the last point the last line goes
+    on."""
     place = bisect_left(points, x, key=lambda point: point[0])
     if place == 0 or len(points) == 1:
         return points[0][1]

@@ -1,4 +1,5 @@
-"""Devices in groups of equal ones, and the best plan for each number of replicas and stages over them."""
+"""Devices in groups of equal ones, and the best plan for each number of replicas and stages over
+them."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ class Fleet:
         """Returns the number of devices of all groups."""
         return sum(map(len, self.groups))
 
-    def shapes(self, replicas: int, num_layers: int, num_stages: int | None = None) -> Iterator[PipelineShape]:
+    def shapes(
+        self, replicas: int, num_layers: int, num_stages: int | None = None
+    ) -> Iterator[PipelineShape]:
         """Yields `replicas` replicas of every number of stages, or of one, that these devices and
         layers allow."""
         counts = tuple(len(group) // replicas for group in self.groups)
@@ -69,7 +72,9 @@ class PipelineShape:
     counts: tuple[int, ...]
     """Devices of each group in each replica."""
 
-    def fastest(self, predictor: Predictor, below: float = float("inf")) -> list[StageAssignment] | None:
+    def fastest(
+        self, predictor: Predictor, below: float = float("inf")
+    ) -> list[StageAssignment] | None:
         """Returns the stages of which the slowest is busy for the shortest time under the load;
         None if none is faster than `below`, in seconds, or none fits."""
         search = self._search(lambda profile: predictor.cost(profile, self.num_stages))
@@ -81,9 +86,13 @@ class PipelineShape:
         return search.fits(self.num_stages)
 
     def first(self, predictor: Predictor) -> list[StageAssignment] | None:
-        """The stages through which a request alone goes fastest, whatever their number; None if none fits."""
-        model, load = predictor.model, predictor.load
-        search = self._search(lambda profile: stage_cost(profile, model, load.alone(), load.kv_tokens))
+        """The stages through which a request alone goes fastest, whatever their number; None if
+        none fits."""
+        model = predictor.model
+        load = predictor.load
+        search = self._search(
+            lambda profile: stage_cost(profile, model, load.alone(), load.kv_tokens)
+        )
         return self._assigned(search.least_sum())
 
     def _ways(self) -> list[tuple[int, DeviceProfile]]:
@@ -91,19 +100,28 @@ class PipelineShape:
         return [(number, way) for number, group in enumerate(self.fleet.groups) for way in group[0]]
 
     def _search(self, cost: Callable[[DeviceProfile], StageCost]) -> Search:
-        return Search([DeviceKind(group=group, cost=cost(profile)) for group, profile in self._ways()], self.counts)
+        return Search(
+            [DeviceKind(group=group, cost=cost(profile)) for group, profile in self._ways()],
+            self.counts,
+        )
 
     def _assigned(self, found: Sequence[Slice] | None) -> list[StageAssignment] | None:
         """Assigns separate devices to each stage of each replica."""
         if found is None:
             return None
-        ways, used, stages = self._ways(), Counter[int](), []
+        ways = self._ways()
+        used = Counter[int]()
+        stages = []
         for placed in found:
             group, way = ways[placed.kind]
             number = self.fleet.groups[group][0].index(way)
             devices = self.fleet.groups[group][used[group] : used[group] + self.replicas]
             used[group] += self.replicas
-            stages.append(StageAssignment(tuple(device[number] for device in devices), placed.first, placed.stop))
+            stages.append(
+                StageAssignment(
+                    tuple(device[number] for device in devices), placed.first, placed.stop
+                )
+            )
         return stages
 
 
@@ -116,8 +134,9 @@ def dtype_groups(profiles: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]
 
 
 def neighbors(stages: Sequence[StageAssignment]) -> Iterator[list[StageAssignment]]:
-    """Yields the same pipeline with one layer moved to the next stage or from it, and with two unlike devices that
-    change places: next to each other, or anywhere if links are known and stages are few."""
+    """Yields the same pipeline with one layer moved to the next stage or from it, and with two
+    unlike devices that change places: next to each other, or anywhere if links are known and stages
+    are few."""
     yield from moved(stages)
     has_links = any(device.links for stage in stages for device in stage.devices)
     furthest = len(stages) if has_links and len(stages) <= FEW_STAGES else 1
@@ -134,11 +153,17 @@ def moved(stages: Sequence[StageAssignment]) -> Iterator[list[StageAssignment]]:
     for place, (left, right) in enumerate(pairwise(stages)):
         for bound in (left.stop - 1, left.stop + 1):
             if left.first < bound < right.stop:
-                yield [*stages[:place], left._replace(stop=bound), right._replace(first=bound), *stages[place + 2 :]]
+                yield [
+                    *stages[:place],
+                    left._replace(stop=bound),
+                    right._replace(first=bound),
+                    *stages[place + 2 :],
+                ]
 
 
 def reordered(stages: Sequence[StageAssignment]) -> Iterator[list[StageAssignment]]:
-    """Yields the same pipeline with two unlike devices that change places, each with as many layers as it had."""
+    """Yields the same pipeline with two unlike devices that change places, each with as many layers
+    as it had."""
     for place, other in _unlike(stages):
         carried = list(stages)
         carried[place], carried[other] = stages[other], stages[place]

@@ -31,7 +31,8 @@ Split = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """Layers [first, stop) of each stage, one pipeline after the other, and the place of each worker's stage.
+    """Layers [first, stop) of each stage, one pipeline after the other, and the place of each
+    worker's stage.
 
     No two entries are equal: workers that hold the whole model all have the place of one.
     """
@@ -67,16 +68,20 @@ class FleetPlanner:
     def replan(self, now: Deployment | None, *, may_improve: bool) -> Deployment | None:
         """What should run instead of what runs now, or None if that should stay.
 
-        A fleet that misses a stage gets a new cut at once, if its workers hold the model. Else, if `may_improve`, it
-        gets one that pays: workers have come or gone, or their devices have drifted. Else new workers become spares.
-        Raises Invalid if the workers do not hold the model, or the profile of one is none that a device has.
+        A fleet that misses a stage gets a new cut at once, if its workers hold the model. Else, if
+        `may_improve`, it gets one that pays: workers have come or gone, or their devices have
+        drifted. Else new workers become spares. Raises Invalid if the workers do not hold the
+        model, or the profile of one is none that a device has.
         """
         check_profiles(self._named())
         if now is None or not self._is_whole(now):
             return self._best(now)
         if may_improve:
             best = self._best(now)
-            pays = best.tokens_per_s is not None and best.tokens_per_s >= LEAST_GAIN * self._tokens_per_s(now)
+            pays = (
+                best.tokens_per_s is not None
+                and best.tokens_per_s >= LEAST_GAIN * self._tokens_per_s(now)
+            )
             if pays and (best.split, best.stages) != (now.split, now.stages):
                 return best
         then = self._with_spares(now, now.tokens_per_s)
@@ -90,28 +95,40 @@ class FleetPlanner:
             place = places.setdefault((stage.first, stage.stop), len(places))
             stages |= {device.device: place for device in stage.devices}
         split = tuple(places)
-        deployment = Deployment(split=split, stages=self._unmoved(split, stages, now), tokens_per_s=best.tokens_per_s)
+        deployment = Deployment(
+            split=split, stages=self._unmoved(split, stages, now), tokens_per_s=best.tokens_per_s
+        )
         return self._with_spares(deployment, best.tokens_per_s)
 
     def _named(self) -> list[DeviceProfile]:
         """Returns profiles with their workers' names as devices."""
-        return [msgspec.structs.replace(profile, device=worker) for worker, profile in sorted(self.profiles.items())]
+        return [
+            msgspec.structs.replace(profile, device=worker)
+            for worker, profile in sorted(self.profiles.items())
+        ]
 
-    def _unmoved(self, split: Split, stages: Mapping[str, int], now: Deployment | None) -> dict[str, int]:
-        """The same places, dealt among equal devices so that as many workers as can be keep their layers."""
+    def _unmoved(
+        self, split: Split, stages: Mapping[str, int], now: Deployment | None
+    ) -> dict[str, int]:
+        """The same places, dealt among equal devices so that as many workers as can be keep their
+        layers."""
         if now is None:
             return dict(stages)
-        kinds, open_places = self._kinds(), defaultdict[object, Counter[int]](Counter)
+        kinds = self._kinds()
+        open_places = defaultdict[object, Counter[int]](Counter)
         for worker, place in stages.items():
             open_places[kinds[worker]][place] += 1
         dealt: dict[str, int] = {}
         for worker in [each for each in sorted(self.profiles) if each in now.stages]:
-            held, places = now.split[now.stages[worker]], open_places[kinds[worker]]
+            held = now.split[now.stages[worker]]
+            places = open_places[kinds[worker]]
             if held in split and places[split.index(held)] > 0:
                 dealt[worker] = split.index(held)
                 places[dealt[worker]] -= 1
         # Those that the plan uses come before those that it leaves out.
-        for worker in sorted(set(self.profiles) - set(dealt), key=lambda each: (each not in stages, each)):
+        for worker in sorted(
+            set(self.profiles) - set(dealt), key=lambda each: (each not in stages, each)
+        ):
             left = +open_places[kinds[worker]]
             if left:
                 dealt[worker] = min(left)
@@ -130,9 +147,11 @@ class FleetPlanner:
         }
 
     def _with_spares(self, deployment: Deployment, tokens_per_s: float | None) -> Deployment:
-        """Workers without a stage get one that their memory holds: with which there is one more pipeline, or of which
-        there are fewest."""
-        stages = {worker: place for worker, place in deployment.stages.items() if worker in self.profiles}
+        """Workers without a stage get one that their memory holds: with which there is one more
+        pipeline, or of which there are fewest."""
+        stages = {
+            worker: place for worker, place in deployment.stages.items() if worker in self.profiles
+        }
         held = Counter(stages.values())
 
         def rank(place: int) -> tuple[bool, int, int]:
@@ -141,7 +160,11 @@ class FleetPlanner:
             return not completes, held[place], place
 
         for worker in sorted(set(self.profiles) - set(stages)):
-            places = [place for place in range(len(deployment.split)) if self._fits(worker, deployment.split[place])]
+            places = [
+                place
+                for place in range(len(deployment.split))
+                if self._fits(worker, deployment.split[place])
+            ]
             if places:
                 stages[worker] = min(places, key=rank)
                 held[stages[worker]] += 1
@@ -163,17 +186,25 @@ class FleetPlanner:
         profiles = {profile.device: profile for profile in share_memory(self._named())}
         formed = []
         for places in deployment.pipelines:
-            here = [[profiles[each] for each in deployment.workers(place) if each in profiles] for place in places]
+            here = [
+                [profiles[each] for each in deployment.workers(place) if each in profiles]
+                for place in places
+            ]
             layers = [deployment.split[place] for place in places]
             formed += [
-                [StageAssignment((device,), *part) for device, part in zip(devices, layers, strict=True)]
+                [
+                    StageAssignment((device,), *part)
+                    for device, part in zip(devices, layers, strict=True)
+                ]
                 for devices in zip(*here, strict=False)
             ]
         return formed
 
     def _tokens_per_s(self, deployment: Deployment) -> float:
-        """Predicted of all pipelines that can be formed, with as many requests of the load as they hold."""
-        pipelines, least = self._formed(deployment), LoadSharing(self.model, self.workload).predictor(1)
+        """Predicted of all pipelines that can be formed, with as many requests of the load as they
+        hold."""
+        pipelines = self._formed(deployment)
+        least = LoadSharing(self.model, self.workload).predictor(1)
         able = [stages for stages in pipelines if least.fits(stages)]
         for load in smaller_loads(self.workload):
             if able and (plan := LoadSharing(self.model, load).predict(able)) is not None:

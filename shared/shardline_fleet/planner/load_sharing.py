@@ -47,7 +47,8 @@ class LoadSharing:
         return self.most(lambda predictor: predictor.fits(stages))
 
     def shares(self, most: Sequence[int], replicas: Sequence[int]) -> list[int] | None:
-        """Requests of each replica of each pipeline, of which it holds `most`; None if they do not hold the load."""
+        """Requests of each replica of each pipeline, of which it holds `most`; None if they do not
+        hold the load."""
 
         def held(level: int) -> int:
             return sum(min(level, each) * num for each, num in zip(most, replicas, strict=True))
@@ -65,5 +66,8 @@ class LoadSharing:
             shares = self.shares([self.capacity(stages) for stages in pipelines], replicas)
         if shares is None:
             return None
-        predicted = (self.predictor(share).predict(stages) for share, stages in zip(shares, pipelines, strict=True))
+        predicted = (
+            self.predictor(share).predict(stages)
+            for share, stages in zip(shares, pipelines, strict=True)
+        )
         return Plan.of(predicted, self.workload.concurrency)

@@ -1,7 +1,8 @@
-"""What a model's parts weigh, read from its config.json alone: layers by kind, embedding, output layer, KV of a token.
+"""What a model's parts weigh, read from its config.json alone: layers by kind, embedding, output
+layer, KV of a token.
 
-Knows no device and no time. Sizes are of the usual decoder: attention with grouped heads, a gated MLP or experts.
-Biases and norms are left out: they are less than a thousandth.
+Knows no device and no time. Sizes are of the usual decoder: attention with grouped heads, a gated
+MLP or experts. Biases and norms are left out: they are less than a thousandth.
 """
 
 from __future__ import annotations
@@ -21,7 +22,19 @@ WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0}
 KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 2}
 """Of one number, by SHARDLINE_DTYPE: with weights of int8, activations and KV are bfloat16."""
 UNGATED = {
-    *("biogpt", "bloom", "codegen", "ctrl", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "nanochat"),
+    *(
+        "biogpt",
+        "bloom",
+        "codegen",
+        "ctrl",
+        "falcon",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neox",
+        "gptj",
+        "mpt",
+        "nanochat",
+    ),
     *("nemotron", "opt", "persimmon", "phi", "starcoder2"),
 }
 """Model types with one product up in the MLP; all others have a gate next to it."""
@@ -36,7 +49,8 @@ class LayerKind:
     name: str
     """Such as `full_attention` or `sliding_attention+experts`."""
     products: tuple[Shape, ...]
-    """(inputs, outputs) of each product that one row takes part in: of experts only the active ones."""
+    """(inputs, outputs) of each product that one row takes part in: of experts only the active
+    ones."""
     num_weights: int
     """Those of all experts included."""
     kv_numbers: int
@@ -54,7 +68,8 @@ class ModelCosts:
 
     @classmethod
     def read(cls, folder: Path) -> ModelCosts:
-        """Reads `config.json` of a model's folder. Raises Invalid if it is none of a causal language model."""
+        """Reads `config.json` of a model's folder. Raises Invalid if it is none of a causal
+        language model."""
         file = folder / "config.json"
         try:
             return cls.of(msgspec.json.decode(file.read_bytes(), type=dict[str, Any]))
@@ -70,8 +85,14 @@ class ModelCosts:
         num_layers = _size(scope, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
         attentions = scope.get("layer_types") or ["full_attention"] * num_layers
         if len(attentions) < num_layers:
-            raise Invalid(FIELD, f"layer_types names {len(attentions)} of {num_layers} layers", "Correct config.json")
-        kinds = tuple(_layer(scope, str(attentions[number]), number) for number in range(num_layers))
+            raise Invalid(
+                FIELD,
+                f"layer_types names {len(attentions)} of {num_layers} layers",
+                "Correct config.json",
+            )
+        kinds = tuple(
+            _layer(scope, str(attentions[number]), number) for number in range(num_layers)
+        )
         return cls(
             layers=kinds,
             hidden_size=_size(scope, "hidden_size", "n_embd"),
@@ -87,7 +108,9 @@ class ModelCosts:
     @property
     def num_weights(self) -> int:
         """Counts those of the whole model; a tied output layer is counted once."""
-        return sum(kind.num_weights for kind in self.layers) + self.embedding_weights * (1 if self.tied else 2)
+        return sum(kind.num_weights for kind in self.layers) + self.embedding_weights * (
+            1 if self.tied else 2
+        )
 
     @property
     def shapes_id(self) -> str:
@@ -101,24 +124,31 @@ class ModelCosts:
 
 
 def _layer(scope: Mapping[str, Any], attention: str, number: int) -> LayerKind:
-    hidden, heads = _size(scope, "hidden_size", "n_embd"), _size(scope, "num_attention_heads", "n_head")
+    hidden = _size(scope, "hidden_size", "n_embd")
+    heads = _size(scope, "num_attention_heads", "n_head")
     kv_heads = scope.get("num_key_value_heads") or (1 if scope.get("multi_query") else heads)
     head_dim = scope.get("head_dim") or hidden // heads
     qkvo = ((hidden, (heads + 2 * kv_heads) * head_dim), (heads * head_dim, hidden))
     experts = _num_experts(scope, number)
-    inner = scope.get("intermediate_size") or scope.get("ffn_dim") or scope.get("n_inner") or 4 * hidden
+    inner = (
+        scope.get("intermediate_size") or scope.get("ffn_dim") or scope.get("n_inner") or 4 * hidden
+    )
     if experts == 0:
         num_up = 1 if scope.get("model_type") in UNGATED else 2
         mlp: tuple[Shape, ...] = ((hidden, num_up * inner), (inner, hidden))
-        num_mlp, name = _volume(mlp), attention
+        num_mlp = _volume(mlp)
+        name = attention
     else:
         width = scope.get("moe_intermediate_size") or inner
         expert = ((hidden, 2 * width), (width, hidden))
-        shared = scope.get("shared_expert_intermediate_size") or width * (scope.get("n_shared_experts") or 0)
+        shared = scope.get("shared_expert_intermediate_size") or width * (
+            scope.get("n_shared_experts") or 0
+        )
         always = ((hidden, experts), *(((hidden, 2 * shared), (shared, hidden)) if shared else ()))
         active = _size(scope, "num_experts_per_tok", "num_experts_per_token", "moe_topk")
         mlp = (*always, *(expert * active))
-        num_mlp, name = _volume(always) + experts * _volume(expert), f"{attention}+experts"
+        num_mlp = _volume(always) + experts * _volume(expert)
+        name = f"{attention}+experts"
     return LayerKind(
         name=name,
         products=(*qkvo, *mlp),

@@ -27,7 +27,8 @@ FEW_SHAPES = 8
 MAX_PART_WORK = 64
 """Kinds of devices times shapes that are tried of a part, unless those are FEW_SHAPES."""
 MAX_WORK = 1500
-"""The same over all parts that are searched, and parts over all partitions: a few tenths of a second."""
+"""The same over all parts that are searched, and parts over all partitions: a few tenths of a
+second."""
 Counts = tuple[int, ...]
 """Devices of each kind."""
 Partition = tuple[Counts, ...]
@@ -54,9 +55,12 @@ class Partitions:
         self._work = 0
         self._zones = [self._counts(zone) for zone in zones(profiles)[1:]]
 
-    def best(self, start: Sequence[StageAssignment] | None, num: int) -> list[list[list[StageAssignment]]]:
-        """The fastest partitions that were found, at most `num`, with the stages of their pipelines. Steps begin with
-        the pipeline and the replicas of `start`, and what they leave over, then with all devices in one part."""
+    def best(
+        self, start: Sequence[StageAssignment] | None, num: int
+    ) -> list[list[list[StageAssignment]]]:
+        """The fastest partitions that were found, at most `num`, with the stages of their
+        pipelines. Steps begin with the pipeline and the replicas of `start`, and what they leave
+        over, then with all devices in one part."""
         every = tuple(map(len, self._kinds))
         if sum(every) <= FEW_DEVICES:
             for partition in partitions(every):
@@ -65,23 +69,30 @@ class Partitions:
             if start is not None:
                 self._climb(self._of(start, every))
             self._climb((every,))
-        found = sorted((each for each, speed in self._speeds.items() if speed), key=lambda each: -self._speeds[each])
+        found = sorted(
+            (each for each, speed in self._speeds.items() if speed),
+            key=lambda each: -self._speeds[each],
+        )
         return [self._pipelines(partition) for partition in found[:num]]
 
     def _climb(self, partition: Partition) -> None:
         """Takes steps while they make the whole faster and work is left."""
-        speed, is_better = self._speed(partition), True
+        speed = self._speed(partition)
+        is_better = True
         while is_better:
             is_better = False
             for step in self._steps(partition):
                 if self._work > MAX_WORK:
                     return
                 if self._speed(step) > speed:
-                    partition, speed, is_better = step, self._speed(step), True
+                    partition = step
+                    speed = self._speed(step)
+                    is_better = True
                     break
 
     def _steps(self, partition: Partition) -> Iterator[Partition]:
-        """Yields what may be better: a part in two pieces, two parts as one, a device in another part."""
+        """Yields what may be better: a part in two pieces, two parts as one, a device in another
+        part."""
         for part in dict.fromkeys(sorted(partition, key=sum, reverse=True)):
             for piece in self._pieces(part):
                 rest = _less(part, piece)
@@ -96,8 +107,8 @@ class Partitions:
                 yield _changed(partition, [one, other], [_less(one, moved), gained])
 
     def _pieces(self, part: Counts) -> Iterator[Counts]:
-        """What may be cut off a part: what its pipeline uses, the devices of a zone, every other device, the faster
-        half, a device of each kind."""
+        """What may be cut off a part: what its pipeline uses, the devices of a zone, every other
+        device, the faster half, a device of each kind."""
         stages = self._chain(part, self._sharing.equal(1).load.concurrency)
         yield self._counts([stage.profile for stage in stages or []])
         for zone in self._zones:
@@ -118,11 +129,14 @@ class Partitions:
                 if (stages := self._chain(part, share)) is not None
             ]
             concurrency = self._sharing.workload.concurrency
-            self._speeds[partition] = Plan.of(pipelines, concurrency).tokens_per_s if pipelines else 0.0
+            self._speeds[partition] = (
+                Plan.of(pipelines, concurrency).tokens_per_s if pipelines else 0.0
+            )
         return self._speeds[partition]
 
     def _shares(self, partition: Partition) -> list[tuple[Counts, int]]:
-        """Requests of each part that holds the model; of none if together they do not hold the load."""
+        """Requests of each part that holds the model; of none if together they do not hold the
+        load."""
         parts = [part for part in partition if self._is_able(part)]
         if not parts:
             return []
@@ -141,7 +155,9 @@ class Partitions:
         """Requests that a part has memory for."""
         if part not in self._capacities:
             self._work += sum(map(bool, part)) * self._sharing.workload.concurrency.bit_length()
-            self._capacities[part] = self._sharing.most(lambda predictor: self._holds(part, predictor))
+            self._capacities[part] = self._sharing.most(
+                lambda predictor: self._holds(part, predictor)
+            )
         return self._capacities[part]
 
     def _chain(self, part: Counts, concurrency: int) -> list[StageAssignment] | None:
@@ -161,7 +177,8 @@ class Partitions:
 
     def _pipelines(self, partition: Partition) -> list[list[StageAssignment]]:
         """Returns the pipelines, with separate devices; equal parts are replicas."""
-        used, pipelines = Counter[int](), []
+        used = Counter[int]()
+        pipelines = []
         for (part, share), replicas in Counter(self._shares(partition)).items():
             stages = self._chain(part, share)
             assert stages is not None
@@ -169,45 +186,64 @@ class Partitions:
             used.update({kind: num * replicas for kind, num in enumerate(part)})
         return pipelines
 
-    def _dealt(self, stage: StageAssignment, part: Counts, replicas: int, used: Counter[int]) -> StageAssignment:
+    def _dealt(
+        self, stage: StageAssignment, part: Counts, replicas: int, used: Counter[int]
+    ) -> StageAssignment:
         """A stage on the first device of each replica that is like its own."""
         kind, place = self._places[stage.profile.host, stage.profile.device]
-        devices = [self._kinds[kind][used[kind] + place + number * part[kind]] for number in range(replicas)]
+        devices = [
+            self._kinds[kind][used[kind] + place + number * part[kind]]
+            for number in range(replicas)
+        ]
         ways = [way for device in devices for way in device if way.way == stage.profile.way]
         return stage._replace(devices=tuple(ways))
 
     def _profiles(self, part: Counts) -> list[DeviceProfile]:
         """All ways to use the first devices of each kind."""
-        return [way for kind, num in zip(self._kinds, part, strict=True) for device in kind[:num] for way in device]
+        return [
+            way
+            for kind, num in zip(self._kinds, part, strict=True)
+            for device in kind[:num]
+            for way in device
+        ]
 
     def _of(self, stages: Sequence[StageAssignment], every: Counts) -> Partition:
         """The parts of these equal replicas, and what they leave over."""
         replicas = len(stages[0].devices)
-        parts = [self._counts([stage.devices[number] for stage in stages]) for number in range(replicas)]
+        parts = [
+            self._counts([stage.devices[number] for stage in stages]) for number in range(replicas)
+        ]
         rest = every
         for part in parts:
             rest = _less(rest, part)
         return _changed((), [], [*parts, rest])
 
     def _counts(self, profiles: Sequence[DeviceProfile]) -> Counts:
-        kinds = [self._places[name][0] for name in {(profile.host, profile.device) for profile in profiles}]
+        kinds = [
+            self._places[name][0]
+            for name in {(profile.host, profile.device) for profile in profiles}
+        ]
         return tuple(kinds.count(kind) for kind in range(len(self._kinds)))
 
 
-def fastest(predictor: Predictor, profiles: Sequence[DeviceProfile]) -> list[StageAssignment] | None:
+def fastest(
+    predictor: Predictor, profiles: Sequence[DeviceProfile]
+) -> list[StageAssignment] | None:
     """The stages of the fastest pipeline over these devices, some of which may be left out."""
-    best, speed = None, 0.0
+    best = None
+    speed = 0.0
     for group in (group for zone in zones(profiles) for group in dtype_groups(zone)):
         for shape in shapes(Fleet.of(group), len(predictor.model.layers)):
             stages = shape.fastest(predictor, predictor.busy_s(speed))
             if stages is not None and (found := predictor.predict(stages).tokens_per_s) > speed:
-                best, speed = stages, found
+                best = stages
+                speed = found
     return best
 
 
 def shapes(fleet: Fleet, num_layers: int) -> list[PipelineShape]:
-    """One pipeline of each number of stages, the longest first; of many unlike devices, numbers as far apart as keeps
-    the work within bounds."""
+    """One pipeline of each number of stages, the longest first; of many unlike devices, numbers as
+    far apart as keeps the work within bounds."""
     every = list(fleet.shapes(1, num_layers))
     return every[:: -ceil_div(len(every), max(FEW_SHAPES, MAX_PART_WORK // len(fleet.groups)))]
 

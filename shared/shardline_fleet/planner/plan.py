@@ -1,4 +1,5 @@
-"""Plans as records: pipelines of stages with what is predicted of them. Knows no search and no terminal."""
+"""Plans as records: pipelines of stages with what is predicted of them. Knows no search and no
+terminal."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Stages in order, the same in each replica, with what their share of the load would see of all replicas."""
+    """Stages in order, the same in each replica, with what their share of the load would see of all
+    replicas."""
 
     stages: tuple[StagePlan, ...]
     replicas: int
@@ -93,7 +95,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         alone = min(found, key=lambda each: each.request_s)
         return cls(
             pipelines=found,
-            tokens_per_s=sum(each.tokens_per_s for each in found) * min(1.0, concurrency / num_shared),
+            tokens_per_s=sum(each.tokens_per_s for each in found)
+            * min(1.0, concurrency / num_shared),
             ttft_s=alone.ttft_s,
             token_s=alone.token_s,
             request_s=alone.request_s,
@@ -116,12 +119,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return [name for each in self.pipelines for stage in each.stages for name in stage.devices]
 
     def cost_per_million(self, hour_costs: Mapping[str, float]) -> float:
-        """Money for a million output tokens under the whole load, by what an hour of each device costs, busy or not."""
+        """Money for a million output tokens under the whole load, by what an hour of each device
+        costs, busy or not."""
         per_hour = sum(hour_costs[name.device] for name in self.devices)
         return per_hour / 3600 / self.tokens_per_s * 1e6
 
     def seconds(self, goal: Goal) -> float:
-        """What the goal makes as small as can be: of an output token of the whole load, or of a request alone."""
+        """What the goal makes as small as can be: of an output token of the whole load, or of a
+        request alone."""
         return self.request_s if goal is Goal.LATENCY else 1 / self.tokens_per_s
 
 

@@ -1,4 +1,5 @@
-"""Makes plans: from a model, measured devices and a load to the best stages and those that come next."""
+"""Makes plans: from a model, measured devices and a load to the best stages and those that come
+next."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from shardline.base.errors import Invalid
 from shardline.contract.split import even_split
 from shardline_fleet.planner.boundaries import apart, bounds
 from shardline_fleet.planner.device_profile import DeviceProfile, check_profiles
-from shardline_fleet.planner.fleet import Fleet, dtype_groups, moved, neighbors, reordered, share_memory
+from shardline_fleet.planner.fleet import (
+    Fleet,
+    dtype_groups,
+    moved,
+    neighbors,
+    reordered,
+    share_memory,
+)
 from shardline_fleet.planner.load_sharing import LoadSharing
 from shardline_fleet.planner.model_costs import WEIGHT_BYTES, ModelCosts
 from shardline_fleet.planner.partitions import Partitions
@@ -37,11 +45,13 @@ def make_plans(
 ) -> Plans:
     """The best plans over these devices, some of which may be left out.
 
-    Several profiles of one device are dtypes and ranks to choose from; stages pair only if their activations have one
-    dtype. Raises Invalid if no plan fits, or a profile does not know the model or is none that a device has.
+    Several profiles of one device are dtypes and ranks to choose from; stages pair only if their
+    activations have one dtype. Raises Invalid if no plan fits, or a profile does not know the model
+    or is none that a device has.
     """
     check_profiles(profiles)
-    profiles, sharing = share_memory(profiles), LoadSharing(model, workload)
+    profiles = share_memory(profiles)
+    sharing = LoadSharing(model, workload)
     ranking = _Ranking(sharing, goal)
     for group in (group for zone in zones(profiles) for group in dtype_groups(zone)):
         ranking.add_shapes(Fleet.of(group), num_stages, replicas)
@@ -58,7 +68,11 @@ def make_plans(
 
 
 def make_plans_that_fit(
-    model: ModelCosts, profiles: Sequence[DeviceProfile], workload: Workload, *, num_stages: int | None = None
+    model: ModelCosts,
+    profiles: Sequence[DeviceProfile],
+    workload: Workload,
+    *,
+    num_stages: int | None = None,
 ) -> Plans:
     """Plans as make_plans for throughput, of one pipeline if the number of stages is given; with
     fewer requests at a time where the devices do not hold the KV of all. Raises Invalid if they do
@@ -84,7 +98,8 @@ class _Ranking:
     """Plans, the best first."""
 
     def __init__(self, sharing: LoadSharing, goal: Goal) -> None:
-        self._sharing, self._goal = sharing, goal
+        self._sharing = sharing
+        self._goal = goal
         self._found: dict[tuple[object, ...], tuple[Plan, Sequence[Pipeline]]] = {}
 
     def add_shapes(self, fleet: Fleet, num_stages: int | None, replicas: int | None) -> None:
@@ -94,7 +109,8 @@ class _Ranking:
             for shape in fleet.shapes(num, len(self._sharing.model.layers), num_stages):
                 if self._goal is Goal.THROUGHPUT:
                     stages = shape.fastest(predictor, self._busy_s(predictor, num))
-                elif shape.num_stages == (num_stages or 1):  # it finds the number of stages by itself
+                # it finds the number of stages by itself
+                elif shape.num_stages == (num_stages or 1):
                     stages = shape.first(predictor)
                 else:
                     stages = None
@@ -108,8 +124,9 @@ class _Ranking:
             self._found[key] = plan, pipelines
 
     def improve(self) -> None:
-        """Goes from the best to its best neighbor, as long as that is better: the search knows no links, nor that in
-        some steps one stage is the slowest and in others another. So other orders of few stages are tried too."""
+        """Goes from the best to its best neighbor, as long as that is better: the search knows no
+        links, nor that in some steps one stage is the slowest and in others another. So other
+        orders of few stages are tried too."""
         for _ in range(MAX_CLIMBS):
             before = self.best
             self._add_neighbors(*before)
@@ -124,7 +141,9 @@ class _Ranking:
         for place, (stages, planned) in enumerate(zip(pipelines, plan.pipelines, strict=True)):
             if len(stages) <= MAX_REORDERED:
                 predictor = self._sharing.predictor(planned.concurrency)
-                taken = {bound for each in pipelines if each is not stages for bound in bounds(each)}
+                taken = {
+                    bound for each in pipelines if each is not stages for bound in bounds(each)
+                }
                 for order in reordered(stages):
                     self._add_changed(plan, pipelines, place, _balanced(predictor, order), taken)
 
@@ -136,10 +155,15 @@ class _Ranking:
                 self._add_changed(plan, pipelines, place, neighbor, taken)
 
     def _add_changed(
-        self, plan: Plan, pipelines: Sequence[Pipeline], place: int, stages: Pipeline, taken: set[int]
+        self,
+        plan: Plan,
+        pipelines: Sequence[Pipeline],
+        place: int,
+        stages: Pipeline,
+        taken: set[int],
     ) -> None:
-        """Adds the plan with other stages of the pipeline at this place, if they fit and none begins where another
-        pipeline's does."""
+        """Adds the plan with other stages of the pipeline at this place, if they fit and none
+        begins where another pipeline's does."""
         predictor = self._sharing.predictor(plan.pipelines[place].concurrency)
         changed = [*pipelines[:place], stages, *pipelines[place + 1 :]]
         key = _key(changed)
@@ -156,20 +180,29 @@ class _Ranking:
     @property
     def plans(self) -> list[Plan]:
         """All of them."""
-        return sorted((plan for plan, _ in self._found.values()), key=lambda plan: plan.seconds(self._goal))
+        return sorted(
+            (plan for plan, _ in self._found.values()), key=lambda plan: plan.seconds(self._goal)
+        )
 
     def _busy_s(self, predictor: Predictor, replicas: int) -> float:
         """Returns a limit: a stage that is busy for longer, with `replicas` replicas, is in none of
         the first plans."""
         plans = self.plans
-        return predictor.busy_s(plans[NUM_OTHERS].tokens_per_s / replicas if len(plans) > NUM_OTHERS else 0.0)
+        return predictor.busy_s(
+            plans[NUM_OTHERS].tokens_per_s / replicas if len(plans) > NUM_OTHERS else 0.0
+        )
 
 
 def _balanced(predictor: Predictor, stages: Pipeline) -> Pipeline:
-    """The same devices in the same order, with layers moved one by one as long as that makes it faster."""
+    """The same devices in the same order, with layers moved one by one as long as that makes it
+    faster."""
     speed = predictor.predict(stages).tokens_per_s
     while True:
-        speeds = [(predictor.predict(each).tokens_per_s, each) for each in moved(stages) if predictor.fits(each)]
+        speeds = [
+            (predictor.predict(each).tokens_per_s, each)
+            for each in moved(stages)
+            if predictor.fits(each)
+        ]
         faster = max(speeds, key=lambda found: found[0], default=(0.0, stages))
         if faster[0] <= speed:
             return stages
@@ -178,7 +211,12 @@ def _balanced(predictor: Predictor, stages: Pipeline) -> Pipeline:
 
 def _key(pipelines: Sequence[Pipeline]) -> tuple[object, ...]:
     """Equal for equal pipelines, in whatever order."""
-    return tuple(sorted(tuple((each.profile.way, *each[1:], _names(each)) for each in stages) for stages in pipelines))
+    return tuple(
+        sorted(
+            tuple((each.profile.way, *each[1:], _names(each)) for each in stages)
+            for stages in pipelines
+        )
+    )
 
 
 def _names(stage: StageAssignment) -> tuple[tuple[str, str], ...]:
@@ -186,16 +224,25 @@ def _names(stage: StageAssignment) -> tuple[tuple[str, str], ...]:
 
 
 def _even(sharing: LoadSharing, profiles: Sequence[DeviceProfile], best: Plan) -> Plan | None:
-    """Even splits over the devices of the best plan's pipelines, in the order in which they were given."""
+    """Even splits over the devices of the best plan's pipelines, in the order in which they were
+    given."""
     pipelines = []
     for planned in best.pipelines:
         used = [
-            (name.host, name.device, (stage.dtype, stage.ranks)) for stage in planned.stages for name in stage.devices
+            (name.host, name.device, (stage.dtype, stage.ranks))
+            for stage in planned.stages
+            for name in stage.devices
         ]
-        given = [profile for profile in profiles if (profile.host, profile.device, profile.way) in used]
-        layers, num = even_split(len(sharing.model.layers), len(planned.stages)), len(planned.stages)
+        given = [
+            profile for profile in profiles if (profile.host, profile.device, profile.way) in used
+        ]
+        layers = even_split(len(sharing.model.layers), len(planned.stages))
+        num = len(planned.stages)
         pipelines.append(
-            [StageAssignment(tuple(given[place::num]), part.start, part.stop) for place, part in enumerate(layers)]
+            [
+                StageAssignment(tuple(given[place::num]), part.start, part.stop)
+                for place, part in enumerate(layers)
+            ]
         )
     return sharing.predict(pipelines)
 

@@ -1,4 +1,5 @@
-"""What is predicted of a pipeline: its speed, latency and room for KV under a load. Knows no search."""
+"""What is predicted of a pipeline: its speed, latency and room for KV under a load. Knows no
+search."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from shardline.contract.lanes import lanes_for
 from shardline_fleet.planner.device_profile import DeviceProfile, Link
 from shardline_fleet.planner.model_costs import KV_BYTES, WEIGHT_BYTES, ModelCosts
 from shardline_fleet.planner.plan import DeviceName, PipelinePlan, StagePlan
-from shardline_fleet.planner.step_cost import StageCost, compute_s, frame_bytes, frames_s, stage_cost, tail_s
+from shardline_fleet.planner.step_cost import (
+    StageCost,
+    compute_s,
+    frame_bytes,
+    frames_s,
+    stage_cost,
+    tail_s,
+)
 from shardline_fleet.planner.workload import StepKind, Workload
 
 MIB = 1 << 20
@@ -35,8 +43,13 @@ class StageAssignment(NamedTuple):
 
     def link(self, other: StageAssignment) -> Link:
         """The slowest to another stage: a head takes whatever device is free, of any replica."""
-        links = {one.machine: one for one in self.devices}, {one.machine: one for one in other.devices}
-        return max((one.link(two) for one, two in product(*(of.values() for of in links))), key=_slowness)
+        links = (
+            {one.machine: one for one in self.devices},
+            {one.machine: one for one in other.devices},
+        )
+        return max(
+            (one.link(two) for one, two in product(*(of.values() for of in links))), key=_slowness
+        )
 
 
 def _slowness(link: Link) -> float:
@@ -59,20 +72,31 @@ class Predictor:
         stages."""
         key = profile.host, profile.device, profile.way, num_stages
         if key not in self._costs:
-            self._costs[key] = stage_cost(profile, self.model, self.load.steps(num_stages), self.load.kv_tokens)
+            self._costs[key] = stage_cost(
+                profile, self.model, self.load.steps(num_stages), self.load.kv_tokens
+            )
         return self._costs[key]
 
     def fits(self, stages: Sequence[StageAssignment]) -> bool:
         """Whether weights and the KV of the load find room on each device."""
-        return all(self.cost(each.profile, len(stages)).fits(each.first, each.stop) for each in stages)
+        return all(
+            self.cost(each.profile, len(stages)).fits(each.first, each.stop) for each in stages
+        )
 
     def busy_s(self, tokens_per_s: float) -> float:
-        """A stage that is busy for longer under the load is in no replica that is as fast as this."""
-        return self.load.concurrency * self.load.output / tokens_per_s if tokens_per_s else float("inf")
+        """A stage that is busy for longer under the load is in no replica that is as fast as
+        this."""
+        return (
+            self.load.concurrency * self.load.output / tokens_per_s
+            if tokens_per_s
+            else float("inf")
+        )
 
     def predict(self, stages: Sequence[StageAssignment]) -> PipelinePlan:
-        """The plan of these stages, which must cover all layers in order. Raises Invalid if they take no time."""
-        load, replicas = self.load, len(stages[0].devices)
+        """The plan of these stages, which must cover all layers in order. Raises Invalid if they
+        take no time."""
+        load = self.load
+        replicas = len(stages[0].devices)
         num_lanes = self.num_lanes(stages)
         steps = load.steps(num_lanes)
         times = [[self._step_s(stage, step, len(stages)) for step in steps] for stage in stages]
@@ -83,10 +107,15 @@ class Predictor:
         if total_s <= 0:
             names = ", ".join(stage.profile.device for stage in stages)
             raise Invalid("--devices", f"steps on {names} take no time", "Measure them again")
-        busy = [sum(step.count * seconds for step, seconds in zip(steps, row, strict=True)) for row in times]
-        ttft_s, token_s = self._first_token_s(stages), self._next_token_s(stages)
+        busy = [
+            sum(step.count * seconds for step, seconds in zip(steps, row, strict=True))
+            for row in times
+        ]
+        ttft_s = self._first_token_s(stages)
+        token_s = self._next_token_s(stages)
         planned = tuple(
-            self._stage(stage, busy_s, total_s, len(stages)) for stage, busy_s in zip(stages, busy, strict=True)
+            self._stage(stage, busy_s, total_s, len(stages))
+            for stage, busy_s in zip(stages, busy, strict=True)
         )
         return PipelinePlan(
             stages=planned,
@@ -107,7 +136,10 @@ class Predictor:
         if latency_s == 0:
             return len(stages)
         steps = self.load.steps(len(stages))
-        busy_s = sum(step.count * max(self._step_s(stage, step, len(stages)) for stage in stages) for step in steps)
+        busy_s = sum(
+            step.count * max(self._step_s(stage, step, len(stages)) for stage in stages)
+            for step in steps
+        )
         return lanes_for(len(stages), 2 * latency_s, busy_s / sum(step.count for step in steps))
 
     def _step_s(self, stage: StageAssignment, step: StepKind, num_stages: int) -> float:
@@ -121,10 +153,14 @@ class Predictor:
         return max(computing_s, reading_s) + frames_s(stage.profile, self.model, step)
 
     def _interval_s(
-        self, stages: Sequence[StageAssignment], step: StepKind, times: Sequence[float], num_lanes: int
+        self,
+        stages: Sequence[StageAssignment],
+        step: StepKind,
+        times: Sequence[float],
+        num_lanes: int,
     ) -> float:
-        """Seconds from one step to the next. It is as slow as its slowest stage or link, for which the others wait; and
-        as many steps as there are lanes share a whole round."""
+        """Seconds from one step to the next. It is as slow as its slowest stage or link, for which
+        the others wait; and as many steps as there are lanes share a whole round."""
         if len(stages) == 1:
             return times[0]
         on_links_s = [size / link.bytes_per_s for link, size in self._frames(stages, step)]
@@ -134,26 +170,41 @@ class Predictor:
         """Seconds of a round in which the step's frames are between stages."""
         return sum(link.seconds(size) for link, size in self._frames(stages, step))
 
-    def _frames(self, stages: Sequence[StageAssignment], step: StepKind) -> Iterator[tuple[Link, float]]:
-        """Yields the link and the bytes of each frame of a step; the tail's, with tokens alone, goes to the head."""
+    def _frames(
+        self, stages: Sequence[StageAssignment], step: StepKind
+    ) -> Iterator[tuple[Link, float]]:
+        """Yields the link and the bytes of each frame of a step; the tail's, with tokens alone,
+        goes to the head."""
         if len(stages) > 1:
             for one, other in pairwise(stages):
                 yield one.link(other), frame_bytes(one.profile, self.model, step)
             yield stages[-1].link(stages[0]), 0.0
 
     def _first_token_s(self, stages: Sequence[StageAssignment]) -> float:
-        """Chunks follow each other through the pipeline: the last one leaves when the slowest stage has done all."""
+        """Chunks follow each other through the pipeline: the last one leaves when the slowest stage
+        has done all."""
         chunk = self.load.first_token()[0]
         times = [self._step_s(stage, chunk, len(stages)) for stage in stages]
-        behind_s = max(0.0, chunk.count - 1) * self._interval_s(stages, chunk, times, self.num_lanes(stages))
+        behind_s = max(0.0, chunk.count - 1) * self._interval_s(
+            stages, chunk, times, self.num_lanes(stages)
+        )
         sampled = StepKind(count=1, decodes=1, decode_context=self.load.prompt)
-        return sum(times) + self._hops_s(stages, chunk) + behind_s + tail_s(stages[-1].profile, sampled)
+        return (
+            sum(times)
+            + self._hops_s(stages, chunk)
+            + behind_s
+            + tail_s(stages[-1].profile, sampled)
+        )
 
     def _next_token_s(self, stages: Sequence[StageAssignment]) -> float:
         step = StepKind(count=1, decodes=1, decode_context=self.load.prompt + self.load.output / 2)
-        return sum(self._step_s(stage, step, len(stages)) for stage in stages) + self._hops_s(stages, step)
+        return sum(self._step_s(stage, step, len(stages)) for stage in stages) + self._hops_s(
+            stages, step
+        )
 
-    def _stage(self, stage: StageAssignment, busy_s: float, total_s: float, num_stages: int) -> StagePlan:
+    def _stage(
+        self, stage: StageAssignment, busy_s: float, total_s: float, num_stages: int
+    ) -> StagePlan:
         profile = stage.profile
         layers = self.model.layers[stage.first : stage.stop]
         num_ends = (stage.first == 0) + (stage.stop == len(self.model.layers))
@@ -170,5 +221,6 @@ class Predictor:
             busy_share=busy_s / total_s,
             weight_bytes=round(weights * WEIGHT_BYTES[profile.dtype]),
             streamed_bytes=round(cost.streamed(stage.first, stage.stop)),
-            kv_tokens=self.load.kv_tokens + floor(max(0.0, cost.room(stage.first, stage.stop)) / kv_bytes),
+            kv_tokens=self.load.kv_tokens
+            + floor(max(0.0, cost.room(stage.first, stage.stop)) / kv_bytes),
         )

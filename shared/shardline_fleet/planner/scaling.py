@@ -1,4 +1,5 @@
-"""How many workers a load needs: the planner's speed of ever larger fleets. Pure; knows no server."""
+"""How many workers a load needs: the planner's speed of ever larger fleets. Pure; knows no
+server."""
 
 from __future__ import annotations
 
@@ -32,13 +33,17 @@ class FleetSize(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scaling:
-    """Fleets of a model's workers: those that are here, the fastest first, then more of the kind that most are of."""
+    """Fleets of a model's workers: those that are here, the fastest first, then more of the kind
+    that most are of."""
 
-    def __init__(self, model: ModelCosts, here: Sequence[DeviceProfile], workload: Workload) -> None:
-        """`workload`: jobs of the usual size, as many at a time as one pipeline has seats. Raises Invalid for a profile
-        that no device has."""
+    def __init__(
+        self, model: ModelCosts, here: Sequence[DeviceProfile], workload: Workload
+    ) -> None:
+        """`workload`: jobs of the usual size, as many at a time as one pipeline has seats. Raises
+        Invalid for a profile that no device has."""
         check_profiles(here)
-        self._model, self._workload = model, workload
+        self._model = model
+        self._workload = workload
         self._here = sorted(here, key=_layer_s)
         kinds = Counter((each.hardware, each.way) for each in here)
         (usual, _), *_ = kinds.most_common(1)
@@ -59,13 +64,19 @@ class Scaling:
             used=tokens_per_s / plan.tokens_per_s,
         )
 
-    def needed(self, tokens_per_s: float, share: float, at_most: int = MAX_WORKERS) -> FleetSize | None:
-        """The fewest workers of which a load takes at most this share; None if `at_most` are too few.
+    def needed(
+        self, tokens_per_s: float, share: float, at_most: int = MAX_WORKERS
+    ) -> FleetSize | None:
+        """The fewest workers of which a load takes at most this share; None if `at_most` are too
+        few.
 
-        More workers are never slower, since a plan may leave some out: so the number is found by halves.
+        More workers are never slower, since a plan may leave some out: so the number is found by
+        halves.
         """
         numbers = range(1, at_most + 1)
-        place = bisect_left(numbers, True, key=lambda num: self._is_enough(self.size(num, tokens_per_s), share))
+        place = bisect_left(
+            numbers, True, key=lambda num: self._is_enough(self.size(num, tokens_per_s), share)
+        )
         return self.size(numbers[place], tokens_per_s) if place < at_most else None
 
     @staticmethod
@@ -75,7 +86,8 @@ class Scaling:
     def _plan(self, num: int) -> Plan:
         profiles = self._here[:num]
         profiles += [
-            # A further one has its own memory: it comes with a container's limit, or on a further host.
+            # A further one has its own memory: it comes with a container's limit, or on a further
+            # host.
             msgspec.structs.replace(self._usual, device=f"further {place}", host_memory=None)
             for place in range(num - len(profiles))
         ]

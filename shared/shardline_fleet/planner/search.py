@@ -27,7 +27,8 @@ from typing import NamedTuple
 from shardline_fleet.planner.step_cost import StageCost
 
 NEAR = 1e-3
-"""Bisection ends where two limits differ by less of their value; then limits follow the plans that are found."""
+"""Bisection ends where two limits differ by less of their value; then limits follow the plans that
+are found."""
 ROUNDING = 1e-9
 """Of sums, relative to them, at most."""
 MAX_OPERATIONS = 20_000
@@ -72,16 +73,19 @@ class Search:
         best = self._within(num_stages, below)
         if best is None:
             return None
-        low, high = 0.0, self.bottleneck(best)
+        low = 0.0
+        high = self.bottleneck(best)
         while high - low > NEAR * high:
             middle = (low + high) / 2
             found = self._within(num_stages, middle)
             if found is None:
                 low = middle
             else:
-                best, high = found, self.bottleneck(found)
+                best = found
+                high = self.bottleneck(found)
         while (found := self._within(num_stages, high)) is not None:
-            best, high = found, self.bottleneck(found)
+            best = found
+            high = self.bottleneck(found)
         return best
 
     def fits(self, num_stages: int) -> bool:
@@ -91,7 +95,9 @@ class Search:
     def least_sum(self) -> list[Slice] | None:
         """The split, into any number of stages, that together take least; None if none fits."""
         bounds = _Bounds(self.kinds)
-        queue: list[tuple[float, float, int, Counts, tuple[Slice, ...]]] = [(0.0, 0.0, 0, self.counts, ())]
+        queue: list[tuple[float, float, int, Counts, tuple[Slice, ...]]] = [
+            (0.0, 0.0, 0, self.counts, ())
+        ]
         done: set[tuple[Counts, int]] = set()
         operations = 0
         while queue:
@@ -132,8 +138,10 @@ class _Cover:
     """Whether layers can be covered with every stage below one limit, and how."""
 
     def __init__(self, kinds: Sequence[DeviceKind], limit: float) -> None:
-        # Less by more than sums of floats are off: a plan that just keeps a limit must not look like one below it.
-        self._kinds, self._limit = kinds, limit * (1 - ROUNDING)
+        # Less by more than sums of floats are off: a plan that just keeps a limit must not look
+        # like one below it.
+        self._kinds = kinds
+        self._limit = limit * (1 - ROUNDING)
         self._num_layers = kinds[0].cost.num_layers
         sizes = [_most_layers(kind.cost, self._limit) for kind in kinds]
         self._order = sorted(range(len(kinds)), key=lambda index: -sizes[index])
@@ -145,7 +153,8 @@ class _Cover:
         self._tails = [self._num_layers - kind.cost.tail(self._limit) for kind in kinds]
         """The most layers that each holds as the last stage."""
         self._failed: dict[Counts, int] = {}
-        """The last layer from which these devices did not reach the end: from an earlier one they do not either."""
+        """The last layer from which these devices did not reach the end: from an earlier one they
+        do not either."""
         self._operations = 0
 
     def find(self, left: Counts, first: int, num_stages: int) -> list[Slice] | None:
@@ -177,9 +186,12 @@ class _Cover:
         return None
 
     def _may_reach(self, left: Counts, first: int, num_stages: int) -> bool:
-        """Whether the rest could be covered if each stage held its most, wherever it begins: one as the last stage, and
-        of the others those that hold most."""
-        missing, rank, held, held_by_one_more = self._num_layers - first, 0, 0, 0
+        """Whether the rest could be covered if each stage held its most, wherever it begins: one as
+        the last stage, and of the others those that hold most."""
+        missing = self._num_layers - first
+        rank = 0
+        held = 0
+        held_by_one_more = 0
         ranks: dict[int, int] = {}
         for group, size in self._widest:
             if left[group]:
@@ -224,7 +236,8 @@ class _Bounds:
     def _compute(self, left: Counts, missing: int) -> float:
         total_s = self._tail_s
         for rate_s, size, group in self._rates:
-            # A group's devices may be used as its slower kinds too, which hold more: each kind gets all of them.
+            # A group's devices may be used as its slower kinds too, which hold more: each kind gets
+            # all of them.
             taken = min(missing, size * left[group])
             total_s += taken * rate_s
             missing -= taken

@@ -1,4 +1,5 @@
-"""What a stage costs: seconds of all steps and bytes of memory for layers [a, b) of a model on one device.
+"""What a stage costs: seconds of all steps and bytes of memory for layers [a, b) of a model on one
+device.
 
 Knows no search.
 """
@@ -17,7 +18,8 @@ from shardline_fleet.planner.model_costs import KV_BYTES, WEIGHT_BYTES, ModelCos
 from shardline_fleet.planner.workload import StepKind
 
 ACTIVATION_COPIES = 8
-"""Of a step's hidden states that live at the same time, at most: input, output, and the wide inner ones."""
+"""Of a step's hidden states that live at the same time, at most: input, output, and the wide inner
+ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,8 @@ class Streaming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """Sums over layers as prefixes: any range is a difference of two, so that a search may ask for all of them."""
+    """Sums over layers as prefixes: any range is a difference of two, so that a search may ask for
+    all of them."""
 
     seconds: tuple[float, ...]
     """Of the layers before each layer, in all steps."""
@@ -72,23 +75,32 @@ class StageCost:
         if room >= 0 or self.streaming is None:
             return room >= 0
         kv_bytes = self.streaming.kv_bytes[stop] - self.streaming.kv_bytes[first]
-        return self.memory_bytes - kv_bytes - self.streaming.buffer_bytes >= self._ends_bytes(first, stop)
+        return self.memory_bytes - kv_bytes - self.streaming.buffer_bytes >= self._ends_bytes(
+            first, stop
+        )
 
     def holds(self, first: int, stop: int, limit: float) -> bool:
         """Whether a stage with these layers fits and takes less than `limit` seconds."""
         return self.stage(first, stop) < limit and self.fits(first, stop)
 
     def reach(self, first: int, end: int, limit: float) -> int:
-        """The furthest layer, `end` at most, up to which a stage fits and is below the limit; `first` if none is."""
+        """The furthest layer, `end` at most, up to which a stage fits and is below the limit;
+        `first` if none is."""
         last = bisect_right(self.seconds, limit - self.stage_s + self.seconds[first]) - 1
-        free = self.memory_bytes + self.missing(limit) + self.bytes[first] - (self.head_bytes if first == 0 else 0.0)
+        free = (
+            self.memory_bytes
+            + self.missing(limit)
+            + self.bytes[first]
+            - (self.head_bytes if first == 0 else 0.0)
+        )
         stop = min(end, last, bisect_right(self.bytes, free) - 1)
         while stop > first and not self.holds(first, stop, limit):
             stop -= 1
         return max(stop, first)
 
     def tail(self, limit: float) -> int:
-        """The first layer from which a last stage fits and is below the limit; the number of layers if none is."""
+        """The first layer from which a last stage fits and is below the limit; the number of layers
+        if none is."""
         num = self.num_layers
         free = self.bytes[num] - self.memory_bytes - self.missing(limit) + self.tail_bytes
         by_time = bisect_right(self.seconds, self.stage_s + self.seconds[num] + self.tail_s - limit)
@@ -102,7 +114,11 @@ class StageCost:
 
     def room(self, first: int, stop: int) -> float:
         """Bytes that such a stage leaves free; below 0: memory does not hold all of it."""
-        return self.memory_bytes - (self.bytes[stop] - self.bytes[first]) - self._ends_bytes(first, stop)
+        return (
+            self.memory_bytes
+            - (self.bytes[stop] - self.bytes[first])
+            - self._ends_bytes(first, stop)
+        )
 
     def streamed(self, first: int, stop: int) -> float:
         """Bytes of weights that such a stage reads in every step."""
@@ -111,29 +127,48 @@ class StageCost:
 
     def missing(self, limit: float) -> float:
         """Bytes that memory may lack so that they are read in less than `limit` seconds."""
-        return max(0.0, limit / self.streaming.byte_s - self.streaming.buffer_bytes) if self.streaming else 0.0
+        return (
+            max(0.0, limit / self.streaming.byte_s - self.streaming.buffer_bytes)
+            if self.streaming
+            else 0.0
+        )
 
     def _ends_bytes(self, first: int, stop: int) -> float:
-        return (self.head_bytes if first == 0 else 0.0) + (self.tail_bytes if stop == self.num_layers else 0.0)
+        return (self.head_bytes if first == 0 else 0.0) + (
+            self.tail_bytes if stop == self.num_layers else 0.0
+        )
 
 
-def stage_cost(profile: DeviceProfile, model: ModelCosts, steps: Sequence[StepKind], kv_tokens: int) -> StageCost:
-    """The cost of these steps on one device. Raises Invalid if the profile does not know a kind of layer."""
+def stage_cost(
+    profile: DeviceProfile, model: ModelCosts, steps: Sequence[StepKind], kv_tokens: int
+) -> StageCost:
+    """The cost of these steps on one device. Raises Invalid if the profile does not know a kind of
+    layer."""
     if missing := sorted(set(model.kinds) - set(profile.layers)):
         raise Invalid(
-            "--devices", f"{profile.device} has no times of {', '.join(missing)}", "Measure it with this model"
+            "--devices",
+            f"{profile.device} has no times of {', '.join(missing)}",
+            "Measure it with this model",
         )
-    weight, kv = WEIGHT_BYTES[profile.dtype], KV_BYTES[profile.dtype]
+    weight = WEIGHT_BYTES[profile.dtype]
+    kv = KV_BYTES[profile.dtype]
     layers = [kind.name for kind in model.layers]
-    seconds = {name: sum(step.count * layer_s(profile, name, step) for step in steps) for name in model.kinds}
+    seconds = {
+        name: sum(step.count * layer_s(profile, name, step) for step in steps)
+        for name in model.kinds
+    }
     kv_sizes = {name: float(kind.kv_numbers * kv * kv_tokens) for name, kind in model.kinds.items()}
-    sizes = {name: kind.num_weights * weight * PACKING_FACTOR + kv_sizes[name] for name, kind in model.kinds.items()}
+    sizes = {
+        name: kind.num_weights * weight * PACKING_FACTOR + kv_sizes[name]
+        for name, kind in model.kinds.items()
+    }
     embedding = model.embedding_weights * weight * PACKING_FACTOR
     rows = max(step.rows for step in steps)
     return StageCost(
         seconds=tuple(accumulate(map(seconds.__getitem__, layers), initial=0.0)),
         stage_s=sum(
-            step.count * (interpolated(profile.step, step.rows) + frames_s(profile, model, step)) for step in steps
+            step.count * (interpolated(profile.step, step.rows) + frames_s(profile, model, step))
+            for step in steps
         ),
         tail_s=sum(step.count * tail_s(profile, step) for step in steps),
         bytes=tuple(accumulate(map(sizes.__getitem__, layers), initial=0.0)),
@@ -141,10 +176,14 @@ def stage_cost(profile: DeviceProfile, model: ModelCosts, steps: Sequence[StepKi
         least_bytes=min(sizes.values()),
         head_bytes=embedding,
         tail_bytes=embedding,
-        memory_bytes=profile.memory_bytes - ACTIVATION_COPIES * rows * model.hidden_size * KV_BYTES[profile.dtype],
+        memory_bytes=profile.memory_bytes
+        - ACTIVATION_COPIES * rows * model.hidden_size * KV_BYTES[profile.dtype],
         streaming=Streaming(
             kv_bytes=tuple(accumulate(map(kv_sizes.__getitem__, layers), initial=0.0)),
-            buffer_bytes=NUM_BUFFERS * max(kind.num_weights for kind in model.layers) * weight * PACKING_FACTOR,
+            buffer_bytes=NUM_BUFFERS
+            * max(kind.num_weights for kind in model.layers)
+            * weight
+            * PACKING_FACTOR,
             byte_s=sum(step.count for step in steps) / profile.stream_bytes_per_s,
         )
         if profile.stream_bytes_per_s
@@ -159,10 +198,16 @@ def layer_s(profile: DeviceProfile, kind: str, step: StepKind) -> float:
     )
 
 
-def compute_s(profile: DeviceProfile, kinds: Mapping[str, int], step: StepKind, *, is_tail: bool) -> float:
+def compute_s(
+    profile: DeviceProfile, kinds: Mapping[str, int], step: StepKind, *, is_tail: bool
+) -> float:
     """Returns the seconds in which a stage with these layers of each kind computes one step."""
     layers_s = sum(num * layer_s(profile, kind, step) for kind, num in kinds.items())
-    return layers_s + interpolated(profile.step, step.rows) + (tail_s(profile, step) if is_tail else 0.0)
+    return (
+        layers_s
+        + interpolated(profile.step, step.rows)
+        + (tail_s(profile, step) if is_tail else 0.0)
+    )
 
 
 def frames_s(profile: DeviceProfile, model: ModelCosts, step: StepKind) -> float:
@@ -176,7 +221,8 @@ def frame_bytes(profile: DeviceProfile, model: ModelCosts, step: StepKind) -> fl
 
 
 def tail_s(profile: DeviceProfile, step: StepKind) -> float:
-    """Seconds that the tail adds: output layer and sampler, less what its last layer leaves out of prompts."""
+    """Seconds that the tail adds: output layer and sampler, less what its last layer leaves out of
+    prompts."""
     sampled = interpolated(profile.sampled, step.decodes) if step.decodes else 0.0
     is_narrowed = step.prefill >= step.decodes
     return sampled + (profile.tail_prefill_row_s * step.prefill if is_narrowed else 0.0)

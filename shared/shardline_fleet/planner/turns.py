@@ -47,7 +47,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
-    """All models, the workers that are here with the models that each may serve, and who holds what."""
+    """All models, the workers that are here with the models that each may serve, and who holds
+    what."""
 
     models: Mapping[str, Turn]
     offers: Mapping[str, Collection[str]]
@@ -57,7 +58,9 @@ class Turns:
 
     def assign(self, now: Mapping[str, str]) -> dict[str, str]:
         """Returns the model of each worker. `now` has those that serve one; they may be gone."""
-        held = {worker: model for worker, model in now.items() if model in self.offers.get(worker, ())}
+        held = {
+            worker: model for worker, model in now.items() if model in self.offers.get(worker, ())
+        }
         given = dict(held)
         for model in sorted(self.models, key=lambda name: (-self.models[name].since_s, name)):
             if self._starves(model, given):
@@ -68,8 +71,17 @@ class Turns:
 
     def _starves(self, model: str, given: Mapping[str, str]) -> bool:
         turn = self.models[model]
-        others = [worker for worker, models in self.offers.items() if model in models and given.get(worker) != model]
-        return turn.is_wanted and turn.served_s is None and bool(others) and not self._lives(model, given)
+        others = [
+            worker
+            for worker, models in self.offers.items()
+            if model in models and given.get(worker) != model
+        ]
+        return (
+            turn.is_wanted
+            and turn.served_s is None
+            and bool(others)
+            and not self._lives(model, given)
+        )
 
     def _lives(self, model: str, given: Mapping[str, str]) -> bool:
         own = _of(model, given)
@@ -96,8 +108,12 @@ class Turns:
         turn that is over. No worker moves twice."""
         able = [worker for worker in sorted(self.offers) if model in self.offers[worker]]
         yield None, [worker for worker in able if worker not in given]
-        others = [name for name in self.models if name != model and self.models[name].is_over(self.scale)]
-        for name in sorted(others, key=lambda name: (self.models[name].is_wanted, -self.models[name].since_s, name)):
+        others = [
+            name for name in self.models if name != model and self.models[name].is_over(self.scale)
+        ]
+        for name in sorted(
+            others, key=lambda name: (self.models[name].is_wanted, -self.models[name].since_s, name)
+        ):
             yield name, [worker for worker in able if given.get(worker) == held.get(worker) == name]
 
     def _rank(self, model: str, given: Mapping[str, str]) -> tuple[bool, bool, str]:

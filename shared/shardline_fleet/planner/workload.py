@@ -1,7 +1,8 @@
-"""The load that a plan is made for, and the steps that the scheduler would cut from it. Knows no device.
+"""The load that a plan is made for, and the steps that the scheduler would cut from it. Knows no
+device.
 
-As the scheduler does: a step has the decodes of one lane, then prompt rows up to the token budget; a pipeline has as
-many lanes as stages.
+As the scheduler does: a step has the decodes of one lane, then prompt rows up to the token budget;
+a pipeline has as many lanes as stages.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class Workload:
     concurrency: int = 64
     token_budget: int = TOKEN_BUDGET
     at_once: bool = False
-    """Whether `concurrency` requests come together and none after them, as in a benchmark; else there is always one
-    more."""
+    """Whether `concurrency` requests come together and none after them, as in a benchmark; else
+    there is always one more."""
 
     @property
     def kv_tokens(self) -> int:
@@ -63,7 +64,8 @@ class Workload:
         return self.concurrency * (self.prompt + self.output)
 
     def steps(self, num_lanes: int) -> list[StepKind]:
-        """The steps in which `concurrency` requests are computed from the first prompt row to the last token."""
+        """The steps in which `concurrency` requests are computed from the first prompt row to the
+        last token."""
         if not self.at_once:
             return [self._steady(self.concurrency * self.output, num_lanes)]
         num_prefill = self._num_prefill(num_lanes)
@@ -79,7 +81,15 @@ class Workload:
         """The prompt's chunks."""
         size = min(self.prompt, self.token_budget)
         num = self.prompt / size
-        return [StepKind(count=num, decodes=0, decode_context=0, prefill=size, prefill_context=size * self.prompt / 2)]
+        return [
+            StepKind(
+                count=num,
+                decodes=0,
+                decode_context=0,
+                prefill=size,
+                prefill_context=size * self.prompt / 2,
+            )
+        ]
 
     def _num_decode(self, num_lanes: int) -> int:
         """Steps from a request's first token to its last: each lane comes round once in
@@ -87,7 +97,8 @@ class Workload:
         return num_lanes * (self.output - 1)
 
     def _num_prefill(self, num_lanes: int) -> float:
-        """Steps until the last prompt is computed, if no request ends before: decodes grow evenly to all requests."""
+        """Steps until the last prompt is computed, if no request ends before: decodes grow evenly
+        to all requests."""
         decodes = min(self.concurrency / (2 * num_lanes), self.token_budget / 2)
         return self.concurrency * self.prompt / (self.token_budget - decodes)
 
@@ -100,8 +111,10 @@ class Workload:
         yield self._step(self._num_decode(num_lanes) - num_prefill, full)
 
     def _one_after_the_other(self, num_lanes: int) -> Iterator[StepKind]:
-        """The first requests end before the last ones begin: decodes grow, stay, and fall when no prompt is left."""
-        num_ramp, steady = self._num_decode(num_lanes), self._steady(1, num_lanes)
+        """The first requests end before the last ones begin: decodes grow, stay, and fall when no
+        prompt is left."""
+        num_ramp = self._num_decode(num_lanes)
+        steady = self._steady(1, num_lanes)
         ramp = [*_evenly(steady.decodes)]
         for decodes in ramp:
             yield self._step(num_ramp / PARTS, decodes, self.token_budget - decodes)

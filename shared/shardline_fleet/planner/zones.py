@@ -13,8 +13,8 @@ MAX_ZONES = 16
 
 
 def zones(profiles: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
-    """All devices; then, where links are of unlike latency, those of machines that are near each other, large zones
-    first: a pipeline within one may be faster than one over all."""
+    """All devices; then, where links are of unlike latency, those of machines that are near each
+    other, large zones first: a pipeline within one may be faster than one over all."""
     members: dict[str, DeviceProfile] = {}
     for profile in profiles:
         known = members.setdefault(profile.machine, profile)
@@ -22,7 +22,10 @@ def zones(profiles: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
             members[profile.machine] = profile
     found = sorted(set(_clusters(members)), key=lambda machines: (-len(machines), sorted(machines)))
     smaller = [each for each in found if len(each) < len(members)][: MAX_ZONES - 1]
-    return [list(profiles), *([profile for profile in profiles if profile.machine in zone] for zone in smaller)]
+    return [
+        list(profiles),
+        *([profile for profile in profiles if profile.machine in zone] for zone in smaller),
+    ]
 
 
 def _clusters(members: Mapping[str, DeviceProfile]) -> Iterator[frozenset[str]]:
@@ -34,7 +37,8 @@ def _clusters(members: Mapping[str, DeviceProfile]) -> Iterator[frozenset[str]]:
     }
     if not latencies:
         return
-    limit_s, most_s = min(latencies.values()), max(latencies.values())
+    limit_s = min(latencies.values())
+    most_s = max(latencies.values())
     yield from (frozenset({machine}) for machine in members)
     while limit_s < most_s:
         limit_s *= NEARER
@@ -48,7 +52,8 @@ def _clusters(members: Mapping[str, DeviceProfile]) -> Iterator[frozenset[str]]:
 
 def _joined(machine: str, near: set[tuple[str, str]]) -> frozenset[str]:
     """All machines that are reached from this one."""
-    found, new = {machine}, {machine}
+    found = {machine}
+    new = {machine}
     while new:
         new = {other for pair in near if new & set(pair) for other in pair} - found
         found |= new

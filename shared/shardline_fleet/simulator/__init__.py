@@ -1,1 +1,2 @@
-"""The simulator: a fleet of any size on a virtual clock, with the product's own scheduler, planner and fleet rules."""
+"""The simulator: a fleet of any size on a virtual clock, with the product's own scheduler, planner
+and fleet rules."""

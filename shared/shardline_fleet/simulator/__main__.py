@@ -1,4 +1,5 @@
-"""`python -m shardline_fleet.simulator fleet.yaml`: what a fleet of any size would do, and what faults cost."""
+"""`python -m shardline_fleet.simulator fleet.yaml`: what a fleet of any size would do, and what
+faults cost."""
 
 from __future__ import annotations
 
@@ -17,10 +18,14 @@ INVALID_STATUS = 2
 
 
 def simulate(
-    file: Annotated[Path, typer.Argument(help="The fleet, its load and its faults, in YAML: docs/capacity.md.")],
+    file: Annotated[
+        Path, typer.Argument(help="The fleet, its load and its faults, in YAML: docs/capacity.md.")
+    ],
     *,
     svg: Annotated[Path | None, typer.Option(help="Draw the outcome into this file too.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON document instead of tables.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="One JSON document instead of tables.")
+    ] = False,
 ) -> None:
     """Simulate a fleet with the product's scheduler and planner, on a virtual clock."""
     try:

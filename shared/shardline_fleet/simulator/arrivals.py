@@ -1,4 +1,5 @@
-"""The jobs of a load: when each comes and how long it is, drawn at random or read from a trace. Knows no head."""
+"""The jobs of a load: when each comes and how long it is, drawn at random or read from a trace.
+Knows no head."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Arrivals:
         """A trace is relative to `folder`. Raises Invalid."""
         self._load = load
         self._trace: list[Arrival] = []
-        self.prompt, self.output = load.prompt, load.output
+        self.prompt = load.prompt
+        self.output = load.output
         self.max_len = 2 * (load.prompt + load.output)
         """No job has as many tokens."""
         if load.trace is not None:
@@ -59,7 +61,11 @@ class Arrivals:
                 at_s += source.expovariate(load.rate * share)
 
     def _drawn(self, at_s: float, source: random.Random) -> Arrival:
-        return Arrival(at_s=at_s, prompt=self._size(self.prompt, source), output=self._size(self.output, source))
+        return Arrival(
+            at_s=at_s,
+            prompt=self._size(self.prompt, source),
+            output=self._size(self.output, source),
+        )
 
     def _size(self, mean: int, source: random.Random) -> int:
         spread = round(self._load.spread * mean)
@@ -67,16 +73,21 @@ class Arrivals:
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """Reads a trace in CSV; the first job comes at 0 s, whenever it came. Raises Invalid, naming the line."""
+    """Reads a trace in CSV; the first job comes at 0 s, whenever it came. Raises Invalid, naming
+    the line."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             found = sorted(_arrivals(csv.DictReader(file)), key=lambda each: each.at_s)
     except OSError as error:
-        raise Invalid(FIELD, f"{path} cannot be read: {error.strerror}", "Check the path") from error
+        raise Invalid(
+            FIELD, f"{path} cannot be read: {error.strerror}", "Check the path"
+        ) from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise Invalid(FIELD, f"{path} is no CSV: {error}", f"It needs {COLUMNS}") from error
     if not 1 <= len(found) <= MAX_TRACED:
-        raise Invalid(FIELD, f"{path} has {len(found):,} jobs; 1 to {MAX_TRACED:,}", f"It needs {COLUMNS}")
+        raise Invalid(
+            FIELD, f"{path} has {len(found):,} jobs; 1 to {MAX_TRACED:,}", f"It needs {COLUMNS}"
+        )
     first_s = found[0].at_s
     return [msgspec.structs.replace(each, at_s=each.at_s - first_s) for each in found]
 
@@ -84,6 +95,8 @@ def read_trace(path: Path) -> list[Arrival]:
 def _arrivals(rows: csv.DictReader[str]) -> Iterator[Arrival]:
     for row in rows:
         try:
-            yield msgspec.convert({name: value for name, value in row.items() if name}, Arrival, strict=False)
+            yield msgspec.convert(
+                {name: value for name, value in row.items() if name}, Arrival, strict=False
+            )
         except msgspec.ValidationError as error:
             raise Invalid(FIELD, f"line {rows.line_num}: {error}", f"It needs {COLUMNS}") from error

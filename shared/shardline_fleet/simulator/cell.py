@@ -71,7 +71,8 @@ class Cell:
     """Workers by name, and what the plan assigns to them."""
 
     def __init__(self, ground: Ground, kind: int, profiles: Mapping[str, DeviceProfile]) -> None:
-        self._ground, self._kind = ground, kind
+        self._ground = ground
+        self._kind = kind
         self.workers = {name: SimulatedWorker(name, profile) for name, profile in profiles.items()}
         self.deployment: Deployment | None = None
         self._made_s = 0.0
@@ -83,7 +84,8 @@ class Cell:
         return (worker.head for worker in self.workers.values() if worker.head is not None)
 
     def start(self) -> None:
-        """Workers that are here get the first plan, and have loaded. Raises Invalid if they do not hold the model."""
+        """Workers that are here get the first plan, and have loaded. Raises Invalid if they do not
+        hold the model."""
         for worker in self.workers.values():
             worker.is_member = worker.is_here
         self._move(self._ground.plans.first(self._kind, self._members()), load_s=0.0)
@@ -91,10 +93,13 @@ class Cell:
 
     def lose(self, name: str, *, is_silent: bool, back_s: float | None) -> None:
         """A worker is gone. `is_silent`: its links do not close, so that its head waits for it."""
-        worker, agenda, times = self.workers[name], self._ground.agenda, self._ground.times
+        worker = self.workers[name]
+        agenda = self._ground.agenda
+        times = self._ground.times
         if not worker.is_here:
             return
-        head, leader = worker.head, worker.bound_to
+        head = worker.head
+        leader = worker.bound_to
         worker.is_here = worker.is_loaded = False
         worker.head = worker.bound_to = None
         worker.life += 1
@@ -104,7 +109,9 @@ class Cell:
         if head is not None:
             restart_s = back_s if back_s is not None and not is_silent else times.lease_s
             self._orphan(head, min(restart_s, times.lease_s - head.beat_age_s) + times.poll_s / 2)
-            agenda.after(times.unbind_s if is_silent else times.heartbeat_s, partial(self._unbind, head))
+            agenda.after(
+                times.unbind_s if is_silent else times.heartbeat_s, partial(self._unbind, head)
+            )
         elif leader is not None:
             self._bereave(leader, times.link_dead_s if is_silent else 0.0)
 
@@ -127,15 +134,20 @@ class Cell:
             self._look()
 
     def _look(self) -> None:
-        now_s, members = self._ground.agenda.now_s, self._members()
+        now_s = self._ground.agenda.now_s
+        members = self._members()
         cool_down_s = COOL_DOWN_POLLS * self._ground.times.poll_s
         may_improve = now_s - self._made_s > cool_down_s
         if not may_improve:
-            self._ground.agenda.at(self._made_s + cool_down_s + self._ground.times.poll_s, self._look)
+            self._ground.agenda.at(
+                self._made_s + cool_down_s + self._ground.times.poll_s, self._look
+            )
         if not members:
             return
         try:
-            then = self._ground.plans.replan(self._kind, members, self.deployment, may_improve=may_improve)
+            then = self._ground.plans.replan(
+                self._kind, members, self.deployment, may_improve=may_improve
+            )
         except Invalid:  # too few for the model: those that come back find their layers again
             return
         if then is not None:
@@ -144,7 +156,8 @@ class Cell:
     def _move(self, then: Deployment, load_s: float) -> None:
         """Workers with changed layers give their jobs back and come again with the new ones."""
         now = self.deployment
-        self.deployment, self._made_s = then, self._ground.agenda.now_s
+        self.deployment = then
+        self._made_s = self._ground.agenda.now_s
         for worker in self.workers.values():
             held = None if now is None or worker.place is None else now.split[worker.place]
             worker.place = then.stages.get(worker.name) if worker.is_member else None
@@ -158,7 +171,8 @@ class Cell:
             return
         worker.life += 1
         worker.is_loaded = False
-        head, leader = worker.head, worker.bound_to
+        head = worker.head
+        leader = worker.bound_to
         worker.head = worker.bound_to = None
         if head is not None:
             self._requeue(head.give_back())
@@ -194,7 +208,9 @@ class Cell:
         worker.is_loaded = True
         if self.deployment.split[worker.place][0] == 0 and worker.head is None:
             ground = self._ground
-            worker.head = SimulatedHead(ground.agenda, ground.config, ground.calls, ground.times.heartbeat_s)
+            worker.head = SimulatedHead(
+                ground.agenda, ground.config, ground.calls, ground.times.heartbeat_s
+            )
         self._ground.agenda.after(0.0, self._form)
 
     def _form(self, after_s: float = FORM_S) -> None:
@@ -202,7 +218,12 @@ class Cell:
         now_s = self._ground.agenda.now_s
         for worker in self.workers.values():
             head = worker.head
-            if head is None or head.chain is not None or not worker.is_loaded or worker.forms_from_s > now_s:
+            if (
+                head is None
+                or head.chain is not None
+                or not worker.is_loaded
+                or worker.forms_from_s > now_s
+            ):
                 continue
             route = self._route(worker)
             if route is not None:
@@ -211,16 +232,26 @@ class Cell:
                 self._lead(head, route, after_s)
 
     def _lead(self, head: SimulatedHead, route: list[SimulatedWorker], after_s: float) -> None:
-        ground, deployment = self._ground, self.deployment
+        ground = self._ground
+        deployment = self.deployment
         assert deployment is not None
         stages = [
-            StageAssignment((each.profile,), *deployment.split[each.place]) for each in route if each.place is not None
+            StageAssignment((each.profile,), *deployment.split[each.place])
+            for each in route
+            if each.place is not None
         ]
-        room = Predictor(ground.model, replace(Workload(), concurrency=1)).predict(stages).kv_tokens // BLOCK_TOKENS
+        room = (
+            Predictor(ground.model, replace(Workload(), concurrency=1)).predict(stages).kv_tokens
+            // BLOCK_TOKENS
+        )
         most = (ground.config.max_seats + len(stages)) * blocks_for(ground.config.max_len)
-        usual = Workload(concurrency=ground.config.max_seats, token_budget=ground.config.token_budget)
+        usual = Workload(
+            concurrency=ground.config.max_seats, token_budget=ground.config.token_budget
+        )
         num_lanes = ground.lanes or Predictor(ground.model, usual).num_lanes(stages)
-        head.lead(StageChain(ground.model, stages, self._slower_s), min(room, most), num_lanes, after_s)
+        head.lead(
+            StageChain(ground.model, stages, self._slower_s), min(room, most), num_lanes, after_s
+        )
 
     def _route(self, first: SimulatedWorker) -> list[SimulatedWorker] | None:
         """The head's own worker, then at each further place whom it has already, or a free one."""
@@ -232,7 +263,9 @@ class Cell:
             able = [
                 worker
                 for worker in self.workers.values()
-                if worker.place == place and worker.is_loaded and worker.bound_to in (None, first.head)
+                if worker.place == place
+                and worker.is_loaded
+                and worker.bound_to in (None, first.head)
             ]
             if not able:
                 return None
@@ -262,7 +295,10 @@ class Cell:
     def _give_up(self, head: SimulatedHead) -> None:
         """It has been forming for longer than leases are kept."""
         since_s = head.lost_s
-        if since_s is not None and self._ground.agenda.now_s - since_s >= self._ground.times.recover_s:
+        if (
+            since_s is not None
+            and self._ground.agenda.now_s - since_s >= self._ground.times.recover_s
+        ):
             self._requeue(head.give_back())
 
     def _requeue(self, jobs: list[SimulatedJob]) -> None:

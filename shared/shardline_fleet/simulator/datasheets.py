@@ -1,7 +1,8 @@
-"""What vendors publish of accelerators: memory, its bandwidth, and the peak of dense products. Knows no model.
+"""What vendors publish of accelerators: memory, its bandwidth, and the peak of dense products.
+Knows no model.
 
-Figures with sparsity are halved. Peaks are of tensor or matrix cores, with float32 sums where the vendor tells them
-apart.
+Figures with sparsity are halved. Peaks are of tensor or matrix cores, with float32 sums where the
+vendor tells them apart.
 """
 
 from __future__ import annotations

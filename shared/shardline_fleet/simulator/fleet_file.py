@@ -46,7 +46,8 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class CellFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Equal cells. A cell is a set of devices that is planned by itself, as the fleet of a model is."""
+    """Equal cells. A cell is a set of devices that is planned by itself, as the fleet of a model
+    is."""
 
     devices: Annotated[dict[str, Count], Meta(min_length=1)]
     """How many by name of a datasheet, or by a file with a profile (`….json`)."""
@@ -94,7 +95,8 @@ class FaultFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     machines: bool = False
     """Whole machines, which fall silent; else processes, with links that close."""
     back_s: Positive | None = None
-    """What is lost serves again after so long, loading included; what is slow is as fast as before. None: never."""
+    """What is lost serves again after so long, loading included; what is slow is as fast as before.
+    None: never."""
     latency_ms: NotNegative = 0.0
 
 
@@ -133,7 +135,9 @@ def read_fleet(path: Path) -> FleetFile:
     try:
         fleet = msgspec.yaml.decode(path.read_bytes(), type=FleetFile)
     except OSError as error:
-        raise Invalid(str(path), f"it cannot be read: {error.strerror}", "Check the path") from error
+        raise Invalid(
+            str(path), f"it cannot be read: {error.strerror}", "Check the path"
+        ) from error
     except msgspec.ValidationError as error:
         problem, _, place = str(error).partition(" - at ")
         field = re.sub(r"^\$\.?", "", place.strip("`")) or str(path)
@@ -141,12 +145,16 @@ def read_fleet(path: Path) -> FleetFile:
     except msgspec.DecodeError as error:
         raise Invalid(str(path), f"no YAML: {error}", REMEDY) from error
     if (fleet.load.scenario is Scenario.TRACE) != (fleet.load.trace is not None):
-        raise Invalid("load.trace", "a file, and `scenario: trace`: neither says anything alone", "Give both")
+        raise Invalid(
+            "load.trace", "a file, and `scenario: trace`: neither says anything alone", "Give both"
+        )
     for number, fault in enumerate(fleet.faults):
         _check_fault(f"faults[{number}]", fault)
     if fleet.num_devices > MAX_DEVICES:
         raise Invalid(
-            "cells", f"{fleet.num_devices:,} devices; at most {MAX_DEVICES:,}", "Describe a part of the fleet"
+            "cells",
+            f"{fleet.num_devices:,} devices; at most {MAX_DEVICES:,}",
+            "Describe a part of the fleet",
         )
     return fleet
 
@@ -154,7 +162,11 @@ def read_fleet(path: Path) -> FleetFile:
 def read_model(fleet: FleetFile, folder: Path) -> ModelCosts:
     """The shapes of the file's model; its path is relative to `folder`. Raises Invalid."""
     try:
-        return ModelCosts.of(fleet.model) if isinstance(fleet.model, dict) else ModelCosts.read(folder / fleet.model)
+        return (
+            ModelCosts.of(fleet.model)
+            if isinstance(fleet.model, dict)
+            else ModelCosts.read(folder / fleet.model)
+        )
     except Invalid as error:
         raise Invalid("model", error.problem, error.remedy) from error
 
@@ -165,5 +177,7 @@ def _check_fault(field: str, fault: FaultFile) -> None:
         raise Invalid(field, f"{len(named)} of lose, join and slow; exactly one is needed", REMEDY)
     if fault.slow is not None and not fault.latency_ms:
         raise Invalid(
-            f"{field}.latency_ms", "it must be above 0 with slow", "Say how many milliseconds links take more"
+            f"{field}.latency_ms",
+            "it must be above 0 with slow",
+            "Say how many milliseconds links take more",
         )

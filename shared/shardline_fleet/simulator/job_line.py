@@ -1,4 +1,5 @@
-"""The queue of all heads: the job that came first goes to the head that has waited longest. Knows no clock."""
+"""The queue of all heads: the job that came first goes to the head that has waited longest. Knows
+no clock."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class JobLine:
         return len(self._jobs)
 
     def put(self, job: SimulatedJob) -> None:
-        """A job that is to be computed, or computed further: it keeps its place before those that came later."""
+        """A job that is to be computed, or computed further: it keeps its place before those that
+        came later."""
         heappush(self._jobs, (job.arrived_s, job.number, job))
         self._deal()
 

@@ -59,10 +59,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     servers: tuple[ServerLoad, ...]
 
     @classmethod
-    def of(cls, fleet: FleetSummary, share: float, load: LoadFile, tally: Tally, num_jobs: int) -> Outcome:
+    def of(
+        cls, fleet: FleetSummary, share: float, load: LoadFile, tally: Tally, num_jobs: int
+    ) -> Outcome:
         """Makes it from the counts of a sample that is this share of the fleet."""
         has_bounds = load.scenario is not Scenario.OFFLINE
-        ttft, token = Spread.of(tally.ttft_s), Spread.of(tally.token_s)
+        ttft = Spread.of(tally.ttft_s)
+        token = Spread.of(tally.token_s)
         unfinished = num_jobs - tally.num_ended - tally.num_failed
         if load.scenario is Scenario.SERVER:
             tokens_per_s = tally.tokens_per_s(WARM_SHARE * load.seconds, load.seconds) / share
@@ -86,7 +89,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
             held_up=len(tally.gaps_s) / share,
             held_up_s=Spread.of(tally.gaps_s),
             tokens_again=tally.num_again / share,
-            timeline=tuple(tally.tokens.get(second, 0) / share for second in range(int(tally.ended_s) + 1)),
+            timeline=tuple(
+                tally.tokens.get(second, 0) / share for second in range(int(tally.ended_s) + 1)
+            ),
             servers=tuple(server_loads(_rates(fleet, tally, jobs_per_s, tokens_per_s))),
         )
 

@@ -1,4 +1,5 @@
-"""Plans of cells, by the rules of the product's fleets; each is made once, since equal cells have equal ones."""
+"""Plans of cells, by the rules of the product's fleets; each is made once, since equal cells have
+equal ones."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ class PlanBook:
         self._made: dict[tuple[object, ...], Deployment | None] = {}
 
     def replan(
-        self, kind: int, profiles: Mapping[str, DeviceProfile], now: Deployment | None, *, may_improve: bool
+        self,
+        kind: int,
+        profiles: Mapping[str, DeviceProfile],
+        now: Deployment | None,
+        *,
+        may_improve: bool,
     ) -> Deployment | None:
         """Returns what should run in a cell of this kind with present workers of these profiles;
         None: what runs now.
@@ -38,7 +44,8 @@ class PlanBook:
         return self._made[key]
 
     def first(self, kind: int, profiles: Mapping[str, DeviceProfile]) -> Deployment:
-        """The plan of a cell's first moment. Raises Invalid if its devices do not hold the model."""
+        """The plan of a cell's first moment. Raises Invalid if its devices do not hold the
+        model."""
         try:
             deployment = self.replan(kind, profiles, None, may_improve=False)
         except Invalid as error:
@@ -48,20 +55,27 @@ class PlanBook:
 
 
 class SplitByHand(PlanBook):
-    """One split for all cells. Its stages are dealt to the devices of a cell in their order, as often as there are
-    devices: so does `make up`. Who is lost keeps its stage."""
+    """One split for all cells. Its stages are dealt to the devices of a cell in their order, as
+    often as there are devices: so does `make up`. Who is lost keeps its stage."""
 
     def __init__(self, model: ModelCosts, split: str) -> None:
         """Raises Invalid if the split does not cover the model."""
         super().__init__(model)
         try:
-            self._split = tuple((each.start, each.stop) for each in parse_split(split, len(model.layers)))
+            self._split = tuple(
+                (each.start, each.stop) for each in parse_split(split, len(model.layers))
+            )
         except Invalid as error:
             raise Invalid("split", error.problem, error.remedy) from error
 
     @override
     def replan(
-        self, kind: int, profiles: Mapping[str, DeviceProfile], now: Deployment | None, *, may_improve: bool
+        self,
+        kind: int,
+        profiles: Mapping[str, DeviceProfile],
+        now: Deployment | None,
+        *,
+        may_improve: bool,
     ) -> Deployment | None:
         stages = {name: int(name) % len(self._split) for name in profiles}
         if now is None:
@@ -75,10 +89,14 @@ class SplitByHand(PlanBook):
         num_stages = len(self._split)
         if len(set(stages.values())) < num_stages:
             problem = f"{len(profiles)} devices for {num_stages} stages"
-            raise Invalid("split", problem, "Give each cell more devices, or the split fewer stages")
+            raise Invalid(
+                "split", problem, "Give each cell more devices, or the split fewer stages"
+            )
         one = Predictor(self._model, replace(Workload(), concurrency=1))
         for profile in share_memory(list(profiles.values())):
             first, stop = self._split[stages[profile.device]]
             if not one.cost(profile, num_stages).fits(first, stop):
-                problem = f"the memory of {profile.hardware} does not hold layers {first}-{stop - 1}"
+                problem = (
+                    f"the memory of {profile.hardware} does not hold layers {first}-{stop - 1}"
+                )
                 raise Invalid("split", problem, "Give that stage fewer layers")

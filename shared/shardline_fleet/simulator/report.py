@@ -32,7 +32,9 @@ def save_svg(outcome: Outcome, path: Path, title: str) -> None:
 def draw(console: Console, outcome: Outcome) -> None:
     """Tables and the plot."""
     fleet = outcome.fleet
-    sampled = "" if fleet.simulated_cells == fleet.cells else f" (simulated: {fleet.simulated_cells})"
+    sampled = (
+        "" if fleet.simulated_cells == fleet.cells else f" (simulated: {fleet.simulated_cells})"
+    )
     console.print(
         f"[bold]{fleet.devices:,} devices[/bold] in {fleet.cells:,} cells{sampled}: {fleet.pipelines:,.0f} pipelines, "
         f"{fleet.stages:,.0f} stages"
@@ -49,11 +51,17 @@ def _figures(outcome: Outcome) -> Table:
     table = _table(outcome.scenario.value, "")
     table.add_row("output tokens/s", f"{outcome.tokens_per_s:,.0f}")
     table.add_row("predicted, all seats taken", f"{outcome.fleet.predicted_tokens_per_s:,.0f}")
-    table.add_row("jobs", f"{outcome.jobs:,.0f} in {outcome.seconds:,.1f} s: {outcome.jobs_per_s:,.2f}/s")
+    table.add_row(
+        "jobs", f"{outcome.jobs:,.0f} in {outcome.seconds:,.1f} s: {outcome.jobs_per_s:,.2f}/s"
+    )
     if outcome.unfinished or outcome.failed:
-        table.add_row("[red]unfinished, failed[/red]", f"{outcome.unfinished:,.0f}, {outcome.failed:,.0f}")
+        table.add_row(
+            "[red]unfinished, failed[/red]", f"{outcome.unfinished:,.0f}, {outcome.failed:,.0f}"
+        )
     if outcome.keeps_bounds is not None:
-        table.add_row("keeps its bounds", "[green]yes[/green]" if outcome.keeps_bounds else "[red]no[/red]")
+        table.add_row(
+            "keeps its bounds", "[green]yes[/green]" if outcome.keeps_bounds else "[red]no[/red]"
+        )
     if outcome.held_up:
         table.add_row("held up by faults", f"{outcome.held_up:,.0f} jobs")
         table.add_row("tokens computed again", f"{outcome.tokens_again:,.0f}")
@@ -71,13 +79,17 @@ def _latencies(outcome: Outcome) -> Table:
 
 
 def _add(table: Table, name: str, spread: Spread) -> None:
-    table.add_row(name, *(f"{seconds * 1e3:,.1f} ms" for seconds in (spread.p50, spread.p99, spread.worst)))
+    table.add_row(
+        name, *(f"{seconds * 1e3:,.1f} ms" for seconds in (spread.p50, spread.p99, spread.worst))
+    )
 
 
 def _plot(outcome: Outcome) -> Table:
     """Output tokens/s over time, in rows of equal length."""
     num = ceil_div(len(outcome.timeline), PLOT_ROWS)
-    parts = [outcome.timeline[begin : begin + num] for begin in range(0, len(outcome.timeline), num)]
+    parts = [
+        outcome.timeline[begin : begin + num] for begin in range(0, len(outcome.timeline), num)
+    ]
     speeds = [sum(part) / len(part) for part in parts]
     most = max(speeds, default=0.0) or 1.0
     table = _table("from", "output tokens/s", "")

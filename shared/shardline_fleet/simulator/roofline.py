@@ -18,11 +18,14 @@ ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Packed rows between which times are straight lines."""
 MEMORY_SHARE = 0.9
 """Of a device's memory; libraries and the driver have the rest."""
-FRAME_S, FRAME_BYTE_S = 1e-4, 7e-10
+FRAME_S = 1e-4
+FRAME_BYTE_S = 7e-10
 """As measured on cores: docs/decisions/measured-split.md."""
 
 
-def profile_of(sheet: Datasheet, model: ModelCosts, assumed: Assumptions, device: str, machine: str) -> DeviceProfile:
+def profile_of(
+    sheet: Datasheet, model: ModelCosts, assumed: Assumptions, device: str, machine: str
+) -> DeviceProfile:
     """The profile that a worker with this device would have measured, if the assumptions hold."""
     bytes_per_s = sheet.gb_per_s * 1e9 * assumed.bandwidth
     flops = sheet.tflops * 1e12 * assumed.compute

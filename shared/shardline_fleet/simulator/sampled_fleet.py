@@ -1,4 +1,5 @@
-"""The cells of a file that are simulated: all of a small fleet, some of a large one, in proportion. Knows no clock."""
+"""The cells of a file that are simulated: all of a small fleet, some of a large one, in proportion.
+Knows no clock."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def _profiles(
     machines = [f"machine {place // cell.per_machine}" for place in range(len(names))]
     between = Link(latency_s=cell.latency_ms / 1e3, bytes_per_s=cell.gbit_per_s * 1e9 / 8)
     links = {
-        machine: {other: WITHIN if other == machine else between for other in dict.fromkeys(machines)}
+        machine: {
+            other: WITHIN if other == machine else between for other in dict.fromkeys(machines)
+        }
         for machine in dict.fromkeys(machines)
     }
     found = {}
@@ -76,7 +79,9 @@ def _profiles(
     return found
 
 
-def _profile(field: str, name: str, fleet: FleetFile, model: ModelCosts, folder: Path) -> DeviceProfile:
+def _profile(
+    field: str, name: str, fleet: FleetFile, model: ModelCosts, folder: Path
+) -> DeviceProfile:
     """The only one of a device with weights of the fleet's dtype."""
     known = device_profiles(field, name, fleet, model, folder)
     profiles = [each for each in known if fleet.dtype in (None, each.dtype)]
@@ -87,17 +92,26 @@ def _profile(field: str, name: str, fleet: FleetFile, model: ModelCosts, folder:
     return profiles[0]
 
 
-def device_profiles(field: str, name: str, fleet: FleetFile, model: ModelCosts, folder: Path) -> list[DeviceProfile]:
-    """All profiles of a device that a fleet names: by its datasheet, or those in its file. Raises Invalid."""
+def device_profiles(
+    field: str, name: str, fleet: FleetFile, model: ModelCosts, folder: Path
+) -> list[DeviceProfile]:
+    """All profiles of a device that a fleet names: by its datasheet, or those in its file. Raises
+    Invalid."""
     if name in DATASHEETS:
         return [profile_of(DATASHEETS[name], model, fleet.assumed, name, name)]
     if not name.endswith(".json"):
         known = ", ".join(DATASHEETS)
-        raise Invalid(field, f"no datasheet of {name!r}", f"Use one of {known}, or a file with a profile, as big.json")
+        raise Invalid(
+            field,
+            f"no datasheet of {name!r}",
+            f"Use one of {known}, or a file with a profile, as big.json",
+        )
     try:
         profiles = read_profiles((folder / name).read_bytes(), field)
     except OSError as error:
-        raise Invalid(field, f"{folder / name} cannot be read: {error.strerror}", "Check the path") from error
+        raise Invalid(
+            field, f"{folder / name} cannot be read: {error.strerror}", "Check the path"
+        ) from error
     if any(profile.model != model.shapes_id for profile in profiles):
         remedy = "Run `python -m services.stage profile` with this model"
         raise Invalid(field, f"{name} is a profile of another model", remedy)

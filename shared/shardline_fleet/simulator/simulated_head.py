@@ -15,7 +15,14 @@ from shardline_fleet.drift import step_kind
 from shardline_fleet.simulator.agenda import Agenda
 from shardline_fleet.simulator.simulated_job import SimulatedJob
 from shardline_fleet.simulator.stage_chain import StageChain
-from shardline_scheduler.events import Event, KvExceeded, NewTokens, SequenceCrashed, SequenceFailed, SequenceFinished
+from shardline_scheduler.events import (
+    Event,
+    KvExceeded,
+    NewTokens,
+    SequenceCrashed,
+    SequenceFailed,
+    SequenceFinished,
+)
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.scheduler_config import SchedulerConfig
 from shardline_scheduler.sequence import Key
@@ -39,8 +46,12 @@ class HeadCalls:
 class SimulatedHead:
     """One pipeline's head, and the jobs that it holds."""
 
-    def __init__(self, agenda: Agenda, config: SchedulerConfig, calls: HeadCalls, heartbeat_s: float) -> None:
-        self._agenda, self._calls, self._heartbeat_s = agenda, calls, heartbeat_s
+    def __init__(
+        self, agenda: Agenda, config: SchedulerConfig, calls: HeadCalls, heartbeat_s: float
+    ) -> None:
+        self._agenda = agenda
+        self._calls = calls
+        self._heartbeat_s = heartbeat_s
         self._scheduler = Scheduler(config)
         self.chain: StageChain | None = None
         """None while the pipeline forms."""
@@ -65,10 +76,13 @@ class SimulatedHead:
         """Since its last heartbeat."""
         return self._agenda.now_s - self._beat_s
 
-    def lead(self, chain: StageChain, num_blocks: int, num_lanes: int, after_s: float = 0.0) -> None:
+    def lead(
+        self, chain: StageChain, num_blocks: int, num_lanes: int, after_s: float = 0.0
+    ) -> None:
         """Begins a new epoch over these stages after `after_s` seconds."""
         assert self._is_alive
-        self.chain, self.lost_s = chain, None
+        self.chain = chain
+        self.lost_s = None
         self._free_s = self._agenda.now_s + after_s
         self._take(self._scheduler.rebuild(num_blocks, num_lanes))
         self._wake()
@@ -79,7 +93,9 @@ class SimulatedHead:
         """A stage is gone: steps in flight are lost, jobs wait with their tokens."""
         if self.chain is None:
             return
-        self.chain, self._due_s, self.lost_s = None, None, self._agenda.now_s
+        self.chain = None
+        self._due_s = None
+        self.lost_s = self._agenda.now_s
         self._answers.clear()
         self._stall()
         self._take(self._scheduler.rebuild(self._scheduler.config.num_blocks))
@@ -96,7 +112,9 @@ class SimulatedHead:
 
     def die(self) -> list[SimulatedJob]:
         """Returns what it held, with the tokens of the last heartbeat."""
-        self.chain, self._due_s, self._is_alive = None, None, False
+        self.chain = None
+        self._due_s = None
+        self._is_alive = False
         self._stall()
         for job in self._jobs.values():
             job.is_suspect = job.num_saved == 0

@@ -10,7 +10,8 @@ from shardline_scheduler.sequence import Key, Request
 
 @dataclass(slots=True, eq=False)
 class SimulatedJob:
-    """Also the token sink of its present attempt: it ends after `output` tokens and makes no text."""
+    """Also the token sink of its present attempt: it ends after `output` tokens and makes no
+    text."""
 
     number: int
     prompt: int
@@ -49,7 +50,8 @@ class SimulatedJob:
 
     def begin(self) -> Request:
         """The next attempt, which goes on from the saved tokens."""
-        self.attempt, self.num_tokens = self.attempt + 1, 0
+        self.attempt = self.attempt + 1
+        self.num_tokens = 0
         return Request(
             key=self.key,
             prompt_ids=(0,) * self.prompt,

@@ -1,4 +1,5 @@
-"""One simulation: cells, the queue of their heads, jobs that come, faults that strike. Prints nothing."""
+"""One simulation: cells, the queue of their heads, jobs that come, faults that strike. Prints
+nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class Simulation:
         """`folder`: paths in the file are relative to it. Raises Invalid."""
         self._fleet = fleet
         self._random = random.Random(fleet.seed)  # noqa: S311 (no secret)
-        self._agenda, self._line, self._tally = Agenda(), JobLine(), Tally()
+        self._agenda = Agenda()
+        self._line = JobLine()
+        self._tally = Tally()
         model = self._model = read_model(fleet, folder)
         self._arrivals = Arrivals(fleet.load, folder)
         self._sampled = SampledFleet.of(fleet, model, folder)
@@ -71,7 +74,8 @@ class Simulation:
         """When the last job came or the last token, if that is later."""
 
     def run(self) -> Outcome:
-        """Until all jobs have ended, or are stuck. Raises Invalid if a cell does not hold the model."""
+        """Until all jobs have ended, or are stuck. Raises Invalid if a cell does not hold the
+        model."""
         load = self._fleet.load
         for fault in self._fleet.faults:
             self._prepare(fault)
@@ -93,7 +97,9 @@ class Simulation:
             token_budget=self._fleet.token_budget,
         )
         predictor = Predictor(self._model, planned)
-        chains = [head.chain for cell in self._cells for head in cell.heads if head.chain is not None]
+        chains = [
+            head.chain for cell in self._cells for head in cell.heads if head.chain is not None
+        ]
         return FleetSummary(
             devices=self._fleet.num_devices,
             cells=sum(kind.count for kind in self._sampled.kinds),
@@ -102,11 +108,19 @@ class Simulation:
             stages=sum(chain.num_stages for chain in chains) / share,
             seats=len(chains) * self._fleet.seats / share,
             plans=tuple(dict.fromkeys(str(cell.deployment) for cell in self._cells)),
-            predicted_tokens_per_s=sum(predictor.predict(chain.stages).tokens_per_s for chain in chains) / share,
+            predicted_tokens_per_s=sum(
+                predictor.predict(chain.stages).tokens_per_s for chain in chains
+            )
+            / share,
         )
 
     def _note(self, arrival: Arrival) -> None:
-        job = SimulatedJob(number=self._num_jobs, prompt=arrival.prompt, output=arrival.output, arrived_s=arrival.at_s)
+        job = SimulatedJob(
+            number=self._num_jobs,
+            prompt=arrival.prompt,
+            output=arrival.output,
+            arrived_s=arrival.at_s,
+        )
         self._num_jobs += 1
         self._agenda.at(arrival.at_s, partial(self._line.put, job))
         self._moved_s = max(self._moved_s, arrival.at_s)
@@ -129,7 +143,8 @@ class Simulation:
 
     def _prepare(self, fault: FaultFile) -> None:
         """Draws whom it strikes, and notes when."""
-        at, agenda = fault.at_s, self._agenda
+        at = fault.at_s
+        agenda = self._agenda
         if fault.slow is not None:
             for cell in self._random.sample(self._cells, round(fault.slow * len(self._cells))):
                 agenda.at(at, partial(cell.slow, fault.latency_ms / 1e3))
@@ -142,7 +157,9 @@ class Simulation:
                 cell.workers[name].is_here = False
                 agenda.at(at, partial(cell.join, name))
             else:
-                agenda.at(at, partial(cell.lose, name, is_silent=fault.machines, back_s=fault.back_s))
+                agenda.at(
+                    at, partial(cell.lose, name, is_silent=fault.machines, back_s=fault.back_s)
+                )
 
     def _struck(self, share: float, *, machines: bool) -> Sequence[tuple[Cell, str]]:
         """Devices, or all of whole machines, that make up a share of the fleet."""

@@ -1,7 +1,8 @@
-"""When each stage of a pipeline computes a step. Decides nothing: a head sends steps, and learns when they are back.
+"""When each stage of a pipeline computes a step. Decides nothing: a head sends steps, and learns
+when they are back.
 
-Times are the planner's: what it predicts of a step is what the step takes here. A stage computes one step after the
-other; so does a link with frames.
+Times are the planner's: what it predicts of a step is what the step takes here. A stage computes
+one step after the other; so does a link with frames.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from shardline_fleet.planner.workload import StepKind
 
 HEAD_STEP_S = 5e-5
 HEAD_ROW_S = 4e-6
-"""What a head's Python takes for a step and for each of its rows: schedule, apply. With 64 decodes 0.3 ms, of which
-`make bench` measures 0.26 as `scheduler-share`."""
+"""What a head's Python takes for a step and for each of its rows: schedule, apply. With 64 decodes
+0.3 ms, of which `make bench` measures 0.26 as `scheduler-share`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,13 @@ class Work:
 class StageChain:
     """The stages of one pipeline in one epoch."""
 
-    def __init__(self, model: ModelCosts, stages: Sequence[StageAssignment], slower_s: float = 0.0) -> None:
+    def __init__(
+        self, model: ModelCosts, stages: Sequence[StageAssignment], slower_s: float = 0.0
+    ) -> None:
         self.slower_s = slower_s
         """What each frame takes more, now."""
-        self.stages, self._model = tuple(stages), model
+        self.stages = tuple(stages)
+        self._model = model
         self._works: list[Work] = []
         self._work_of: list[int] = []
         for stage in stages:
@@ -68,8 +72,11 @@ class StageChain:
         return len(self._work_of)
 
     def send(self, now_s: float, step: StepKind, num_rows: int) -> tuple[float, float]:
-        """A step begins at its head. Returns when the head may begin the next, and when the answer is there."""
-        times = [work.seconds(self._model, step, has_frames=self.num_stages > 1) for work in self._works]
+        """A step begins at its head. Returns when the head may begin the next, and when the answer
+        is there."""
+        times = [
+            work.seconds(self._model, step, has_frames=self.num_stages > 1) for work in self._works
+        ]
         head_s = HEAD_STEP_S + HEAD_ROW_S * num_rows
         size = frame_bytes(self._works[0].profile, self._model, step)
         at_s = now_s
@@ -85,7 +92,9 @@ class StageChain:
 
     def _arrived(self, place: int, sent_s: float, num_bytes: float) -> float:
         link = self._links[place]
-        self._link_free_s[place] = max(sent_s, self._link_free_s[place]) + num_bytes / link.bytes_per_s
+        self._link_free_s[place] = (
+            max(sent_s, self._link_free_s[place]) + num_bytes / link.bytes_per_s
+        )
         return self._link_free_s[place] + link.latency_s + self.slower_s
 
     def _note(self, work: Work) -> None:

@@ -1,4 +1,5 @@
-"""What a simulation counts: tokens by second, the latencies of jobs that ended, and how long faults held jobs up."""
+"""What a simulation counts: tokens by second, the latencies of jobs that ended, and how long faults
+held jobs up."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ class Tally:
 
     def tokens_per_s(self, from_s: float, until_s: float) -> float:
         """Returns the rate of whole seconds."""
-        first, last = math.ceil(from_s), max(math.ceil(from_s) + 1, math.floor(until_s))
+        first = math.ceil(from_s)
+        last = max(math.ceil(from_s) + 1, math.floor(until_s))
         return sum(self.tokens.get(second, 0) for second in range(first, last)) / (last - first)
 
 

@@ -1,7 +1,8 @@
 """Searches the settings that suit a load best, in the simulator: an experiment.
 
-It starts from the settings of the fleet's file, tries other values of one setting at a time and keeps what is better.
-The result counts only if it is better with other seeds too: one draw of a random load may suit any settings.
+It starts from the settings of the fleet's file, tries other values of one setting at a time and
+keeps what is better. The result counts only if it is better with other seeds too: one draw of a
+random load may suit any settings.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ LEAST_GAIN = 1.02
 NUM_CHECKS = 3
 """Other seeds with which the best settings are simulated next to the default ones."""
 BROKEN_BOUND = 1e6
-"""What exceeding a bound by its own length costs: more than any goal's seconds, so that bounds come first."""
+"""What exceeding a bound by its own length costs: more than any goal's seconds, so that bounds come
+first."""
 
 Setting = StrEnum("Setting", "SEATS TOKEN_BUDGET LANES SPLIT DTYPE")
 """A field of a fleet's file, named as the setting of a stage is."""
@@ -54,7 +56,8 @@ class TuningGoal(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Settings and what they gave; no cost if jobs were left, no outcome if the fleet cannot run so."""
+    """Settings and what they gave; no cost if jobs were left, no outcome if the fleet cannot run
+    so."""
 
     candidate: Candidate
     cost: float | None = None
@@ -70,16 +73,27 @@ class Tuner:
     goal: TuningGoal
     kept: Collection[Setting] = ()
 
-    def run(self, num_trials: int, report: Callable[[int, Trial], None]) -> tuple[Trial, Trial, float]:
-        """The trial of the default settings, that of the best, and how many times as good these are. Raises Invalid."""
+    def run(
+        self, num_trials: int, report: Callable[[int, Trial], None]
+    ) -> tuple[Trial, Trial, float]:
+        """The trial of the default settings, that of the best, and how many times as good these
+        are. Raises Invalid."""
         values = values_to_try(self.fleet, self.folder)
-        choices = [(setting, value) for setting in Setting if setting not in self.kept for value in values[setting]]
+        choices = [
+            (setting, value)
+            for setting in Setting
+            if setting not in self.kept
+            for value in values[setting]
+        ]
         own = {setting: getattr(self.fleet, setting) for setting in Setting}
         default = best = self.simulate(own, self.fleet.seed)
         if default.cost is None:
-            raise Invalid("load", "with the default settings jobs are left without an end", "Ask for less")
+            raise Invalid(
+                "load", "with the default settings jobs are left without an end", "Ask for less"
+            )
         report(0, default)
-        tried, previous = [own], None
+        tried = [own]
+        previous = None
         while best is not previous:
             previous = best
             for setting, value in choices:
@@ -91,7 +105,10 @@ class Tuner:
                 tried.append(candidate)
                 best = trial if gain(best, trial) >= LEAST_GAIN else best
         seeds = range(self.fleet.seed + 1, self.fleet.seed + 1 + NUM_CHECKS)
-        gains = [gain(*(self.simulate(each.candidate, seed) for each in (default, best))) for seed in seeds]
+        gains = [
+            gain(*(self.simulate(each.candidate, seed) for each in (default, best)))
+            for seed in seeds
+        ]
         if min(gains) < 1 or statistics.median(gains) < LEAST_GAIN:
             return default, default, 1.0
         return default, best, statistics.median(gains)
@@ -110,7 +127,9 @@ class Tuner:
 
 def with_settings(fleet: FleetFile, candidate: Candidate, **others: Any) -> FleetFile:
     """The fleet with these settings."""
-    return msgspec.structs.replace(fleet, **{setting.value: value for setting, value in candidate.items()}, **others)
+    return msgspec.structs.replace(
+        fleet, **{setting.value: value for setting, value in candidate.items()}, **others
+    )
 
 
 def gain(default: Trial, other: Trial) -> float:
@@ -119,12 +138,17 @@ def gain(default: Trial, other: Trial) -> float:
 
 
 def cost_of(goal: TuningGoal, outcome: Outcome, load: LoadFile) -> float | None:
-    """Seconds to be as few as can be, of an output token or a latency; None if jobs were left without an end."""
+    """Seconds to be as few as can be, of an output token or a latency; None if jobs were left
+    without an end."""
     if outcome.unfinished or outcome.failed or not outcome.tokens_per_s:
         return None
     latency, _, percentile = goal.partition("-")
     spread = outcome.ttft_s if latency == "ttft" else outcome.request_s
-    seconds = 1 / outcome.tokens_per_s if goal is TuningGoal.TOKENS_PER_S else float(getattr(spread, percentile))
+    seconds = (
+        1 / outcome.tokens_per_s
+        if goal is TuningGoal.TOKENS_PER_S
+        else float(getattr(spread, percentile))
+    )
     if outcome.keeps_bounds is False:
         excess = max(outcome.ttft_s.p99 / load.ttft_s, outcome.token_s.p99 / load.token_s) - 1
         seconds += BROKEN_BOUND * max(0.0, excess)
@@ -132,13 +156,17 @@ def cost_of(goal: TuningGoal, outcome: Outcome, load: LoadFile) -> float | None:
 
 
 def values_to_try(fleet: FleetFile, folder: Path) -> dict[Setting, Sequence[int | str | None]]:
-    """Values of each setting; of token budgets none beyond the rows that the devices were measured with."""
+    """Values of each setting; of token budgets none beyond the rows that the devices were measured
+    with."""
     model = read_model(fleet, folder)
     kinds = SampledFleet.of(fleet, model, folder).kinds
     profiles = [profile for kind in kinds for profile in kind.profiles.values()]
     most_rows = min(times.rows[-1][0] for profile in profiles for times in profile.layers.values())
     names = {name for cell in fleet.cells for name in cell.devices}
-    dtypes = [{each.dtype for each in device_profiles("cells", name, fleet, model, folder)} for name in names]
+    dtypes = [
+        {each.dtype for each in device_profiles("cells", name, fleet, model, folder)}
+        for name in names
+    ]
     return {
         Setting.SEATS: SEATS,
         Setting.TOKEN_BUDGET: [rows for rows in TOKEN_BUDGETS if rows <= most_rows],
@@ -148,17 +176,27 @@ def values_to_try(fleet: FleetFile, folder: Path) -> dict[Setting, Sequence[int 
     }
 
 
-def _splits(fleet: FleetFile, folder: Path, model: ModelCosts, profiles: Sequence[DeviceProfile]) -> list[str]:
-    """The even split and the planner's, with as many stages as the fleet's own split has, or with any number."""
-    arrivals, num_layers = Arrivals(fleet.load, folder), len(model.layers)
-    load = Workload(prompt=arrivals.prompt, output=max(2, arrivals.output), token_budget=fleet.token_budget)
-    # A plan for one request leaves KV no more room than that, and is the faster one where memory is scarce.
+def _splits(
+    fleet: FleetFile, folder: Path, model: ModelCosts, profiles: Sequence[DeviceProfile]
+) -> list[str]:
+    """The even split and the planner's, with as many stages as the fleet's own split has, or with
+    any number."""
+    arrivals = Arrivals(fleet.load, folder)
+    num_layers = len(model.layers)
+    load = Workload(
+        prompt=arrivals.prompt, output=max(2, arrivals.output), token_budget=fleet.token_budget
+    )
+    # A plan for one request leaves KV no more room than that, and is the faster one where memory is
+    # scarce.
     loads = (load, replace(load, concurrency=1))
     starts: list[list[int]] = []
     most = min(len(profiles), num_layers, MAX_STAGES)
     for num_stages in [fleet.split.count(",") + 1] if fleet.split else range(1, most + 1):
         try:
-            plans = [make_plans_that_fit(model, profiles, each, num_stages=num_stages).best for each in loads]
+            plans = [
+                make_plans_that_fit(model, profiles, each, num_stages=num_stages).best
+                for each in loads
+            ]
         except Invalid:
             continue
         starts.append([layers.start for layers in even_split(num_layers, num_stages)])

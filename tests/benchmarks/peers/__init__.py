@@ -1,1 +1,2 @@
-"""Shardline beside OpenVINO GenAI, vLLM and llama.cpp on one machine. `make bench-peers` runs it."""
+"""Shardline beside OpenVINO GenAI, vLLM and llama.cpp on one machine. `make bench-peers` runs
+it."""

@@ -1,4 +1,5 @@
-"""`make bench-peers`: Shardline, OpenVINO GenAI, vLLM and llama.cpp in turn, beside the limits of this machine.
+"""`make bench-peers`: Shardline, OpenVINO GenAI, vLLM and llama.cpp in turn, beside the limits of
+this machine.
 
 python -m tests.benchmarks.peers [--only NAME …] [--runs 3] [--quick] [--report]
 """
@@ -49,22 +50,36 @@ def main() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = [*peers(), *shapes()]
-    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"of: {' '.join(names)}")
+    parser.add_argument(
+        "--only", nargs="+", choices=names, metavar="NAME", help=f"of: {' '.join(names)}"
+    )
     parser.add_argument("--runs", type=int, default=3, help="rounds; the tables have medians")
     parser.add_argument("--quick", action="store_true", help="an eighth of the requests, one round")
-    parser.add_argument("--report", action="store_true", help="tables, page and plots of the last results, no run")
+    parser.add_argument(
+        "--report", action="store_true", help="tables, page and plots of the last results, no run"
+    )
     return parser
 
 
 def _session(options: argparse.Namespace, results: Results, path: Path) -> Session:
-    every, known, only = peers(), shapes(quick=options.quick), options.only or []
+    every = peers()
+    known = shapes(quick=options.quick)
+    only = options.only or []
     results.rounds = 1 if options.quick else options.runs
     return Session(
         results=results,
-        peers={name: peer for name, peer in every.items() if name in only or not set(only) & set(every)},
-        shapes={name: shape for name, shape in known.items() if name in only or not set(only) & set(known)},
+        peers={
+            name: peer for name, peer in every.items() if name in only or not set(only) & set(every)
+        },
+        shapes={
+            name: shape
+            for name, shape in known.items()
+            if name in only or not set(only) & set(known)
+        },
         rounds=results.rounds,
         keep=lambda: results.save(path),
     )
@@ -76,7 +91,13 @@ def _draw(path: Path, folder: Path) -> bool:
     try:
         environment.provide("matplotlib")
         environment.call(
-            [str(environment.python), "-m", "tests.benchmarks.peers.runners.plots", str(path), str(folder)]
+            [
+                str(environment.python),
+                "-m",
+                "tests.benchmarks.peers.runners.plots",
+                str(path),
+                str(folder),
+            ]
         )
     except Unavailable as reason:
         print(f"no plots: {reason}")

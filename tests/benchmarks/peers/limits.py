@@ -1,4 +1,5 @@
-"""What this machine can do at most: products per shape and rows, and reading of memory, on one core and on all.
+"""What this machine can do at most: products per shape and rows, and reading of memory, on one core
+and on all.
 
 Prints one JSON line. Runs in a process of its own, for it changes torch's threads.
 """
@@ -27,12 +28,20 @@ STREAM_REPEATS = 5
 def main() -> None:
     """Prints GFLOP/s of products and GB/s of reading."""
     cores = len(os.sched_getaffinity(0))
-    print(json.dumps({"products": products(cores), "stream_gb_per_s": {n: stream(n) for n in sorted({1, cores})}}))
+    print(
+        json.dumps(
+            {
+                "products": products(cores),
+                "stream_gb_per_s": {n: stream(n) for n in sorted({1, cores})},
+            }
+        )
+    )
 
 
 def shapes() -> dict[str, tuple[int, int]]:
     """[K, N] of the model's products; those that are computed in one call are one."""
-    hidden, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
+    hidden = CONFIG["hidden_size"]
+    inner = CONFIG["intermediate_size"]
     kv = hidden * CONFIG["num_key_value_heads"] // CONFIG["num_attention_heads"]
     return {
         "qkv": (hidden, hidden + 2 * kv),
@@ -62,19 +71,23 @@ def products(cores: int) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def product(dtype: torch.dtype, threads: int, size: tuple[int, int], rows: int) -> float:
-    """GFLOP/s of x[rows, K] by W[N, K], both of `dtype`: the fastest call of SAMPLE_S. W is in oneDNN's layout."""
+    """GFLOP/s of x[rows, K] by W[N, K], both of `dtype`: the fastest call of SAMPLE_S. W is in
+    oneDNN's layout."""
     torch.set_num_threads(threads)
     depth, width = size
-    x, weight = torch.randn(rows, depth).to(dtype), torch.randn(width, depth).to(dtype)
+    x = torch.randn(rows, depth).to(dtype)
+    weight = torch.randn(width, depth).to(dtype)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
     best_s = fastest_s(lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""))
     return 2 * rows * depth * width / best_s / 1e9
 
 
 def stream(threads: int) -> float:
-    """GB/s of reading memory that no cache holds: a matrix by a vector, the fastest of what torch reads with."""
+    """GB/s of reading memory that no cache holds: a matrix by a vector, the fastest of what torch
+    reads with."""
     torch.set_num_threads(threads)
-    matrix, x = torch.ones(STREAM_SIDE, STREAM_SIDE), torch.ones(STREAM_SIDE)
+    matrix = torch.ones(STREAM_SIDE, STREAM_SIDE)
+    x = torch.ones(STREAM_SIDE)
     best_s = min(_time_s(lambda: torch.mv(matrix, x)) for _ in range(STREAM_REPEATS))
     return round(4 * STREAM_SIDE**2 / best_s / 1e9, 1)
 
@@ -82,7 +95,8 @@ def stream(threads: int) -> float:
 def fastest_s(call: Callable[[], Any]) -> float:
     """Seconds of the fastest call within SAMPLE_S, after one that does not count."""
     call()
-    best_s, end_s = math.inf, time.perf_counter() + SAMPLE_S
+    best_s = math.inf
+    end_s = time.perf_counter() + SAMPLE_S
     while time.perf_counter() < end_s:
         best_s = min(best_s, _time_s(call))
     return best_s

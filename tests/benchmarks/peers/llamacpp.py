@@ -1,4 +1,5 @@
-"""llama.cpp: its server, built for this machine from the sources in llama-cpp-python's sdist. bf16, int8 (q8_0)."""
+"""llama.cpp: its server, built for this machine from the sources in llama-cpp-python's sdist. bf16,
+int8 (q8_0)."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ SLOT_TOKENS = {"bf16": 384, "int8": 1600}
 TILES = "ggml/src/ggml-cpu/amx/mmq.cpp"
 LOAD = "    _tile_loadconfig(&tc);"
 BARRIER = '    __asm__ volatile("" :: "m"(tc) : "memory");\n'
-"""gcc 12's intrinsic says it reads 8 bytes of the tiles' configuration: without this the others are never written, and
-the next tile instruction is illegal."""
+"""gcc 12's intrinsic says it reads 8 bytes of the tiles' configuration: without this the others are
+never written, and the next tile instruction is illegal."""
 
 
 class LlamaCpp:
@@ -57,19 +58,42 @@ class LlamaCpp:
         if not done.is_there:
             script = "tests.benchmarks.peers.runners.to_gguf"
             out = str(self._folder / f"{kind}.gguf")
-            self._environment.call([str(self._environment.python), "-m", script, str(model("bf16")), out, kind])
+            self._environment.call(
+                [str(self._environment.python), "-m", script, str(model("bf16")), out, kind]
+            )
             done.leave()
 
     def command(self, precision: str) -> Command:
-        """See `Peer`. Each slot has KV of its own: one pool for all would make each sequence look at the others'."""
+        """See `Peer`. Each slot has KV of its own: one pool for all would make each sequence look
+        at the others'."""
         server = self._folder / "build" / "bin" / "llama-server"
         threads = str(NUM_CORES)
-        argv = [str(server), "-m", str(self._folder / f"{FORMATS[precision]}.gguf"), "-t", threads, "-tb", threads]
-        slots = ["-np", str(SLOTS), "-c", str(SLOTS * SLOT_TOKENS[precision]), "-b", "2048", "-ub", "512"]
+        argv = [
+            str(server),
+            "-m",
+            str(self._folder / f"{FORMATS[precision]}.gguf"),
+            "-t",
+            threads,
+            "-tb",
+            threads,
+        ]
+        slots = [
+            "-np",
+            str(SLOTS),
+            "-c",
+            str(SLOTS * SLOT_TOKENS[precision]),
+            "-b",
+            "2048",
+            "-ub",
+            "512",
+        ]
         return Command(
             module="llama_server",
             python=self._environment.python,
-            settings={"argv": [*argv, *slots], "versions": {"llama.cpp of llama-cpp-python": SOURCE.split("==")[1]}},
+            settings={
+                "argv": [*argv, *slots],
+                "versions": {"llama.cpp of llama-cpp-python": SOURCE.split("==")[1]},
+            },
         )
 
     def _sources(self) -> Path:
@@ -92,7 +116,12 @@ class LlamaCpp:
 
     def _build(self, sources: Path) -> None:
         programs = self._folder / "bin"
-        cmake, build = str(programs / "cmake"), str(self._folder / "build")
+        cmake = str(programs / "cmake")
+        build = str(self._folder / "build")
         ninja = f"-DCMAKE_MAKE_PROGRAM={programs / 'ninja'}"
-        self._environment.call([cmake, "-S", str(sources), "-B", build, "-G", "Ninja", ninja, *OPTIONS])
-        self._environment.call([cmake, "--build", build, "-j", str(NUM_CORES), "--target", "llama-server"])
+        self._environment.call(
+            [cmake, "-S", str(sources), "-B", build, "-G", "Ninja", ninja, *OPTIONS]
+        )
+        self._environment.call(
+            [cmake, "--build", build, "-j", str(NUM_CORES), "--target", "llama-server"]
+        )

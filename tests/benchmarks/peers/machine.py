@@ -1,4 +1,5 @@
-"""What a figure was measured on: processor, instruction sets, cores, memory, the versions that took part."""
+"""What a figure was measured on: processor, instruction sets, cores, memory, the versions that took
+part."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ def describe() -> dict[str, Any]:
         f" ({', '.join(f'{name.lower()} {said[name]}' for name in numbers if name in said)})",
         "instruction sets": ", ".join(name for name in SETS if name in flags),
         "cores": len(os.sched_getaffinity(0)),
-        "caches": ", ".join(f"{name.removesuffix(' cache')} {said[name]}" for name in said if name.endswith(" cache")),
+        "caches": ", ".join(
+            f"{name.removesuffix(' cache')} {said[name]}"
+            for name in said
+            if name.endswith(" cache")
+        ),
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "kernel": ".".join(platform.release().split(".")[:2]),
         "compiler": _output("gcc", "--version").splitlines()[0],
@@ -43,4 +48,6 @@ def fields(text: str) -> dict[str, str]:
 
 def _output(*argv: str) -> str:
     environment = os.environ | {"LC_ALL": "C"}
-    return subprocess.run(argv, cwd=REPOSITORY, env=environment, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        argv, cwd=REPOSITORY, env=environment, check=True, capture_output=True, text=True
+    ).stdout

@@ -11,7 +11,8 @@ from statistics import median
 from tests.benchmarks.peers.workloads import Work
 
 FIRST_TOKENS = 4
-"""Of each answer, for the share that agrees: later tokens follow from a first difference, however small its cause."""
+"""Of each answer, for the share that agrees: later tokens follow from a first difference, however
+small its cause."""
 
 
 class Unfair(Exception):
@@ -27,11 +28,15 @@ class Served:
     times_s: tuple[tuple[float, ...], ...]
 
     @classmethod
-    def of(cls, work: Work, ids: Sequence[Sequence[int]], times_s: Sequence[Sequence[float]]) -> Served:
+    def of(
+        cls, work: Work, ids: Sequence[Sequence[int]], times_s: Sequence[Sequence[float]]
+    ) -> Served:
         """Raises Unfair unless every request got exactly its number of tokens."""
         numbers = {len(each) for each in ids} | {len(each) for each in times_s}
         if len(ids) != len(work.prompts) or numbers != {work.new_tokens}:
-            raise Unfair(f"{work.new_tokens} tokens were asked for each prompt, and the answers have {sorted(numbers)}")
+            raise Unfair(
+                f"{work.new_tokens} tokens were asked for each prompt, and the answers have {sorted(numbers)}"
+            )
         return cls(work=work, ids=tuple(map(tuple, ids)), times_s=tuple(map(tuple, times_s)))
 
     @property
@@ -47,12 +52,19 @@ class Served:
     @property
     def waits_s(self) -> list[float]:
         """From arrival to first token, for each request."""
-        return [times[0] - arrival for times, arrival in zip(self.times_s, self.work.arrivals_s, strict=True)]
+        return [
+            times[0] - arrival
+            for times, arrival in zip(self.times_s, self.work.arrivals_s, strict=True)
+        ]
 
     @property
     def gaps_s(self) -> list[float]:
         """Between neighboring tokens of a request, all requests together."""
-        return list(chain.from_iterable((after - before for before, after in pairwise(each)) for each in self.times_s))
+        return list(
+            chain.from_iterable(
+                (after - before for before, after in pairwise(each)) for each in self.times_s
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +80,8 @@ class Figures:
     @classmethod
     def of(cls, served: Served) -> Figures:
         """Of one run."""
-        waits, gaps = served.waits_s, served.gaps_s
+        waits = served.waits_s
+        gaps = served.gaps_s
         return cls(
             tokens_per_s=round(served.tokens_per_s, 1),
             ttft_p50_ms=_ms(quantile(waits, 0.5)),

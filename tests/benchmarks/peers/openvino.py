@@ -1,4 +1,5 @@
-"""OpenVINO GenAI: pip wheels, the model converted by optimum-intel, continuous batching. bf16, fp32, int8 weights."""
+"""OpenVINO GenAI: pip wheels, the model converted by optimum-intel, continuous batching. bf16,
+fp32, int8 weights."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class OpenVino:
         self._environment = Environment(self.name)
 
     def install(self) -> None:
-        """See `Peer`. torchvision of the index does not load beside torch's CPU build, and transformers would try."""
+        """See `Peer`. torchvision of the index does not load beside torch's CPU build, and
+        transformers would try."""
         self._environment.provide(*PACKAGES, with_torch=True, without=["torchvision"])
 
     def convert(self, precision: str) -> None:
@@ -47,7 +49,9 @@ class OpenVino:
         shutil.rmtree(folder, ignore_errors=True)
         cli = self._environment.folder / "bin" / "optimum-cli"
         task = ("--task", "text-generation-with-past", "--weight-format", weights)
-        self._environment.call([str(cli), "export", "openvino", "--model", str(model("fp32")), *task, str(folder)])
+        self._environment.call(
+            [str(cli), "export", "openvino", "--model", str(model("fp32")), *task, str(folder)]
+        )
         done.leave()
 
     def command(self, precision: str) -> Command:

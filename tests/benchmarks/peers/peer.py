@@ -1,4 +1,5 @@
-"""What a peer is to the benchmark, and the environment it is installed into. Knows no peer by name."""
+"""What a peer is to the benchmark, and the environment it is installed into. Knows no peer by
+name."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ PEERS = CACHE / "peers"
 CONTEXT = 2048
 """Tokens: the longest workload has 1,564."""
 KV_GIB = 2
-"""Of every engine, all loaded at once: the 53,000 tokens of the largest workload take 1.3 GiB in bf16."""
+"""Of every engine, all loaded at once: the 53,000 tokens of the largest workload take 1.3 GiB in
+bf16."""
 NUM_CORES = len(os.sched_getaffinity(0))
 CHECKPOINTS = {"bf16": "bfloat16", "fp32": "float32", "int8": "bfloat16"}
 """The dtype of the checkpoint that a precision is computed from."""
@@ -68,8 +70,11 @@ class Environment:
         self.python = self.folder / "bin" / "python"
         self._log = PEERS / f"{name}.log"
 
-    def provide(self, *packages: str, with_torch: bool = False, without: Sequence[str] = ()) -> None:
-        """Makes it, once for each list of packages; takes away what they bring and what does not load here."""
+    def provide(
+        self, *packages: str, with_torch: bool = False, without: Sequence[str] = ()
+    ) -> None:
+        """Makes it, once for each list of packages; takes away what they bring and what does not
+        load here."""
         self.create()
         done = self.once("installed", "\n".join(packages))
         if done.is_there:
@@ -98,7 +103,8 @@ class Environment:
         self.pip("install", "-c", str(self._constraints), *packages)
 
     def install_torch(self) -> None:
-        """The CPU build, alone and first: a resolver that is free to choose takes gigabytes of another one."""
+        """The CPU build, alone and first: a resolver that is free to choose takes gigabytes of
+        another one."""
         index = os.environ.get("TORCH_INDEX")
         self.install(*(("--index-url", index) if index else ()), torch_release())
 
@@ -107,13 +113,16 @@ class Environment:
         self.pip("uninstall", "-y", *packages)
 
     def call(self, argv: Sequence[str], folder: Path | None = None) -> None:
-        """One command, its output in the log. Raises Unavailable with the last line that names an error."""
+        """One command, its output in the log. Raises Unavailable with the last line that names an
+        error."""
         with self._log.open("a+") as log:
             log.write(f"$ {' '.join(argv)}\n")
             log.flush()
             start = log.tell()
             offline = os.environ | {"HF_HUB_OFFLINE": "1"}
-            code = subprocess.run(argv, cwd=folder or REPOSITORY, env=offline, stdout=log, stderr=log, check=False)
+            code = subprocess.run(
+                argv, cwd=folder or REPOSITORY, env=offline, stdout=log, stderr=log, check=False
+            )
             if code.returncode:
                 log.seek(start)
                 raise Unavailable(f"{last_error(log.read())} (all of it in {self._log.name})")
@@ -152,8 +161,11 @@ def torch_release() -> str:
 
 
 def last_error(text: str) -> str:
-    """The last line that names an error, else the last line, without terminal colors; at most 200 characters."""
-    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
+    """The last line that names an error, else the last line, without terminal colors; at most 200
+    characters."""
+    lines = [
+        line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()
+    ]
     named = [line for line in lines if re.search(r"error|not |unsupported", line, re.IGNORECASE)]
     return (named or lines or ["no output"])[-1][:200]
 

@@ -14,7 +14,8 @@ from tests.benchmarks.peers.workloads import RATES
 
 OURS = "shardline"
 SLOW = 1.5
-"""An engine that took this many times as long as the fastest in the first round is not asked again."""
+"""An engine that took this many times as long as the fastest in the first round is not asked
+again."""
 
 TRACES = tuple(f"poisson-{rate:g}" for rate in RATES)
 AT_ONCE = ("W", "long", "short", "common", "alone")
@@ -31,18 +32,26 @@ PLAN: dict[str, dict[str, tuple[str, ...]]] = {
     "fp32": {OURS: BASIC, "openvino": BASIC, "vllm": BASIC},
     "int8": {OURS: AT_ONCE, "openvino": AT_ONCE, "llamacpp": ("W", "long", "alone")},
 }
-"""Workloads of every engine, by precision. llama.cpp is asked less: minutes each, and it is not near the others."""
+"""Workloads of every engine, by precision. llama.cpp is asked less: minutes each, and it is not
+near the others."""
 
 
 def peers() -> dict[str, Peer]:
     """All of them by name, ours first."""
-    every: tuple[Peer, ...] = (Shardline(OURS), Shardline("shardline-1"), OpenVino(), Vllm(), LlamaCpp())
+    every: tuple[Peer, ...] = (
+        Shardline(OURS),
+        Shardline("shardline-1"),
+        OpenVino(),
+        Vllm(),
+        LlamaCpp(),
+    )
     return {peer.name: peer for peer in every}
 
 
 @dataclass(slots=True)
 class Schedule:
-    """The runs of one precision: all engines in turn on one workload, then the next; each round begins with another."""
+    """The runs of one precision: all engines in turn on one workload, then the next; each round
+    begins with another."""
 
     engines: Sequence[str]
     workloads: dict[str, tuple[str, ...]]
@@ -72,7 +81,11 @@ class Schedule:
 
     def _is_asked(self, workload: str, engine: str) -> bool:
         is_planned = engine in self.engines and workload in self.workloads[engine]
-        return is_planned and (workload, engine) not in self.dropped and not self._is_slow(workload, engine)
+        return (
+            is_planned
+            and (workload, engine) not in self.dropped
+            and not self._is_slow(workload, engine)
+        )
 
     def _is_slow(self, workload: str, engine: str) -> bool:
         known = [wall_s for (name, _), wall_s in self.walls_s.items() if name == workload]

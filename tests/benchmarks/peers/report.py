@@ -41,7 +41,11 @@ def markdown(results: Results) -> str:
 
 def with_plots(page: str, folder: Path) -> str:
     """The page with the pictures that `plots` drew into `folder`, beside it."""
-    pictures = [f"![{name}]({folder.name}/{name}.png)" for name in PLOTS if (folder / f"{name}.png").exists()]
+    pictures = [
+        f"![{name}]({folder.name}/{name}.png)"
+        for name in PLOTS
+        if (folder / f"{name}.png").exists()
+    ]
     return page + "\n" + "\n\n".join(pictures) + "\n"
 
 
@@ -54,7 +58,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _workloads(results: Results) -> str:
     together = [name for name in AT_ONCE if name != "alone"]
-    named = [name for name in together if any(_cells(results, precision, name) for precision in PLAN)]
+    named = [
+        name for name in together if any(_cells(results, precision, name) for precision in PLAN)
+    ]
     if not named:
         return ""
     lines = [f"- {name}: {shapes()[name].title}" for name in named]
@@ -73,7 +79,11 @@ def _precision(results: Results, precision: str) -> list[str]:
     engines = results.engines(precision)
     if not engines:
         return []
-    return [f"## {precision}", *_throughput(results, precision, engines), _alone(results, precision, engines)]
+    return [
+        f"## {precision}",
+        *_throughput(results, precision, engines),
+        _alone(results, precision, engines),
+    ]
 
 
 def _throughput(results: Results, precision: str, engines: Sequence[str]) -> list[str]:
@@ -81,7 +91,10 @@ def _throughput(results: Results, precision: str, engines: Sequence[str]) -> lis
     if not names:
         return []
     head = ["output tokens/s", *names]
-    rows = [[NAMES[engine], *(_rate(results, precision, name, engine) for name in names)] for engine in engines]
+    rows = [
+        [NAMES[engine], *(_rate(results, precision, name, engine) for name in names)]
+        for engine in engines
+    ]
     best = [_lead(results, precision, name) for name in names]
     if any(best):
         rows.append(["Shardline / best of the others", *best])
@@ -90,7 +103,10 @@ def _throughput(results: Results, precision: str, engines: Sequence[str]) -> lis
     shares = [_share(results, precision, name) for name in names]
     if any(shares):
         rows.append(["products at full rate / Shardline's time", *shares])
-    agree = [[NAMES[engine], *(_agreement(results, precision, name, engine) for name in names)] for engine in engines]
+    agree = [
+        [NAMES[engine], *(_agreement(results, precision, name, engine) for name in names)]
+        for engine in engines
+    ]
     parts = [table(head, rows)]
     if any(any(row[1:]) for row in agree):
         title = f"first {FIRST_TOKENS} tokens equal to ours"
@@ -104,13 +120,18 @@ def _alone(results: Results, precision: str, engines: Sequence[str]) -> str:
         if cell := results.cell(precision, "alone", engine):
             one = cell.median
             seconds = 64 / one.tokens_per_s
-            rows.append([NAMES[engine], f"{one.ttft_p50_ms:.0f}", f"{one.itl_p50_ms:.1f}", f"{seconds:.2f}"])
+            rows.append(
+                [NAMES[engine], f"{one.ttft_p50_ms:.0f}", f"{one.itl_p50_ms:.1f}", f"{seconds:.2f}"]
+            )
     if not rows:
         return ""
     if stream := results.limits.get("stream_gb_per_s"):
         floor = weights_ms(precision, max(stream.values()))
         rows.append(["all weights read once", "", f"{floor:.1f}", ""])
-    return table(["one request alone, 128 in, 64 out", "first token, ms", "between tokens, ms", "whole, s"], rows)
+    return table(
+        ["one request alone, 128 in, 64 out", "first token, ms", "between tokens, ms", "whole, s"],
+        rows,
+    )
 
 
 def _traces(results: Results) -> str:
@@ -119,7 +140,12 @@ def _traces(results: Results) -> str:
         for cell in _cells(results, "bf16", name):
             one = cell.median
             waits = (one.ttft_p50_ms, one.ttft_p99_ms, one.itl_p50_ms, one.itl_p99_ms)
-            rows.append([f"{name.split('-')[1]}/s, {NAMES[cell.engine]}", *(f"{value:.0f}" for value in waits)])
+            rows.append(
+                [
+                    f"{name.split('-')[1]}/s, {NAMES[cell.engine]}",
+                    *(f"{value:.0f}" for value in waits),
+                ]
+            )
     if not rows:
         return ""
     head = ["arrivals, bf16", "TTFT p50, ms", "TTFT p99, ms", "between tokens p50, ms", "p99, ms"]
@@ -130,13 +156,19 @@ def _traces(results: Results) -> str:
 def _together(results: Results) -> str:
     cell = results.cell("bf16", "W", OURS)
     rows = [
-        [f"an engine on each core, sum, {title}", f"{median(results.rates[name]):.0f}", _of(cell, results, name)]
+        [
+            f"an engine on each core, sum, {title}",
+            f"{median(results.rates[name]):.0f}",
+            _of(cell, results, name),
+        ]
         for name, title in ((HALF, "half of W each"), (FULL, "all of W each"))
         if results.rates.get(name)
     ]
     if not rows:
         return ""
-    return "## Two cores apart\n\n" + table(["W, bf16", "output tokens/s", "Shardline's share of it"], rows)
+    return "## Two cores apart\n\n" + table(
+        ["W, bf16", "output tokens/s", "Shardline's share of it"], rows
+    )
 
 
 def _of(cell: Cell | None, results: Results, name: str) -> str:
@@ -153,9 +185,16 @@ def _limits(results: Results) -> str:
             by = found.setdefault(f"{one['precision']} {one['shape']}", {})
             by[one["threads"], one["rows"]] = one["gflop_per_s"]
     columns = sorted({column for by in found.values() for column in by})
-    rows = [[name, *(f"{by[column]:.0f}" if column in by else "" for column in columns)] for name, by in found.items()]
-    stream = ", ".join(f"cores: {n}, {rate} GB/s" for n, rate in results.limits["stream_gb_per_s"].items())
-    head = table(["GFLOP/s of torch (oneDNN), cores/rows", *(f"{n}/{rows}" for n, rows in columns)], rows)
+    rows = [
+        [name, *(f"{by[column]:.0f}" if column in by else "" for column in columns)]
+        for name, by in found.items()
+    ]
+    stream = ", ".join(
+        f"cores: {n}, {rate} GB/s" for n, rate in results.limits["stream_gb_per_s"].items()
+    )
+    head = table(
+        ["GFLOP/s of torch (oneDNN), cores/rows", *(f"{n}/{rows}" for n, rows in columns)], rows
+    )
     return f"## Limits of the machine\n\nReading memory: {stream}.\n\n{head}"
 
 
@@ -184,12 +223,15 @@ def _agreement(results: Results, precision: str, workload: str, engine: str) -> 
 
 def _lead(results: Results, precision: str, workload: str) -> str:
     ours = results.cell(precision, workload, OURS)
-    others = [cell for cell in _cells(results, precision, workload) if not cell.engine.startswith(OURS)]
+    others = [
+        cell for cell in _cells(results, precision, workload) if not cell.engine.startswith(OURS)
+    ]
     if ours is None or not others:
         return ""
     return f"{ours.median.tokens_per_s / max(cell.median.tokens_per_s for cell in others):.2f}"
 
 
 def _share(results: Results, precision: str, workload: str) -> str:
-    ours, ceiling = results.cell(precision, workload, OURS), results.ceilings.get(f"{precision} {workload}")
+    ours = results.cell(precision, workload, OURS)
+    ceiling = results.ceilings.get(f"{precision} {workload}")
     return "" if ours is None or ceiling is None else f"{ours.median.tokens_per_s / ceiling:.2f}"

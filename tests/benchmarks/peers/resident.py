@@ -1,4 +1,5 @@
-"""A runner that stays loaded: one workload at a time, stopped by signal while others run. Knows no peer."""
+"""A runner that stays loaded: one workload at a time, stopped by signal while others run. Knows no
+peer."""
 
 from __future__ import annotations
 
@@ -81,6 +82,8 @@ class Resident:
             return json.loads(self._process.stdout.readline())
         except (BrokenPipeError, json.JSONDecodeError) as error:
             self._signal(signal.SIGKILL)
-            raise Unavailable(f"{last_error(self._log.read_text())} (all of it in {self._log})") from error
+            raise Unavailable(
+                f"{last_error(self._log.read_text())} (all of it in {self._log})"
+            ) from error
         finally:
             timer.cancel()

@@ -11,7 +11,8 @@ from typing import Any
 from tests.benchmarks.peers.measure import Figures, Served, agreement
 from tests.benchmarks.peers.plan import OURS, PLAN
 
-HALF, FULL = "one-core-engines-half", "one-core-engines-full"
+HALF = "one-core-engines-half"
+FULL = "one-core-engines-full"
 SERVICE = "service"
 
 
@@ -52,9 +53,13 @@ class Results:
     def cell(self, precision: str, workload: str, engine: str) -> Cell | None:
         """None if it was never run."""
         wanted = (precision, workload, engine)
-        return next((one for one in self.cells if (one.precision, one.workload, one.engine) == wanted), None)
+        return next(
+            (one for one in self.cells if (one.precision, one.workload, one.engine) == wanted), None
+        )
 
-    def note(self, precision: str, workload: str, engine: str, served: Served, ours: Served | None) -> None:
+    def note(
+        self, precision: str, workload: str, engine: str, served: Served, ours: Served | None
+    ) -> None:
         """One more run; `ours` served the same work."""
         cell = self.cell(precision, workload, engine)
         if cell is None:

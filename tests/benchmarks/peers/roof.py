@@ -1,4 +1,5 @@
-"""The least time that this machine's limits leave to a workload, from the sizes of the model. Pure."""
+"""The least time that this machine's limits leave to a workload, from the sizes of the model.
+Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +13,12 @@ from tests.benchmarks.peers.workloads import Work
 BYTES = {"bf16": 2, "fp32": 4, "int8": 1}
 
 
-def products_s(work: Work, products: Iterable[Mapping[str, Any]], precision: str, threads: int) -> float:
-    """Seconds of the workload's products, each at the best rate that its shape reached with any number of rows. KV that
-    requests share counts once for each of them: a prefix cache may beat it."""
+def products_s(
+    work: Work, products: Iterable[Mapping[str, Any]], precision: str, threads: int
+) -> float:
+    """Seconds of the workload's products, each at the best rate that its shape reached with any
+    number of rows. KV that requests share counts once for each of them: a prefix cache may beat
+    it."""
     best: dict[str, float] = {}
     for one in products:
         if (one["precision"], one["threads"]) == (precision, threads):
@@ -28,7 +32,8 @@ def products_s(work: Work, products: Iterable[Mapping[str, Any]], precision: str
 
 
 def weights_ms(precision: str, gb_per_s: float) -> float:
-    """Milliseconds of reading all weights once: what one request waits between two tokens at least."""
+    """Milliseconds of reading all weights once: what one request waits between two tokens at
+    least."""
     layer = sum(depth * width for name, (depth, width) in shapes().items() if name != "logits")
     logits = CONFIG["hidden_size"] * CONFIG["vocab_size"]
     return BYTES[precision] * (CONFIG["num_hidden_layers"] * layer + logits) / gb_per_s / 1e6

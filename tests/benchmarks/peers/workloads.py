@@ -35,8 +35,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A workload, for any run. `lengths` bound a prompt's own tokens; `rate` is arrivals/s of a Poisson
-    process with so many arrivals in all, 0 for all at once."""
+    """A workload, for any run. `lengths` bound a prompt's own tokens; `rate` is arrivals/s of a
+    Poisson process with so many arrivals in all, 0 for all at once."""
 
     name: str
     title: str
@@ -49,16 +49,21 @@ class Shape:
     """Added to a run's number, so that no prompt is that of another workload."""
 
     def work(self, run: int) -> Work:
-        """The same prompts in every run but for their first token, so that no run finds the KV of another."""
+        """The same prompts in every run but for their first token, so that no run finds the KV of
+        another."""
         prompts = self._prompts(run)
-        span_s, clock = self.num_prompts / self.rate if self.rate else 0.0, random.Random(9)
+        span_s = self.num_prompts / self.rate if self.rate else 0.0
+        clock = random.Random(9)
         arrivals_s = sorted(clock.uniform(0.0, span_s) for _ in prompts)
         return Work(prompts=prompts, new_tokens=self.new_tokens, arrivals_s=tuple(arrivals_s))
 
     def _prompts(self, run: int) -> tuple[tuple[int, ...], ...]:
         if self.lengths == (64, 256):
-            return workload(self.num_prompts, run=self.first_run + run, num_common=self.num_common).prompts
-        source = random.Random(self.name)  # by name: a prompt must not begin as one of another workload does
+            return workload(
+                self.num_prompts, run=self.first_run + run, num_common=self.num_common
+            ).prompts
+        # by name: a prompt must not begin as one of another workload does
+        source = random.Random(self.name)
         own = [
             [source.randrange(3, VOCABULARY) for _ in range(source.randint(*self.lengths))]
             for _ in range(self.num_prompts)
@@ -67,11 +72,22 @@ class Shape:
 
 
 def shapes(*, quick: bool = False) -> dict[str, Shape]:
-    """All workloads by name. Quick ones are an eighth as many requests: enough to see that an engine runs."""
+    """All workloads by name. Quick ones are an eighth as many requests: enough to see that an
+    engine runs."""
     part = 8 if quick else 1
     all_at_once = (
-        Shape(name="W", title="64 prompts of 64-256 tokens, 64 out", num_prompts=64 // part, lengths=(64, 256)),
-        Shape(name="long", title="8 prompts of 1,500 tokens, 64 out", num_prompts=8 // part, lengths=(1500, 1500)),
+        Shape(
+            name="W",
+            title="64 prompts of 64-256 tokens, 64 out",
+            num_prompts=64 // part,
+            lengths=(64, 256),
+        ),
+        Shape(
+            name="long",
+            title="8 prompts of 1,500 tokens, 64 out",
+            num_prompts=8 // part,
+            lengths=(1500, 1500),
+        ),
         Shape(
             name="short",
             title="512 prompts of 32 tokens, 16 out",
@@ -86,7 +102,12 @@ def shapes(*, quick: bool = False) -> dict[str, Shape]:
             lengths=(64, 256),
             num_common=512,
         ),
-        Shape(name="alone", title="one request of 128 tokens, 64 out", num_prompts=1, lengths=(128, 128)),
+        Shape(
+            name="alone",
+            title="one request of 128 tokens, 64 out",
+            num_prompts=1,
+            lengths=(128, 128),
+        ),
     )
     traces = (
         Shape(

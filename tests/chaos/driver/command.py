@@ -1,4 +1,5 @@
-"""What every chaos command does: draw a seed, tell the run as it goes on, write and show the report. Knows no stack."""
+"""What every chaos command does: draw a seed, tell the run as it goes on, write and show the
+report. Knows no stack."""
 
 from __future__ import annotations
 

@@ -13,12 +13,15 @@ Groups = Mapping[str, Sequence[Fault[StackT_contra]]]
 
 
 def among(names: str, groups: Groups[StackT_contra]) -> list[Fault[StackT_contra]]:
-    """`all`, or groups and words of kinds with commas between them. Raises ValueError for a name that fits nothing."""
+    """`all`, or groups and words of kinds with commas between them. Raises ValueError for a name
+    that fits nothing."""
     found: dict[str, Fault[StackT_contra]] = {}
     for name in (part.strip() for part in names.split(",")):
         fitting = _called(name, groups)
         if not fitting:
-            raise ValueError(f"no fault is called {name!r}; use all, a group ({', '.join(groups)}) or a kind")
+            raise ValueError(
+                f"no fault is called {name!r}; use all, a group ({', '.join(groups)}) or a kind"
+            )
         found |= {fault.kind: fault for fault in fitting}
     return list(found.values())
 
@@ -30,7 +33,9 @@ def _called(name: str, groups: Groups[StackT_contra]) -> list[Fault[StackT_contr
     return whole or [fault for _, fault in everything if fault.kind.startswith(name)]
 
 
-def drawn(faults: Sequence[Fault[StackT_contra]], rng: random.Random) -> Iterator[Fault[StackT_contra]]:
+def drawn(
+    faults: Sequence[Fault[StackT_contra]], rng: random.Random
+) -> Iterator[Fault[StackT_contra]]:
     """For ever: each kind once in random order, then again, with kills of processes in between."""
     kills = [fault for fault in faults if fault.is_kill]
     while True:

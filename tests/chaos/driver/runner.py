@@ -1,4 +1,5 @@
-"""One chaos run: a stack, an undisturbed pass, load and faults, the judgment. Knows no particular fault."""
+"""One chaos run: a stack, an undisturbed pass, load and faults, the judgment. Knows no particular
+fault."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ NUM_OWN_CONNECTIONS = 2 * POOL_SIZE + 1
 """Of the load's clients, which are never closed."""
 
 
-def run(options: Options, faults: Sequence[Fault], say: Say, *, max_faults: int | None = None) -> Report:
+def run(
+    options: Options, faults: Sequence[Fault], say: Say, *, max_faults: int | None = None
+) -> Report:
     """One run against a stack of local processes."""
     with local_target(options) as target:
         return judged(options, target, faults, say, max_faults=max_faults)
@@ -48,7 +51,9 @@ def judged(
     return report.with_findings([*findings, *secrecy.told(target.logs(), private)])
 
 
-def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], say: Say, max_faults: int | None) -> Report:
+def _hurt(
+    options: Options, target: TargetT, storm: Storm[TargetT], say: Say, max_faults: int | None
+) -> Report:
     """Everything that needs the stack alive."""
     audit.install(target.database_url, lease_s=target.times.lease_s)
     expected = _undisturbed(target, options.compared)
@@ -67,16 +72,24 @@ def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], say: Say, ma
     storm.findings += growth.in_redis(target.redis_url, target.database_url, before_bytes)
     load.stop()
     storm.findings += growth.in_postgres(
-        target.database_url, target.running(), num_own=NUM_OWN_CONNECTIONS, lease_s=target.times.lease_s
+        target.database_url,
+        target.running(),
+        num_own=NUM_OWN_CONNECTIONS,
+        lease_s=target.times.lease_s,
     )
     held = load.held()
-    asked, readers = [*target.journal.everything(), *held], target.journal.readers()
+    asked = [*target.journal.everything(), *held]
+    readers = target.journal.readers()
     storm.findings += target.journal.complaints()
     storm.findings += judge(target.database_url, asked, readers, expected)
     storm.findings += audit.stale_writes(target.database_url)
     ids = [each.id for each in asked]
-    storm.findings += stale_deltas(target.database_url, target.redis_url, ids, lease_s=target.times.lease_s)
-    by_state, num_tokens = achieved(target.database_url, [each.id for each in asked if each.door != "calm"])
+    storm.findings += stale_deltas(
+        target.database_url, target.redis_url, ids, lease_s=target.times.lease_s
+    )
+    by_state, num_tokens = achieved(
+        target.database_url, [each.id for each in asked if each.door != "calm"]
+    )
     return Report(
         seed=options.seed,
         minutes=options.minutes,
@@ -97,7 +110,9 @@ def _hurt(options: Options, target: TargetT, storm: Storm[TargetT], say: Say, ma
         kv_blocks_leaked=num_leaked,
         worst_recovery_s=max((each.recovery_s or 0.0 for each in storm.struck), default=0.0),
         in_faults_s=sum(each.took_s for each in storm.struck),
-        between_faults_s=sum(max(each.recovery_s or 0.0, each.ended_s or 0.0) for each in storm.struck),
+        between_faults_s=sum(
+            max(each.recovery_s or 0.0, each.ended_s or 0.0) for each in storm.struck
+        ),
         rss_growth_mb=memory.worst_mb,
         useful_tokens_per_s=num_tokens / took_s,
         streams_read=len(readers),
@@ -117,7 +132,10 @@ def _undisturbed(target: Target, compared: Compared) -> list[Expected] | None:
 def _drain(load: Load, target: Target, patience_s: float, say: Say) -> list[Finding]:
     """I8: everything ends. Which jobs have not, the judge tells."""
     is_quiet = load.drain(patience_s, say)
-    findings = [Finding(invariant="I8", count="dead_threads", what=f"the load's {name} died") for name in load.dead()]
+    findings = [
+        Finding(invariant="I8", count="dead_threads", what=f"the load's {name} died")
+        for name in load.dead()
+    ]
     if not is_quiet:
         what = f"{len(target.journal.open())} jobs have not ended {patience_s:.0f} s after the last fault"
         findings.append(Finding(invariant="I8", count="stuck", what=what))

@@ -1,9 +1,10 @@
-"""Fault after fault, with at least one job ended between two of them. Knows no particular fault and no row.
+"""Fault after fault, with at least one job ended between two of them. Knows no particular fault and
+no row.
 
-I7, recovery: from the moment in which a fault is undone (a kill: in which the process is gone) until a job that was
-accepted before has a new token at its reader, or ends. What arrives within the first heartbeat was under way and does
-not count. The limit is NOISE * (lease + sweep + unbind + replay), and if a gateway, relay or stage was started anew
-meanwhile, NOISE * (… + restart):
+I7, recovery: from the moment in which a fault is undone (a kill: in which the process is gone)
+until a job that was accepted before has a new token at its reader, or ends. What arrives within the
+first heartbeat was under way and does not count. The limit is NOISE * (lease + sweep + unbind +
+replay), and if a gateway, relay or stage was started anew meanwhile, NOISE * (… + restart):
 
     sweep    two polls of the relays, and a re-send of a message that was lost
     unbind   a stage leaves a head that died
@@ -56,12 +57,16 @@ TargetT = TypeVar("TargetT", bound=Target)
 class Storm(Generic[TargetT]):
     """What was struck, and what came of it."""
 
-    def __init__(self, target: TargetT, faults: Sequence[Fault[TargetT]], *, seed: int, say: Say) -> None:
+    def __init__(
+        self, target: TargetT, faults: Sequence[Fault[TargetT]], *, seed: int, say: Say
+    ) -> None:
         self._target = target
         self._rng = random.Random(seed)
         self._say = say
         self.struck: list[Struck] = []
-        self._impossible = {fault.kind: why for fault in faults if (why := fault.missing(target)) is not None}
+        self._impossible = {
+            fault.kind: why for fault in faults if (why := fault.missing(target)) is not None
+        }
         self._missed: dict[str, str] = {}
         self.findings: list[Finding] = []
         self._possible = [fault for fault in faults if fault.kind not in self._impossible]
@@ -80,13 +85,18 @@ class Storm(Generic[TargetT]):
     def not_run(self) -> dict[str, str]:
         """Kinds that were never injected, with the reason."""
         struck = {each.kind for each in self.struck}
-        return {kind: why for kind, why in {**self._missed, **self._impossible}.items() if kind not in struck}
+        return {
+            kind: why
+            for kind, why in {**self._missed, **self._impossible}.items()
+            if kind not in struck
+        }
 
     def _drawn(self) -> Iterator[Fault[TargetT]]:
         return drawn(self._possible, self._rng) if self._possible else iter(())
 
     def _strike(self, fault: Fault[TargetT], at_s: float) -> None:
-        began_s, before = time.monotonic(), _on_the_path(self._target)
+        began_s = time.monotonic()
+        before = _on_the_path(self._target)
         try:
             fault.strike(self._target, self._rng)
         except MISSED as error:
@@ -94,9 +104,12 @@ class Storm(Generic[TargetT]):
             self._say(f"{at_s:7.1f} s  {fault.kind}: not injected: {error!r}")
             return
         except Broken as error:
-            self.findings.append(Finding(invariant="I10", count="broken", what=f"{fault.kind}: {error}"))
+            self.findings.append(
+                Finding(invariant="I10", count="broken", what=f"{fault.kind}: {error}")
+            )
             self._say(f"{at_s:7.1f} s  {fault.kind}: broken: {error}")
-        took_s, undone_s = time.monotonic() - began_s, time.time()
+        took_s = time.monotonic() - began_s
+        undone_s = time.time()
         recovery_s, restarted = self._recover(fault.kind, undone_s, before)
         limit_s = recovery_max_s(self._target, restarted=bool(restarted))
         ended_s = self._wait_for_end(undone_s, fault.kind)
@@ -111,19 +124,27 @@ class Storm(Generic[TargetT]):
             ended_s=ended_s,
         )
         self.struck.append(struck)
-        self._say(f"{at_s:7.1f} s  {fault.kind}: {took_s:.1f} s, {_told(recovery_s)}, next job {_told(ended_s)}")
+        self._say(
+            f"{at_s:7.1f} s  {fault.kind}: {took_s:.1f} s, {_told(recovery_s)}, next job {_told(ended_s)}"
+        )
 
-    def _recover(self, after: str, undone_s: float, before: Mapping[str, int]) -> tuple[float | None, list[str]]:
+    def _recover(
+        self, after: str, undone_s: float, before: Mapping[str, int]
+    ) -> tuple[float | None, list[str]]:
         """I7: seconds until accepted jobs go on, and what was started anew for it."""
         hold(self._target.times.heartbeat_s)
         mark = self._target.journal.mark()
-        progress_s = self._target.journal.wait_for_progress(mark, recovery_max_s(self._target, restarted=True))
+        progress_s = self._target.journal.wait_for_progress(
+            mark, recovery_max_s(self._target, restarted=True)
+        )
         now = _on_the_path(self._target)
         restarted = [name for name, pid in before.items() if now.get(name) != pid]
         limit_s = recovery_max_s(self._target, restarted=bool(restarted))
         recovery_s = None if progress_s is None else progress_s - undone_s
         if recovery_s is None or recovery_s > limit_s:
-            what = f"no accepted job went on within {limit_s:.0f} s after {after}: {_told(recovery_s)}"
+            what = (
+                f"no accepted job went on within {limit_s:.0f} s after {after}: {_told(recovery_s)}"
+            )
             self._find_late(what)
         return recovery_s, restarted
 
@@ -145,11 +166,15 @@ def recovery_max_s(target: Target, *, restarted: bool) -> float:
     times = target.times
     sweep_s = 2 * times.poll_s + times.resend_s
     restart_s = MAX_DELAY_S * times.lease_s / Times().lease_s + target.start_s
-    return NOISE * (times.lease_s + sweep_s + times.unbind_s + target.calm_s + (restart_s if restarted else 0.0))
+    return NOISE * (
+        times.lease_s + sweep_s + times.unbind_s + target.calm_s + (restart_s if restarted else 0.0)
+    )
 
 
 def _on_the_path(target: Target) -> dict[str, int]:
-    return {name: each.pid for name, each in target.running().items() if name.startswith(ON_THE_PATH)}
+    return {
+        name: each.pid for name, each in target.running().items() if name.startswith(ON_THE_PATH)
+    }
 
 
 def _told(seconds: float | None) -> str:

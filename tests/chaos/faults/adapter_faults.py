@@ -1,6 +1,8 @@
-"""Adapters that come, change and go while the stack serves: copies of the load's own, under names of their own.
+"""Adapters that come, change and go while the stack serves: copies of the load's own, under names
+of their own.
 
-A copy has the fingerprint of its original. So the judge knows the tokens of its jobs: those of the original's requests.
+A copy has the fingerprint of its original. So the judge knows the tokens of its jobs: those of the
+original's requests.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Original:
 
 
 def come_and_go(target: LocalTarget, rng: random.Random) -> None:
-    """Its weights are cut short, as while they are copied: no door knows it. Then it serves. Then it is gone."""
+    """Its weights are cut short, as while they are copied: no door knows it. Then it serves. Then
+    it is gone."""
     original = rng.choice(_originals(target))
     with _named(target) as folder:
         whole = _copy(target, original).rename(folder) / WEIGHTS
@@ -58,11 +61,14 @@ def come_and_go(target: LocalTarget, rng: random.Random) -> None:
         raise Broken(f"doors still know the adapter {folder.name}, which is gone")
     job = _ended(target, _submit(target, original, folder.name))
     if job.state is not JobState.FAILED or "no model named" not in _problem(job):
-        raise Broken(f"job {job.id} asked for an adapter that is gone, and ended {job.state}: {job.error}")
+        raise Broken(
+            f"job {job.id} asked for an adapter that is gone, and ended {job.state}: {job.error}"
+        )
 
 
 def change(target: LocalTarget, rng: random.Random) -> None:
-    """A job that runs keeps what it began with, or, if its place was taken, fails by name. The next has the new one."""
+    """A job that runs keeps what it began with, or, if its place was taken, fails by name. The next
+    has the new one."""
     before, after = rng.sample(_originals(target), 2)
     with _named(target) as folder:
         _copy(target, before).rename(folder)
@@ -86,12 +92,18 @@ def change(target: LocalTarget, rng: random.Random) -> None:
 def _originals(target: LocalTarget) -> list[Original]:
     """Of the first stack's model."""
     assert target.adapters is not None
-    requests, longest = target.workload.requests, dict[str, int]()
-    for number in sorted(range(len(requests)), key=lambda number: requests[number].get("max_tokens", 0)):
+    requests = target.workload.requests
+    longest = dict[str, int]()
+    for number in sorted(
+        range(len(requests)), key=lambda number: requests[number].get("max_tokens", 0)
+    ):
         model, _, name = requests[number]["model"].partition(":")
         if model == MODEL and name:
             longest[name] = number
-    return [Original(folder=target.adapters / name, number=number) for name, number in sorted(longest.items())]
+    return [
+        Original(folder=target.adapters / name, number=number)
+        for name, number in sorted(longest.items())
+    ]
 
 
 @contextmanager
@@ -108,7 +120,9 @@ def _named(target: LocalTarget) -> Iterator[Path]:
 def _copy(target: LocalTarget, original: Original) -> Path:
     """Where no stage looks: what is renamed comes whole."""
     assert target.adapters is not None
-    return Path(shutil.copytree(original.folder, target.adapters.with_name(f"draft-{uuid4().hex[:6]}")))
+    return Path(
+        shutil.copytree(original.folder, target.adapters.with_name(f"draft-{uuid4().hex[:6]}"))
+    )
 
 
 def _known(target: LocalTarget, name: str) -> str | None:
@@ -125,7 +139,11 @@ def _wait_until_known(target: LocalTarget, name: str, original: Original) -> Non
 
 def _submit(target: LocalTarget, original: Original, name: str) -> UUID:
     """The original's request, for the copy, first in its line."""
-    fields = {**target.workload.requests[original.number], "model": f"{MODEL}:{name}", "priority": 0}
+    fields = {
+        **target.workload.requests[original.number],
+        "model": f"{MODEL}:{name}",
+        "priority": 0,
+    }
     with Client(database_url=target.database_url, redis_url=target.redis_url) as client:
         return client.submit(**fields)
 
@@ -142,8 +160,8 @@ def _ended(target: LocalTarget, job_id: UUID) -> Job:
 
 
 def _judge(target: LocalTarget, job: Job, original: Original) -> None:
-    """It must have succeeded. The judge compares it with the original's request, unless a head that died has left it to
-    one with other files, which it says."""
+    """It must have succeeded. The judge compares it with the original's request, unless a head that
+    died has left it to one with other files, which it says."""
     if job.result is None:
         raise Broken(f"job {job.id} of an adapter that is there ended {job.state}: {job.error}")
     if job.result.exact:
@@ -155,7 +173,11 @@ def _problem(job: Job) -> str:
 
 
 def _lacks(target: LocalTarget) -> str | None:
-    return None if target.adapters is not None and len(_originals(target)) > 1 else "it needs two adapters: ADAPTERS="
+    return (
+        None
+        if target.adapters is not None and len(_originals(target)) > 1
+        else "it needs two adapters: ADAPTERS="
+    )
 
 
 FAULTS: tuple[Fault, ...] = tuple(

@@ -36,13 +36,18 @@ class Arming:
     @property
     def pids(self) -> list[int]:
         """Of the processes that it struck so far."""
-        return [int(mark.suffixes[-2][1:].partition("-")[0]) for mark in set(self._marks()) - self._before]
+        return [
+            int(mark.suffixes[-2][1:].partition("-")[0])
+            for mark in set(self._marks()) - self._before
+        ]
 
     def wait(self, num_strikes: int = 1, *, timeout_s: float = STRIKE_S) -> None:
         """Until it struck so often. Raises NeverStruck, then disarmed."""
         if not within(timeout_s, lambda: self.num_strikes >= num_strikes, look_s=0.02):
             self.disarm()
-            raise NeverStruck(f"{self._path.name}: {self.num_strikes} strikes within {timeout_s:g} s")
+            raise NeverStruck(
+                f"{self._path.name}: {self.num_strikes} strikes within {timeout_s:g} s"
+            )
 
     def disarm(self) -> None:
         """Whatever passes from now on is safe."""

@@ -1,4 +1,5 @@
-"""Clients that leave, cancel and run out of time, at the worst moment. Their jobs end as somebody asked, or succeed."""
+"""Clients that leave, cancel and run out of time, at the worst moment. Their jobs end as somebody
+asked, or succeed."""
 
 from __future__ import annotations
 
@@ -27,10 +28,15 @@ CANCEL = "UPDATE jobs SET cancel_requested_at = now() WHERE id = %s"
 THERE = "SELECT id FROM jobs WHERE id = ANY(%s)"
 
 
-def insert(target: Target, rng: random.Random, *, ends: str, deadlines_s: tuple[float, float] | None) -> list[UUID]:
+def insert(
+    target: Target, rng: random.Random, *, ends: str, deadlines_s: tuple[float, float] | None
+) -> list[UUID]:
     """Jobs of the fixed set that may also end as `ends`; committed when it returns."""
     workload = target.workload
-    asked = [Asked(id=uuid4(), number=workload.draw(rng), door=ends, promised=True) for _ in range(NUM_JOBS)]
+    asked = [
+        Asked(id=uuid4(), number=workload.draw(rng), door=ends, promised=True)
+        for _ in range(NUM_JOBS)
+    ]
     with psycopg.connect(target.database_url, connect_timeout=int(PATIENCE_S)) as connection:
         for each in asked:
             fields = {**workload.requests[each.number], **each.dress.fields}
@@ -75,7 +81,8 @@ def vanish(target: Target, rng: random.Random) -> None:
     numbers = {uuid4(): target.workload.draw(rng) for _ in range(NUM_JOBS)}
     with gateway_client(target.urls, PATIENCE_S) as client:
         num_read = sum(
-            _read_a_little(client, job_id, target.workload.requests[number], rng) for job_id, number in numbers.items()
+            _read_a_little(client, job_id, target.workload.requests[number], rng)
+            for job_id, number in numbers.items()
         )
     with psycopg.connect(target.database_url) as connection:
         there = [row[0] for row in connection.execute(THERE, (list(numbers),))]
@@ -86,10 +93,14 @@ def vanish(target: Target, rng: random.Random) -> None:
         raise NotInjected("no completion was streamed: is the gateway away?")
 
 
-def _read_a_little(client: httpx.Client, job_id: UUID, request: Request, rng: random.Random) -> bool:
+def _read_a_little(
+    client: httpx.Client, job_id: UUID, request: Request, rng: random.Random
+) -> bool:
     route, document = openai_form({**request, **PLAIN.fields})
     try:
-        with client.stream("POST", route, json={**document, "id": str(job_id), "stream": True}) as answer:
+        with client.stream(
+            "POST", route, json={**document, "id": str(job_id), "stream": True}
+        ) as answer:
             answer.raise_for_status()
             lines = answer.iter_lines()
             for _ in range(rng.randrange(6)):

@@ -1,4 +1,5 @@
-"""One process's wall clock jumps and jumps back. Time is Postgres's, or monotonic: nothing may come of it."""
+"""One process's wall clock jumps and jumps back. Time is Postgres's, or monotonic: nothing may come
+of it."""
 
 from __future__ import annotations
 
@@ -48,8 +49,17 @@ def why_not(target: LocalTarget) -> str | None:
 def _faults() -> Iterator[Fault]:
     for role in ROLES:
         for way, shift_s in (("ahead", JUMP_S), ("behind", -JUMP_S)):
-            yield Simple(kind=f"clock: a {role} two hours {way}", inject=jumping(role, shift_s), why_not=why_not)
-    yield Simple(kind="clock: a head two hours ahead dies", inject=ahead_and_gone, is_kill=True, why_not=why_not)
+            yield Simple(
+                kind=f"clock: a {role} two hours {way}",
+                inject=jumping(role, shift_s),
+                why_not=why_not,
+            )
+    yield Simple(
+        kind="clock: a head two hours ahead dies",
+        inject=ahead_and_gone,
+        is_kill=True,
+        why_not=why_not,
+    )
 
 
 FAULTS: tuple[Fault, ...] = tuple(_faults())

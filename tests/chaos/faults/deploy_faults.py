@@ -23,9 +23,13 @@ def terminate(role: str) -> Fault:
         process.terminate()
         if not wait_until_gone(process, timeout_s=target.times.drain_s + MARGIN_S):
             process.kill()
-            raise NotInjected(f"{name} did not end within {target.times.drain_s + MARGIN_S:.0f} s after SIGTERM")
+            raise NotInjected(
+                f"{name} did not end within {target.times.drain_s + MARGIN_S:.0f} s after SIGTERM"
+            )
 
-    return Simple(kind=f"terminate {role}", inject=inject, why_not=lambda target: missing(target, role))
+    return Simple(
+        kind=f"terminate {role}", inject=inject, why_not=lambda target: missing(target, role)
+    )
 
 
 def rolling(target: LocalTarget, rng: random.Random) -> None:

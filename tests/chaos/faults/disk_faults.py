@@ -1,5 +1,6 @@
-"""No room on the disk of Postgres, of Redis, or of the services' logs. What was accepted stays, what cannot be accepted
-is refused clearly, and with room again all goes on; Postgres may need a start, as after any of its panics."""
+"""No room on the disk of Postgres, of Redis, or of the services' logs. What was accepted stays,
+what cannot be accepted is refused clearly, and with room again all goes on; Postgres may need a
+start, as after any of its panics."""
 
 from __future__ import annotations
 
@@ -89,7 +90,9 @@ def under_append_only_file(target: LocalTarget, rng: random.Random) -> None:
     with client(target) as connection:
         connection.config_set("appendonly", "yes")
         try:
-            _wait_until_it_says(connection, aof_rewrite_in_progress=0, aof_rewrite_scheduled=0, aof_enabled=1)
+            _wait_until_it_says(
+                connection, aof_rewrite_in_progress=0, aof_rewrite_scheduled=0, aof_enabled=1
+            )
             with full(target, folder):
                 _wait_until_it_says(connection, aof_last_write_status="err")
                 hold(LEASES * target.times.lease_s)
@@ -116,12 +119,19 @@ def under_services(part: str) -> Callable[[LocalTarget, random.Random], None]:
 
 
 def _ask_at_the_door(target: LocalTarget, rng: random.Random) -> None:
-    """For some leases. Whatever the database can do, the gateway stores, or says that it cannot now."""
+    """For some leases. Whatever the database can do, the gateway stores, or says that it cannot
+    now."""
     until_s = time.monotonic() + LEASES * target.times.lease_s
     with gateway_client(target.urls, PATIENCE_S) as gateway:
         while time.monotonic() < until_s:
-            asked = target.journal.ask(Asked(id=uuid4(), number=target.workload.draw(rng), door="http"))
-            document = {**target.workload.requests[asked.number], **asked.dress.fields, "id": str(asked.id)}
+            asked = target.journal.ask(
+                Asked(id=uuid4(), number=target.workload.draw(rng), door="http")
+            )
+            document = {
+                **target.workload.requests[asked.number],
+                **asked.dress.fields,
+                "id": str(asked.id),
+            }
             try:
                 answer = gateway.post("/v1/jobs", json=document)
             except httpx.TimeoutException:
@@ -133,8 +143,9 @@ def _ask_at_the_door(target: LocalTarget, rng: random.Random) -> None:
 
 
 def _revive(target: LocalTarget) -> None:
-    """It panics without room for its log, and recovers by itself. What died while it recovered must be started by
-    somebody; so must a postmaster of release 18, which may wait for ever for a startup process that is gone."""
+    """It panics without room for its log, and recovers by itself. What died while it recovered must
+    be started by somebody; so must a postmaster of release 18, which may wait for ever for a
+    startup process that is gone."""
     if target.postgres.is_running() and within(RECOVERY_S, lambda: _is_up(target)):
         return
     target.postgres.restart()

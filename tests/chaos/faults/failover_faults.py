@@ -1,8 +1,9 @@
-"""A primary that dies, comes back as a standby of the server that took its place, and takes its place back in the end.
+"""A primary that dies, comes back as a standby of the server that took its place, and takes its
+place back in the end.
 
-Services reach Postgres under one name, as behind a load balancer. It is late: first it leads to a standby, then new
-connections go to the primary and the old ones stay at the standby, which answers and takes no write. Both servers
-commit together, so no failover loses what was acknowledged.
+Services reach Postgres under one name, as behind a load balancer. It is late: first it leads to a
+standby, then new connections go to the primary and the old ones stay at the standby, which answers
+and takes no write. Both servers commit together, so no failover loses what was acknowledged.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from tests.postgres_pair import PostgresPair
 
 def fail_over_and_back(target: LocalTarget, rng: random.Random) -> None:
     """Two failovers, with a standby under the services' connections in between."""
-    first, home = target.postgres, target.postgres.home / f"failover-{uuid4().hex[:6]}"
+    first = target.postgres
+    home = target.postgres.home / f"failover-{uuid4().hex[:6]}"
     pair = PostgresPair(home, first)
     try:
         pair.start()
@@ -43,4 +45,6 @@ def _change_places(pair: PostgresPair) -> None:
     pair.promote()
 
 
-FAULTS: tuple[Fault, ...] = (Simple(kind="failover and back", inject=fail_over_and_back, is_kill=True),)
+FAULTS: tuple[Fault, ...] = (
+    Simple(kind="failover and back", inject=fail_over_and_back, is_kill=True),
+)

@@ -1,5 +1,5 @@
-"""SIGKILL at every named failpoint: a process dies between two lines that a random kill hardly ever hits. Knows the
-points and who passes them; the load that makes somebody pass is the harness's."""
+"""SIGKILL at every named failpoint: a process dies between two lines that a random kill hardly ever
+hits. Knows the points and who passes them; the load that makes somebody pass is the harness's."""
 
 from __future__ import annotations
 
@@ -60,7 +60,11 @@ class KillAt:
     def strike(self, target: Hurtable, rng: random.Random) -> None:
         """Returns once a process claimed it; raises NeverStruck, disarmed."""
         places = {"head": 0, TAIL: target.num_stages - 1}
-        when = {"place": places[self.who]} if self.point in (Point.MID_PREFILL, Point.MID_DECODE) else self.when
+        when = (
+            {"place": places[self.who]}
+            if self.point in (Point.MID_PREFILL, Point.MID_DECODE)
+            else self.when
+        )
         arming = arm(target.failpoints, self.point, "kill", when=when)
         if self.forms:
             _, pid = target.pick(rng, f"stage-{target.num_stages - 1}")

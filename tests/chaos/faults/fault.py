@@ -13,7 +13,8 @@ from typing_extensions import TypeVar
 from tests.chaos.stack.local_target import LocalTarget
 
 StackT_contra = TypeVar("StackT_contra", contravariant=True, default=LocalTarget)
-"""What a fault must know of the stack that it hurts: without a word, the stack of local processes."""
+"""What a fault must know of the stack that it hurts: without a word, the stack of local
+processes."""
 
 
 class Fault(Protocol[StackT_contra]):
@@ -31,7 +32,8 @@ class Fault(Protocol[StackT_contra]):
         """Why this machine or this stack cannot inject it; None if it can."""
 
     def strike(self, target: StackT_contra, rng: random.Random) -> None:
-        """Inject and undo; bounded in time. Raises NotInjected, or Broken for what the judge cannot see afterwards."""
+        """Inject and undo; bounded in time. Raises NotInjected, or Broken for what the judge cannot
+        see afterwards."""
 
 
 class NotInjected(Exception):

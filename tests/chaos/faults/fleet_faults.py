@@ -1,4 +1,5 @@
-"""A fleet whose plan changes under load: other splits, workers that join, leave and die. For stacks of such workers."""
+"""A fleet whose plan changes under load: other splits, workers that join, leave and die. For stacks
+of such workers."""
 
 from __future__ import annotations
 
@@ -44,13 +45,19 @@ def resplit(target: LocalTarget, rng: random.Random) -> None:
 
 @contextmanager
 def another(target: LocalTarget, rng: random.Random) -> Iterator[ServiceProcess]:
-    """One worker more, on the cores of another. Raises Broken if the plan does not give it a stage."""
+    """One worker more, on the cores of another. Raises Broken if the plan does not give it a
+    stage."""
     _, pid = target.pick(rng, "stage-")
     name = f"joiner-{uuid4().hex[:6]}"
     folder = target.stack.home.folder
-    own = {"SHARDLINE_WORKER_NAME": f"{MODEL}.{name}", "SHARDLINE_LOCK_DIR": str(folder / f"locks-{name}")}
+    own = {
+        "SHARDLINE_WORKER_NAME": f"{MODEL}.{name}",
+        "SHARDLINE_LOCK_DIR": str(folder / f"locks-{name}"),
+    }
     environment = {**psutil.Process(pid).environ(), **own}
-    worker = ServiceProcess(name, folder, argv=[sys.executable, "-m", "services.stage"], env=environment)
+    worker = ServiceProcess(
+        name, folder, argv=[sys.executable, "-m", "services.stage"], env=environment
+    )
     worker.start()
     try:
         if not within(PATIENCE_S, partial(_has_stage, target, name)):

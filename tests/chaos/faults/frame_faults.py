@@ -1,6 +1,6 @@
-"""Frames that a network loses, or brings again in a later epoch. ZeroMQ and TCP hide both almost always: the rules
-behind them are for the rest. Only where hops are open: CURVE would let none of it through. Knows our frames; the links
-are `hop_net`'s.
+"""Frames that a network loses, or brings again in a later epoch. ZeroMQ and TCP hide both almost
+always: the rules behind them are for the rest. Only where hops are open: CURVE would let none of it
+through. Knows our frames; the links are `hop_net`'s.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Answers:
 
 
 class Repeated(Answers):
-    """Just before an answer comes one of an older epoch to the same step, with as many other tokens."""
+    """Just before an answer comes one of an older epoch to the same step, with as many other
+    tokens."""
 
     def _instead(self, answer: Answer) -> bytes:
         old = next((kept for kept in self._kept if _could_be_taken_for(kept, answer)), None)
@@ -144,7 +145,8 @@ def _frame(parts: list[bytes]) -> Frame | None:
 
 
 def _could_be_taken_for(old: Answer, new: Answer) -> bool:
-    (one, other) = (old.result, new.result)
+    one = old.result
+    other = new.result
     return (
         old.epoch < new.epoch
         and one.step == other.step
@@ -155,7 +157,9 @@ def _could_be_taken_for(old: Answer, new: Answer) -> bool:
 
 def not_readable(target: LocalTarget) -> str | None:
     """CURVE hides frames from whoever is in between, and refuses those that come again."""
-    return no_links(target) or (None if target.hop_net.is_open else "hops are encrypted: INSECURE=yes")
+    return no_links(target) or (
+        None if target.hop_net.is_open else "hops are encrypted: INSECURE=yes"
+    )
 
 
 FAULTS: tuple[Fault, ...] = (

@@ -16,7 +16,9 @@ from tests.ranks import other_ranks
 
 LEASES = (0.5, 1.5, 5.0)
 GONE_S = 10.0
-HEAD, TAIL, MIDDLE = "head", "tail", "middle"
+HEAD = "head"
+TAIL = "tail"
+MIDDLE = "middle"
 ROLES = (HEAD, MIDDLE, TAIL, "relay", "gateway", "flower")
 
 
@@ -52,7 +54,11 @@ def has_one_rank(target: LocalTarget) -> str | None:
 def missing(target: LocalTarget, role: str) -> str | None:
     """A short pipeline has no middle; one of a single stage has no tail of its own."""
     least = {MIDDLE: 3, TAIL: 2}.get(role, 1)
-    return None if target.num_stages >= least else f"a pipeline of {target.num_stages} stages has no {role} of its own"
+    return (
+        None
+        if target.num_stages >= least
+        else f"a pipeline of {target.num_stages} stages has no {role} of its own"
+    )
 
 
 def kill(role: str) -> Fault:
@@ -65,7 +71,12 @@ def kill(role: str) -> Fault:
         if not wait_until_gone(process, timeout_s=GONE_S):
             raise NotInjected(f"{name} survived SIGKILL")
 
-    return Simple(kind=f"kill {role}", inject=inject, is_kill=True, why_not=lambda target: missing(target, role))
+    return Simple(
+        kind=f"kill {role}",
+        inject=inject,
+        is_kill=True,
+        why_not=lambda target: missing(target, role),
+    )
 
 
 def pause(role: str, leases: float) -> Fault:
@@ -79,7 +90,11 @@ def pause(role: str, leases: float) -> Fault:
         if psutil.pid_exists(pid):
             os.kill(pid, signal.SIGCONT)
 
-    return Simple(kind=f"pause {role} {leases:g} leases", inject=inject, why_not=lambda target: missing(target, role))
+    return Simple(
+        kind=f"pause {role} {leases:g} leases",
+        inject=inject,
+        why_not=lambda target: missing(target, role),
+    )
 
 
 def kill_rank(target: LocalTarget, rng: random.Random) -> None:

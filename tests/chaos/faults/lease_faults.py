@@ -1,5 +1,5 @@
-"""A head that lives and computes, and does not renew its leases: it must write, schedule and emit nothing once they are
-over. With a second head on the queue, the jobs run there meanwhile."""
+"""A head that lives and computes, and does not renew its leases: it must write, schedule and emit
+nothing once they are over. With a second head on the queue, the jobs run there meanwhile."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ BACKENDS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE applica
 
 
 def lease_manager_hangs(target: LocalTarget, rng: random.Random) -> None:
-    """The thread that speaks to Postgres stands still just after a heartbeat; the engine does not know."""
+    """The thread that speaks to Postgres stands still just after a heartbeat; the engine does not
+    know."""
     pause_s = HANGS_LEASES * target.times.lease_s
     arm(target.failpoints, Point.HEARTBEAT_AFTER_COMMIT, "pause", pause_s=pause_s).wait()
     hold(pause_s)
@@ -64,9 +65,10 @@ def drains_late(target: LocalTarget, rng: random.Random) -> None:
 
 
 def dies_unsure(target: LocalTarget, rng: random.Random) -> None:
-    """A heartbeat is committed, and the answer lost. The head says it again, and dies of that: its successor goes on
-    from what Postgres holds."""
-    proxy, pause_s = target.database_proxy, target.times.heartbeat_s
+    """A heartbeat is committed, and the answer lost. The head says it again, and dies of that: its
+    successor goes on from what Postgres holds."""
+    proxy = target.database_proxy
+    pause_s = target.times.heartbeat_s
     arm(target.failpoints, Point.HEARTBEAT_BEFORE_COMMIT, "pause", pause_s=pause_s).wait()
     try:
         proxy.drop(Direction.TO_CLIENT)
@@ -104,7 +106,11 @@ def too_old(target: LocalTarget) -> str | None:
     """For what the server cannot do."""
     with session(target) as connection:
         version = connection.info.server_version
-    return None if version >= SINCE_VERSION else f"Postgres {version // 10_000} has no triggers on login"
+    return (
+        None
+        if version >= SINCE_VERSION
+        else f"Postgres {version // 10_000} has no triggers on login"
+    )
 
 
 FAULTS: tuple[Fault, ...] = (

@@ -1,4 +1,5 @@
-"""A bad network between the services and their two servers. Whatever speaks through the proxies suffers from it."""
+"""A bad network between the services and their two servers. Whatever speaks through the proxies
+suffers from it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from tests.chaos.network.proxy import Direction, Proxy
 from tests.chaos.stack.local_target import LocalTarget
 
 LEASES = 1.5
-DELAY_S, JITTER_S = 0.1, 0.05
+DELAY_S = 0.1
+JITTER_S = 0.05
 SLOW_BYTES_PER_S = 20_000
 
 Server = Callable[[LocalTarget], Proxy]

@@ -1,4 +1,5 @@
-"""A stage that comes back with less KV memory than before, while long jobs run: none of them may end of it."""
+"""A stage that comes back with less KV memory than before, while long jobs run: none of them may
+end of it."""
 
 from __future__ import annotations
 
@@ -32,13 +33,15 @@ WHERE model = %s AND id NOT LIKE 'copy-%%' AND ready_at IS NOT NULL AND lease_un
 
 
 def half(target: LocalTarget, rng: random.Random) -> None:
-    """Any stage of the first pipeline is killed and finds half of its memory; the next start has all of it again."""
+    """Any stage of the first pipeline is killed and finds half of its memory; the next start has
+    all of it again."""
     with _less_memory(target, max(1, int(target.kv_mib.read_text()) // 2)):
         _restart(target, *target.pick(rng, f"stage-{rng.randrange(target.num_stages)}"))
 
 
 def too_little(target: LocalTarget, rng: random.Random) -> None:
-    """Beside another pipeline, in which they go on, one becomes too small for its long jobs, and whole again."""
+    """Beside another pipeline, in which they go on, one becomes too small for its long jobs, and
+    whole again."""
     with copies(target, rng, 1):
         with _less_memory(target, LEAST_MIB):
             _restart(target, *pick(target, rng, TAIL))
@@ -62,7 +65,8 @@ def _less_memory(target: LocalTarget, mib: int) -> Iterator[None]:
 
 
 def _restart(target: LocalTarget, name: str, pid: int) -> None:
-    """Until its pipeline is ready in a later epoch: a stage reads its memory seconds after its process is there."""
+    """Until its pipeline is ready in a later epoch: a stage reads its memory seconds after its
+    process is there."""
     if not within(_back_s(target), lambda: bool(_ready(target))):
         raise NotInjected("the pipeline is not ready")
     before = _ready(target)
@@ -71,7 +75,10 @@ def _restart(target: LocalTarget, name: str, pid: int) -> None:
     if not wait_until_gone(process, timeout_s=GONE_S):
         raise NotInjected(f"{name} survived SIGKILL")
     if not within(
-        BACK_S, lambda: any(epoch > before.get(each, (epoch, 0))[0] for each, (epoch, _) in _ready(target).items())
+        BACK_S,
+        lambda: any(
+            epoch > before.get(each, (epoch, 0))[0] for each, (epoch, _) in _ready(target).items()
+        ),
     ):
         raise NotInjected(f"{name} did not come back within {_back_s(target):.0f} s")
 
@@ -79,7 +86,9 @@ def _restart(target: LocalTarget, name: str, pid: int) -> None:
 def _ready(target: LocalTarget) -> dict[str, tuple[int, int]]:
     """Epoch and KV in tokens, by pipeline."""
     with session(target) as connection:
-        return {name: (epoch, tokens) for name, epoch, tokens in connection.execute(READY, (MODEL,))}
+        return {
+            name: (epoch, tokens) for name, epoch, tokens in connection.execute(READY, (MODEL,))
+        }
 
 
 def _back_s(target: LocalTarget) -> float:

@@ -27,7 +27,8 @@ KEPT_MAX = 500
 
 
 def duplicate(target: Target, rng: random.Random) -> None:
-    """Many open jobs' messages again, twice, in random order; not all, a bulk load has tens of thousands."""
+    """Many open jobs' messages again, twice, in random order; not all, a bulk load has tens of
+    thousands."""
     ids = 2 * _ids(target, OPEN)
     rng.shuffle(ids)
     _send(target, ids)
@@ -45,12 +46,14 @@ def for_nobody(target: Target, rng: random.Random) -> None:
 
 @dataclass(slots=True)
 class Late:
-    """What the broker held once, byte for byte with its tags and headers, comes again when its jobs have long ended."""
+    """What the broker held once, byte for byte with its tags and headers, comes again when its jobs
+    have long ended."""
 
     _kept: list[bytes | str] = field(default_factory=list)
 
     def inject(self, target: Target, rng: random.Random) -> None:
-        """Everything that was ever kept, in any order; what is there now is kept for the next time."""
+        """Everything that was ever kept, in any order; what is there now is kept for the next
+        time."""
         with client(target) as connection:
             if not self._kept:
                 self._kept += _held(connection)
@@ -62,7 +65,8 @@ class Late:
 
 
 def _held(connection: redis.Redis) -> list[bytes | str]:
-    """Messages that wait, and those that heads have taken: kombu keeps each as [message, exchange, key]."""
+    """Messages that wait, and those that heads have taken: kombu keeps each as [message, exchange,
+    key]."""
     waiting = [
         message
         for key in connection.scan_iter(f"{generate_queue(MODEL)}*", _type="list")

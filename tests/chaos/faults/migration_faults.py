@@ -1,4 +1,5 @@
-"""The schema of a next release under running services of this one, and back. Knows Alembic's command line."""
+"""The schema of a next release under running services of this one, and back. Knows Alembic's
+command line."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ VERSION = "SELECT version_num FROM alembic_version"
 
 
 def there_and_back(target: LocalTarget, rng: random.Random) -> None:
-    """Up while a stranger's transaction is in the way; old workers work on the new schema; down again."""
+    """Up while a stranger's transaction is in the way; old workers work on the new schema; down
+    again."""
     with doors_open(target):
         old = version(target)
         with session(target) as stranger, stranger.transaction():
@@ -86,7 +88,9 @@ def doors_open(target: LocalTarget) -> Iterator[None]:
     new = [each for each in target.journal.everything() if each.id not in before]
     refused = [each for each in new if each.num_unanswered > MAX_UNANSWERED]
     if refused:
-        raise Broken(f"{len(refused)} requests had no answer more than {MAX_UNANSWERED} times, such as {refused[0]}")
+        raise Broken(
+            f"{len(refused)} requests had no answer more than {MAX_UNANSWERED} times, such as {refused[0]}"
+        )
 
 
 def _wait_until_it_steps_back(migration: subprocess.Popen[str]) -> None:

@@ -1,4 +1,5 @@
-"""A bad network between the stages: on hops, which carry steps, and on control links, which carry signs of life."""
+"""A bad network between the stages: on hops, which carry steps, and on control links, which carry
+signs of life."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tests.chaos.stack.local_target import LocalTarget
 LINK_DEADS = 1.5
 """Longer than it takes to call a link dead."""
 LOOK_S = 0.02
-DELAY_S, JITTER_S = 0.1, 0.05
+DELAY_S = 0.1
+JITTER_S = 0.05
 SLOW_BYTES_PER_S = 20_000
 
 Condition = Callable[[Proxy], None]
@@ -90,7 +92,8 @@ def _later(target: LocalTarget, rng: random.Random) -> str:
 
 
 def _hurt(target: LocalTarget, conditions: Mapping[int, Condition]) -> None:
-    """On the links by which these processes are called; they may open others meanwhile, for a new epoch."""
+    """On the links by which these processes are called; they may open others meanwhile, for a new
+    epoch."""
     _need_links(target)
     until_s = time.monotonic() + LINK_DEADS * target.times.link_dead_s
     hurt: set[Proxy] = set()

@@ -1,5 +1,6 @@
-"""Jobs that break whatever runs them, among good ones. Each must end `failed` with its history, and cost a neighbor no
-more than one crash where it takes the head down, none anywhere else (docs/guarantees.md)."""
+"""Jobs that break whatever runs them, among good ones. Each must end `failed` with its history, and
+cost a neighbor no more than one crash where it takes the head down, none anywhere else
+(docs/guarantees.md)."""
 
 from __future__ import annotations
 
@@ -74,7 +75,9 @@ class Poison:
         arming = self._arm(target, rng, seed)
         try:
             job_id, since_s = _submit(target, seed)
-            asked = target.journal.ask(Asked(id=job_id, number=NUMBER, door=DOOR, ends=ENDS, promised=True))
+            asked = target.journal.ask(
+                Asked(id=job_id, number=NUMBER, door=DOOR, ends=ENDS, promised=True)
+            )
             has_ended = target.journal.wait_for(job_id, limit_s := _limit_s(target))
         finally:
             arming.disarm()
@@ -90,29 +93,41 @@ class Poison:
             self._check_neighbors(connection, job_id, since_s)
 
     def _arm(self, target: LocalTarget, rng: random.Random, seed: int) -> Arming:
-        place = 0 if self.is_at_head or target.num_stages == 1 else rng.randrange(1, target.num_stages)
-        facts: Mapping[str, int] = {"seed": seed} if self.point is Point.NAN_LOGITS else {"seed": seed, "place": place}
-        return arm(target.failpoints, self.point, self.action, when=facts, pause_s=HANG_S, times=None)
+        place = (
+            0 if self.is_at_head or target.num_stages == 1 else rng.randrange(1, target.num_stages)
+        )
+        facts: Mapping[str, int] = (
+            {"seed": seed} if self.point is Point.NAN_LOGITS else {"seed": seed, "place": place}
+        )
+        return arm(
+            target.failpoints, self.point, self.action, when=facts, pause_s=HANG_S, times=None
+        )
 
     def _check_end(self, connection: psycopg.Connection[Any], job_id: UUID) -> None:
         ((state, num_crashes, error),) = connection.execute(DEAD, (job_id,)).fetchall()
         if self.num_crashes == 0:
             as_it_should = num_crashes == 0 and error is not None and error["code"] == "engine"
         else:
-            as_it_should = error is not None and error["code"] == "crashed" and _has_history(error["attempts"])
+            as_it_should = (
+                error is not None and error["code"] == "crashed" and _has_history(error["attempts"])
+            )
         if state == "failed" and not as_it_should:
             raise Broken(f"job {job_id} failed with {num_crashes} crashes and the error {error}")
 
-    def _check_neighbors(self, connection: psycopg.Connection[Any], job_id: UUID, since_s: float) -> None:
+    def _check_neighbors(
+        self, connection: psycopg.Connection[Any], job_id: UUID, since_s: float
+    ) -> None:
         max_crashes = 1 if self.is_at_head else 0
         if hurt := connection.execute(NEIGHBORS, (job_id, since_s, max_crashes)).fetchall():
             told = ", ".join(f"{neighbor} {number}" for neighbor, number in hurt)
-            raise Broken(f"job {job_id} may cost each neighbor {max_crashes} crashes, it cost {told}")
+            raise Broken(
+                f"job {job_id} may cost each neighbor {max_crashes} crashes, it cost {told}"
+            )
 
 
 def _limit_s(target: LocalTarget) -> float:
-    """Every crash costs a lease or a stall, a restart, and a claim that waits for the neighbors' tokens. Twice: others
-    use the machine too."""
+    """Every crash costs a lease or a stall, a restart, and a claim that waits for the neighbors'
+    tokens. Twice: others use the machine too."""
     once_s = target.times.lease_s + target.times.stall_s + target.start_s
     return SPARE_S + 2 * MAX_CRASHES * once_s
 
@@ -120,9 +135,17 @@ def _limit_s(target: LocalTarget) -> float:
 def _submit(target: LocalTarget, seed: int) -> tuple[UUID, float]:
     """First in its line; committed when it returns, with Postgres's time of it."""
     job_id = uuid4()
-    fields = {**request(NUMBER), **PLAIN.fields, "seed": seed, "max_crashes": MAX_CRASHES, "priority": 0}
+    fields = {
+        **request(NUMBER),
+        **PLAIN.fields,
+        "seed": seed,
+        "max_crashes": MAX_CRASHES,
+        "priority": 0,
+    }
     with psycopg.connect(target.database_url) as connection:
-        ((now_s,),) = connection.execute(f"{INSERT} RETURNING {NOW}", row(fields, job_id)).fetchall()
+        ((now_s,),) = connection.execute(
+            f"{INSERT} RETURNING {NOW}", row(fields, job_id)
+        ).fetchall()
     return job_id, float(now_s)
 
 

@@ -1,4 +1,5 @@
-"""Postgres that hangs, dies, refuses and cuts connections. What it has committed stays: it is the truth."""
+"""Postgres that hangs, dies, refuses and cuts connections. What it has committed stays: it is the
+truth."""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ from tests.chaos.stack.local_target import LocalTarget
 LEASES = (0.5, 1.5, 5.0)
 MAX_CONNECTIONS = 250
 ANSWERS_LOST_S = (0.05, 0.5)
-BACKENDS = (
-    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND datname IS NOT NULL"
-)
+BACKENDS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND datname IS NOT NULL"
 
 
 @contextmanager
 def session(target: Target) -> Iterator[psycopg.Connection[Any]]:
     """Past every proxy, outside of any transaction."""
-    with closing(psycopg.connect(target.database_url, autocommit=True, connect_timeout=30)) as connection:
+    with closing(
+        psycopg.connect(target.database_url, autocommit=True, connect_timeout=30)
+    ) as connection:
         yield connection
 
 
@@ -59,7 +60,9 @@ def stay_away(target: LocalTarget, rng: random.Random) -> None:
 
 def lose_a_backend(target: LocalTarget, rng: random.Random) -> None:
     """SIGKILL to one backend: Postgres throws out everybody and recovers."""
-    clients = [each for each in psutil.Process(target.postgres.pid).children() if _serves_a_client(each)]
+    clients = [
+        each for each in psutil.Process(target.postgres.pid).children() if _serves_a_client(each)
+    ]
     if not clients:
         raise NotInjected("no backend serves a client")
     rng.choice(sorted(clients, key=lambda each: each.pid)).kill()
@@ -94,22 +97,28 @@ def frozen(target: LocalTarget) -> Iterator[None]:
 
 
 def exhaust(target: Target, rng: random.Random) -> None:
-    """Strangers take every connection that is left; the stack's own are cut, so that it needs new ones."""
+    """Strangers take every connection that is left; the stack's own are cut, so that it needs new
+    ones."""
     with ExitStack() as opened:
         with session(target) as connection:
             for _ in range(MAX_CONNECTIONS):
                 try:
-                    opened.enter_context(closing(psycopg.connect(target.database_url, application_name="stranger")))
+                    opened.enter_context(
+                        closing(psycopg.connect(target.database_url, application_name="stranger"))
+                    )
                 except psycopg.OperationalError:
                     break
             else:
                 raise NotInjected(f"it takes more than {MAX_CONNECTIONS} connections")
-            connection.execute(BACKENDS + " AND application_name LIKE 'shardline%' AND random() < 0.5")
+            connection.execute(
+                BACKENDS + " AND application_name LIKE 'shardline%' AND random() < 0.5"
+            )
         hold(1.5 * target.times.lease_s)
 
 
 def lose_answers(target: LocalTarget, rng: random.Random) -> None:
-    """What is sent arrives, and connections break before any answer comes back: was a COMMIT done? Nobody knows."""
+    """What is sent arrives, and connections break before any answer comes back: was a COMMIT done?
+    Nobody knows."""
     try:
         target.database_proxy.drop(Direction.TO_CLIENT)
         hold(rng.uniform(*ANSWERS_LOST_S))
@@ -168,7 +177,10 @@ FAULTS: tuple[Fault, ...] = (
     Simple(kind="postgres: kill", inject=die, is_kill=True),
     Simple(kind="postgres: kill and stay away 1.5 leases", inject=stay_away, is_kill=True),
     Simple(kind="postgres: kill a backend", inject=lose_a_backend, is_kill=True),
-    *(Simple(kind=f"postgres: pause {leases:g} leases", inject=pausing(leases)) for leases in LEASES),
+    *(
+        Simple(kind=f"postgres: pause {leases:g} leases", inject=pausing(leases))
+        for leases in LEASES
+    ),
     Simple(kind="postgres: connections exhausted", inject=exhaust),
     Simple(kind="postgres: COMMITs with unknown outcome", inject=lose_answers),
     Simple(kind="postgres: read only", inject=read_only),

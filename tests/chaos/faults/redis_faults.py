@@ -23,7 +23,8 @@ LEASES = (0.5, 1.5, 5.0)
 FULL_BYTES = 1 << 20
 NUM_RECONNECTS = 20
 BETWEEN_S = 0.4
-SEATS, INTERACTIVE_SEATS = 64, 8
+SEATS = 64
+INTERACTIVE_SEATS = 8
 """A head's, by default; the latter are besides, for jobs of priority 0 to 3."""
 NUM_WAITING = 2 * SEATS
 RECONNECTS = "reconnects"
@@ -34,13 +35,17 @@ SELECT count(*) FILTER (WHERE priority > 3), count(*) FROM jobs
 WHERE state = 'running' AND lease_until > now() GROUP BY worker
 """
 BUSY_ROUNDS = 80_000_000
-BUSY_LOOP = "local sum = 0; for round = 1, tonumber(ARGV[1]) do sum = sum + round % 7 end; return sum"
+BUSY_LOOP = (
+    "local sum = 0; for round = 1, tonumber(ARGV[1]) do sum = sum + round % 7 end; return sum"
+)
 
 
 @contextmanager
 def client(target: Target) -> Iterator[redis.Redis]:
     """Past every proxy; no answer is waited for longer than a fault may last."""
-    with redis.Redis.from_url(target.redis_url, socket_timeout=60, retry=Retry(NoBackoff(), 0)) as connection:
+    with redis.Redis.from_url(
+        target.redis_url, socket_timeout=60, retry=Retry(NoBackoff(), 0)
+    ) as connection:
         yield connection
 
 
@@ -52,13 +57,20 @@ def cut(target: Target, rng: random.Random) -> None:
 
 
 def reconnecting(target: LocalTarget, rng: random.Random) -> None:
-    """CLIENT KILL again and again while more jobs wait than a head has seats: none may claim more than that, and urgent
-    ones beside them. Those of the last time count: the load must drain in the end."""
+    """CLIENT KILL again and again while more jobs wait than a head has seats: none may claim more
+    than that, and urgent ones beside them. Those of the last time count: the load must drain in the
+    end."""
     num_more = NUM_WAITING - len(target.journal.open(RECONNECTS))
-    asked = [Asked(id=uuid4(), number=rng.choice(SHORT), door=RECONNECTS, promised=True) for _ in range(num_more)]
+    asked = [
+        Asked(id=uuid4(), number=rng.choice(SHORT), door=RECONNECTS, promised=True)
+        for _ in range(num_more)
+    ]
     for each in asked:
         target.journal.ask(each)
-    documents = [{**target.workload.requests[each.number], **each.dress.fields, "id": each.id} for each in asked]
+    documents = [
+        {**target.workload.requests[each.number], **each.dress.fields, "id": each.id}
+        for each in asked
+    ]
     with Client(database_url=target.database_url, redis_url=target.redis_url) as producer:
         producer.submit_many(documents)
     most = most_of_all = 0
@@ -67,10 +79,13 @@ def reconnecting(target: LocalTarget, rng: random.Random) -> None:
             cut(target, rng)
             hold(BETWEEN_S)
             for num_batch, num in connection.execute(CLAIMED):
-                most, most_of_all = max(most, num_batch), max(most_of_all, num)
+                most = max(most, num_batch)
+                most_of_all = max(most_of_all, num)
     if most > SEATS or most_of_all > SEATS + INTERACTIVE_SEATS:
         held = f"{most} jobs that may wait, and {most_of_all} in all"
-        raise Broken(f"a head of {SEATS} seats and {INTERACTIVE_SEATS} interactive ones holds {held}")
+        raise Broken(
+            f"a head of {SEATS} seats and {INTERACTIVE_SEATS} interactive ones holds {held}"
+        )
 
 
 def no_debug(target: Target) -> str | None:

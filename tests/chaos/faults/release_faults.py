@@ -1,7 +1,8 @@
 """Two releases at once: the next one's door beside this one's heads, and an upgrade in the order of
 docs/operating/upgrade.md.
 
-The next release is played: its schema is `next_release`, its door stores a sampling parameter that nobody here knows.
+The next release is played: its schema is `next_release`, its door stores a sampling parameter that
+nobody here knows.
 """
 
 from __future__ import annotations
@@ -38,15 +39,23 @@ NUMBER = 0
 
 
 def newer_door(target: LocalTarget, rng: random.Random) -> None:
-    """It tokenizes and stores by itself, so that only a head meets the parameter. No head may run the job without it,
-    end it, or die of it."""
+    """It tokenizes and stores by itself, so that only a head meets the parameter. No head may run
+    the job without it, end it, or die of it."""
     heads = {name: pid for name, pid in target.pids().items() if name.startswith("stage-0")}
     request = target.workload.requests[NUMBER]
     params = {name: request[name] for name in ("max_tokens", "ignore_eos", "temperature")}
-    asked = [Asked(id=uuid4(), number=NUMBER, door="next release", ends=ENDS, promised=True) for _ in range(NUM_JOBS)]
+    asked = [
+        Asked(id=uuid4(), number=NUMBER, door="next release", ends=ENDS, promised=True)
+        for _ in range(NUM_JOBS)
+    ]
     with session(target) as connection:
         for each in asked:
-            values = {"id": each.id, "model": MODEL, "seed": request["seed"], "metadata": json.dumps(MARK)}
+            values = {
+                "id": each.id,
+                "model": MODEL,
+                "seed": request["seed"],
+                "metadata": json.dumps(MARK),
+            }
             values |= {"params": json.dumps({**params, **UNKNOWN}), "prompt": request["prompt"]}
             connection.execute(PREPARED, {**values, "max_tokens": request["max_tokens"]})
             target.journal.ask(each)
@@ -63,12 +72,14 @@ def newer_door(target: LocalTarget, rng: random.Random) -> None:
         raise Broken(f"jobs with an unknown parameter do not wait: {strange}")
     for job_id in ids:
         if not target.journal.wait_for(job_id, END_S):
-            raise Broken(f"job {job_id}, which waits for a newer head, was not cancelled within {END_S:.0f} s")
+            raise Broken(
+                f"job {job_id}, which waits for a newer head, was not cancelled within {END_S:.0f} s"
+            )
 
 
 def upgrade(target: LocalTarget, rng: random.Random) -> None:
-    """The schema while everything runs; relays, gateways, heads, the stages behind them; then a newer door's jobs; and
-    the schema back."""
+    """The schema while everything runs; relays, gateways, heads, the stages behind them; then a
+    newer door's jobs; and the schema back."""
     with doors_open(target):
         old = version(target)
         must_end(alembic(target, "upgrade", "head"))

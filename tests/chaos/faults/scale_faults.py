@@ -1,7 +1,9 @@
-"""More of everything beside the supervised stack, as `docker compose up --scale` does, and less again, under load.
+"""More of everything beside the supervised stack, as `docker compose up --scale` does, and less
+again, under load.
 
-A copy is one more gateway, relay and pipeline with the environment of those that run: only names, ports and locks are
-its own, as in another container. Jobs must move to it by themselves. Drained, it ends in time and leaves no lease.
+A copy is one more gateway, relay and pipeline with the environment of those that run: only names,
+ports and locks are its own, as in another container. Jobs must move to it by themselves. Drained,
+it ends in time and leaves no lease.
 """
 
 from __future__ import annotations
@@ -30,9 +32,12 @@ NUM_JOBS = 3
 
 PATIENCE_S = 180.0
 STARTS = 5
-"""Copies start and end beside a stack under load, on the same cores: so many times what its own start took."""
+"""Copies start and end beside a stack under load, on the same cores: so many times what its own
+start took."""
 
-READY = "SELECT count(*) FROM pipelines WHERE id = %s AND ready_at IS NOT NULL AND lease_until > now()"
+READY = (
+    "SELECT count(*) FROM pipelines WHERE id = %s AND ready_at IS NOT NULL AND lease_until > now()"
+)
 TAKEN = "SELECT count(*) FROM attempts WHERE pipeline = %s"
 LEFT = """
 SELECT (SELECT count(*) FROM jobs WHERE pipeline = %(pipeline)s AND state = 'running')
@@ -59,7 +64,8 @@ class Copy:
         }
         stages = [f"stage-{place}" for place in range(target.num_stages)]
         self.gateway, self.relay, self.head, *self.others = (
-            _another(target, rng, each, f"{each}-{name}", own) for each in ("gateway", "relay", *stages)
+            _another(target, rng, each, f"{each}-{name}", own)
+            for each in ("gateway", "relay", *stages)
         )
 
     @property
@@ -74,12 +80,24 @@ class Copy:
 
     def serve(self) -> None:
         """Its pipeline has formed by itself, took jobs over, and its door answers."""
-        self._must(within(self._patience_s, lambda: self._count(READY) == 1), "formed no pipeline", self._patience_s)
-        self._must(within(self._patience_s, lambda: self._count(TAKEN) > 0), "took no job", self._patience_s)
+        self._must(
+            within(self._patience_s, lambda: self._count(READY) == 1),
+            "formed no pipeline",
+            self._patience_s,
+        )
+        self._must(
+            within(self._patience_s, lambda: self._count(TAKEN) > 0),
+            "took no job",
+            self._patience_s,
+        )
         for _ in range(NUM_JOBS):
-            asked = Asked(id=uuid4(), number=self._target.workload.draw(self._rng), door="copy", promised=True)
+            asked = Asked(
+                id=uuid4(), number=self._target.workload.draw(self._rng), door="copy", promised=True
+            )
             self._must(
-                within(self._patience_s, partial(self._ask, asked)), "did not answer at its door", self._patience_s
+                within(self._patience_s, partial(self._ask, asked)),
+                "did not answer at its door",
+                self._patience_s,
             )
             self._target.journal.ask(asked)
 
@@ -92,7 +110,10 @@ class Copy:
             for service in group:
                 gone = within(patience_s, partial(_has_ended, service))
                 self._must(gone, f"did not end: {service.name}", patience_s)
-                self._must(service.how_it_ended() == "exit status 0", f"{service.name}: {service.how_it_ended()}")
+                self._must(
+                    service.how_it_ended() == "exit status 0",
+                    f"{service.name}: {service.how_it_ended()}",
+                )
         with session(self._target) as connection:
             num_left = connection.execute(LEFT, {"pipeline": self.pipeline}).fetchall()[0][0]
         self._must(num_left == 0, f"left {num_left} leases to expire")
@@ -108,7 +129,9 @@ class Copy:
         try:
             fields = {**self._target.workload.requests[asked.number], **asked.dress.fields}
             return (
-                by_http({**self._target.urls, "gateway": f"http://{LOOPBACK}:{self._port}"})(asked.id, fields).job_id
+                by_http({**self._target.urls, "gateway": f"http://{LOOPBACK}:{self._port}"})(
+                    asked.id, fields
+                ).job_id
                 is not None
             )
         except httpx.HTTPError:
@@ -158,12 +181,16 @@ def _has_ended(service: ServiceProcess) -> bool:
     return not service.is_running()
 
 
-def _another(target: LocalTarget, rng: random.Random, name: str, own_name: str, own: dict[str, str]) -> ServiceProcess:
+def _another(
+    target: LocalTarget, rng: random.Random, name: str, own_name: str, own: dict[str, str]
+) -> ServiceProcess:
     """With the same environment, and settings of its own over it."""
     _, pid = target.pick(rng, name)
     module = "services.stage" if name.startswith("stage") else f"services.{name}"
     environment = {**psutil.Process(pid).environ(), **own}
-    return ServiceProcess(own_name, target.stack.home.folder, argv=[sys.executable, "-m", module], env=environment)
+    return ServiceProcess(
+        own_name, target.stack.home.folder, argv=[sys.executable, "-m", module], env=environment
+    )
 
 
 # No kills: those are drawn between all others, and these take a minute.

@@ -1,6 +1,8 @@
-"""A Postgres that does not answer and does not fail either: a frozen machine, a disk that hangs, a silent network.
+"""A Postgres that does not answer and does not fail either: a frozen machine, a disk that hangs, a
+silent network.
 
-Whoever holds a job meanwhile is not to blame: heads get the time to beat, and nothing counts as a crash.
+Whoever holds a job meanwhile is not to blame: heads get the time to beat, and nothing counts as a
+crash.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ SELECT id, fence FROM jobs WHERE state = 'running'
     AND worker IN (SELECT head FROM pipelines WHERE lease_until > now() AND ready_at IS NOT NULL)
 """
 UNRENEWED = "SELECT count(*) FROM jobs WHERE state = 'running' AND lease_until < %s"
-"""Leases that are no newer than a moment: overdue, or of a head that died just before it and may be back already."""
+"""Leases that are no newer than a moment: overdue, or of a head that died just before it and may be
+back already."""
 BLAMED = """
 SELECT attempts.job_id FROM attempts JOIN unnest(%s::uuid[], %s::bigint[]) AS held(id, fence)
     ON attempts.job_id = held.id AND attempts.fence = held.fence WHERE outcome = 'crashed'
@@ -42,7 +45,8 @@ def freeze(target: LocalTarget, stall_s: float) -> None:
 
 
 def hush(target: LocalTarget, stall_s: float) -> None:
-    """Connections stay and new ones are taken; what is sent waits on its way, in both directions."""
+    """Connections stay and new ones are taken; what is sent waits on its way, in both
+    directions."""
     try:
         for direction in Direction:
             target.database_proxy.drop(direction)
@@ -56,7 +60,9 @@ def stalling(stall: Stall) -> Callable[[LocalTarget, random.Random], None]:
 
     def inject(target: LocalTarget, rng: random.Random) -> None:
         with session(target) as connection:
-            row = connection.execute("SELECT now() + make_interval(secs => %s)", (target.times.lease_s,)).fetchone()
+            row = connection.execute(
+                "SELECT now() + make_interval(secs => %s)", (target.times.lease_s,)
+            ).fetchone()
             if not within(QUIET_S, lambda: connection.execute(UNRENEWED, row).fetchone() == (0,)):
                 raise NotInjected("leases of the fault before have not been swept")
             held = connection.execute(HELD).fetchall()
@@ -64,10 +70,13 @@ def stalling(stall: Stall) -> Callable[[LocalTarget, random.Random], None]:
         # So long the rescue waits after an outage, and then it looks.
         hold(target.times.lease_s + 2 * target.times.poll_s)
         with closing(psycopg.connect(target.database_url)) as connection:
-            ids, fences = [row[0] for row in held], [row[1] for row in held]
+            ids = [row[0] for row in held]
+            fences = [row[1] for row in held]
             blamed = connection.execute(BLAMED, (ids, fences)).fetchall()
         if blamed:
-            raise Broken(f"{len(blamed)} of {len(held)} jobs of living heads were counted as crashes: {blamed[:3]}")
+            raise Broken(
+                f"{len(blamed)} of {len(held)} jobs of living heads were counted as crashes: {blamed[:3]}"
+            )
 
     return inject
 

@@ -1,5 +1,6 @@
-"""Weights that are damaged when a stage starts: it must refuse them clearly, compute nothing with them, and not keep
-the machine busy with starts; mended, the stack goes on. A flipped bit breaks no file: the other stages refuse it."""
+"""Weights that are damaged when a stage starts: it must refuse them clearly, compute nothing with
+them, and not keep the machine busy with starts; mended, the stack goes on. A flipped bit breaks no
+file: the other stages refuse it."""
 
 from __future__ import annotations
 
@@ -42,11 +43,14 @@ def cut_short(whole: bytes, rng: random.Random) -> bytes:
 
 def with_oversized_header(whole: bytes, rng: random.Random) -> bytes:
     """The length in front says more than any file has."""
-    return (HUGE_BYTES + rng.randrange(HUGE_BYTES)).to_bytes(LENGTH_BYTES, "little") + whole[LENGTH_BYTES:]
+    return (HUGE_BYTES + rng.randrange(HUGE_BYTES)).to_bytes(LENGTH_BYTES, "little") + whole[
+        LENGTH_BYTES:
+    ]
 
 
 def with_wrong_shapes(whole: bytes, rng: random.Random) -> bytes:
-    """Each layer's first oblong matrix lies on its side: as many bytes, and a header that is right in itself."""
+    """Each layer's first oblong matrix lies on its side: as many bytes, and a header that is right
+    in itself."""
     begin = LENGTH_BYTES + int.from_bytes(whole[:LENGTH_BYTES], "little")
     tensors = json.loads(whole[LENGTH_BYTES:begin])
     layers: dict[str, str] = {}
@@ -75,7 +79,8 @@ class Damage:
     said: str
     """A pattern of the line that refuses."""
     by_head: bool = False
-    """The file can be loaded: it is the head that compares, and the stage runs until it is ended."""
+    """The file can be loaded: it is the head that compares, and the stage runs until it is
+    ended."""
 
     @property
     def kind(self) -> str:
@@ -95,7 +100,9 @@ class Damage:
 
     def strike(self, target: LocalTarget, rng: random.Random) -> None:
         """A stage in a random place; the others keep what they loaded before."""
-        if not within(NOTICE_S, lambda: len(kv_in_use(target, num_workers(target))) == num_workers(target)):
+        if not within(
+            NOTICE_S, lambda: len(kv_in_use(target, num_workers(target))) == num_workers(target)
+        ):
             raise NotInjected("another stage is still reading its weights")
         name, pid = target.pick(rng, "stage-")
         log = target.stack.home.folder / "logs" / f"{HEADS_LOG if self.by_head else name}.log"
@@ -104,7 +111,9 @@ class Damage:
                 begin = log.stat().st_size
                 _kill(name, pid)
                 if not within(NOTICE_S, lambda: self._num_refusals(log, begin) > 0):
-                    raise Broken(f"{name} has damaged weights, and nobody says {self.said!r} in {log.name}")
+                    raise Broken(
+                        f"{name} has damaged weights, and nobody says {self.said!r} in {log.name}"
+                    )
                 hold(LEASES * target.times.lease_s)
                 num_refusals = self._num_refusals(log, begin)
             if num_refusals > MAX_REFUSALS and not self.by_head:
@@ -121,7 +130,8 @@ class Damage:
 
 @contextmanager
 def damaged(path: Path, harm: Harm, rng: random.Random) -> Iterator[None]:
-    """The file is replaced, and put back: what is open stays what it was, as with any careful copying tool."""
+    """The file is replaced, and put back: what is open stays what it was, as with any careful
+    copying tool."""
     whole = path.read_bytes()
     safe = path.parent.with_name("safe.safetensors")
     shutil.copy2(path, safe)
@@ -141,7 +151,8 @@ def _kill(name: str, pid: int) -> None:
         raise NotInjected(f"{name} survived SIGKILL")
 
 
-FILE, REMEDY = r"model\.safetensors", "Copy the model again"
+FILE = r"model\.safetensors"
+REMEDY = "Copy the model again"
 
 FAULTS: tuple[Fault, ...] = (
     Damage(what="cut short", harm=cut_short, said=f"{FILE} is cut short.*{REMEDY}"),

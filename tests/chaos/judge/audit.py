@@ -1,7 +1,9 @@
-"""The judge's own eyes in Postgres: triggers that write down who changed a running job without holding it.
+"""The judge's own eyes in Postgres: triggers that write down who changed a running job without
+holding it.
 
-Sessions are told apart by the application name that the services give themselves; leases by Postgres's clock. Knows
-tables and those names, none of the product's code. Heads write under `shardline <worker>`, relays as `shardline-relay`.
+Sessions are told apart by the application name that the services give themselves; leases by
+Postgres's clock. Knows tables and those names, none of the product's code. Heads write under
+`shardline <worker>`, relays as `shardline-relay`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What must be the same to the last bit: tokens, text and log-probabilities of rows and streams, against those of the
-undisturbed run. Knows no server.
+"""What must be the same to the last bit: tokens, text and log-probabilities of rows and streams,
+against those of the undisturbed run. Knows no server.
 """
 
 from __future__ import annotations
@@ -17,12 +17,22 @@ PARTIAL = frozenset({"cancelled", "expired"})
 Row = Mapping[str, Any]
 
 
-def changed(rows: Mapping[UUID, Row], attempts: Sequence[Row], wanted: Mapping[UUID, Expected]) -> list[Finding]:
-    """I2: tokens, text, log-probabilities or an adapter that the undisturbed run does not have, in results or
-    checkpoints."""
+def changed(
+    rows: Mapping[UUID, Row], attempts: Sequence[Row], wanted: Mapping[UUID, Expected]
+) -> list[Finding]:
+    """I2: tokens, text, log-probabilities or an adapter that the undisturbed run does not have, in
+    results or checkpoints."""
     return [
-        *(finding for job_id, row in rows.items() for finding in _in_result(job_id, row, wanted[job_id])),
-        *(finding for attempt in attempts for finding in _in_checkpoint(attempt, wanted[attempt["job_id"]])),
+        *(
+            finding
+            for job_id, row in rows.items()
+            for finding in _in_result(job_id, row, wanted[job_id])
+        ),
+        *(
+            finding
+            for attempt in attempts
+            for finding in _in_checkpoint(attempt, wanted[attempt["job_id"]])
+        ),
     ]
 
 
@@ -40,11 +50,14 @@ def _in_result(job_id: UUID, row: Row, expected: Expected) -> Iterator[Finding]:
     if row["exact"] and expected.logprobs is not None:
         yield from _logprobs(job_id, row["logprobs"], list(expected.logprobs)[:end], "the result")
     if not is_partial and row["adapter"] != expected.adapter:
-        yield _changed("adapter", f"its adapter was {row['adapter']}, not {expected.adapter}", job_id)
+        yield _changed(
+            "adapter", f"its adapter was {row['adapter']}, not {expected.adapter}", job_id
+        )
 
 
 def _in_checkpoint(attempt: Row, expected: Expected) -> Iterator[Finding]:
-    job_id, size = attempt["job_id"], len(attempt["tokens"])
+    job_id = attempt["job_id"]
+    size = len(attempt["tokens"])
     tokens = list(expected.tokens)[:size]
     where = f"the checkpoint of fence {attempt['fence']}"
     if attempt["tokens"] != tokens:
@@ -65,8 +78,8 @@ def _changed(what: str, how: str, job_id: UUID) -> Finding:
 
 
 def unequal(rows: Sequence[tuple[int, Row]]) -> Iterator[Finding]:
-    """I2: two results of one request that are both exact, of one exactness, and differ. With each row the request's
-    number."""
+    """I2: two results of one request that are both exact, of one exactness, and differ. With each
+    row the request's number."""
     firsts: dict[tuple[int, str], Row] = {}
     for number, row in rows:
         if row["state"] != "succeeded" or not row["exact"]:
@@ -75,12 +88,17 @@ def unequal(rows: Sequence[tuple[int, Row]]) -> Iterator[Finding]:
         for what, name in (("token", "token_ids"), ("text", "text"), ("logprob", "logprobs")):
             if row[name] != first[name]:
                 place = first_difference(row[name] or (), first[name] or ())
-                yield _changed(what, f"{name} differ from place {place} from those of job {first['id']}", row["id"])
+                yield _changed(
+                    what,
+                    f"{name} differ from place {place} from those of job {first['id']}",
+                    row["id"],
+                )
                 break
 
 
 def moved(attempts: Sequence[Row]) -> frozenset[UUID]:
-    """Jobs that went on under another exactness: what a reader had of them before may come out differently."""
+    """Jobs that went on under another exactness: what a reader had of them before may come out
+    differently."""
     seen: dict[UUID, set[str]] = {}
     for attempt in attempts:
         seen.setdefault(attempt["job_id"], set()).add(attempt["exactness"])
@@ -92,7 +110,8 @@ def retracted(
 ) -> Iterator[Finding]:
     """I9: a stream that skipped, repeated, or said something else than the result."""
     for reader in watched:
-        job_id, row = reader.job_id, rows.get(reader.job_id)
+        job_id = reader.job_id
+        row = rows.get(reader.job_id)
         expected = wanted.get(job_id, Expected(tokens=()))
         for what in _in_tokens(reader, row, list(expected.tokens)):
             yield Finding(invariant="I9", count="retracted", what=what, job_id=job_id)
@@ -102,7 +121,11 @@ def retracted(
         if not (reader.text == row["text"] if is_whole else row["text"].startswith(reader.text)):
             what = f"{_of_text(reader.text, row['text'])} in a stream of {reader.num_joins} connections"
             yield Finding(invariant="I9", count="text_mismatches", what=what, job_id=job_id)
-        if row["exact"] and reader.logprobs and reader.logprobs != row["logprobs"][: len(reader.logprobs)]:
+        if (
+            row["exact"]
+            and reader.logprobs
+            and reader.logprobs != row["logprobs"][: len(reader.logprobs)]
+        ):
             what = f"streamed log-probabilities differ from place {first_difference(reader.logprobs, row['logprobs'])}"
             yield Finding(invariant="I9", count="logprob_mismatches", what=what, job_id=job_id)
 
@@ -130,4 +153,6 @@ def _of_text(got: str, wanted: str) -> str:
 def first_difference(some: Sequence[Any], others: Sequence[Any]) -> int:
     """The first place at which they differ, or the length of the shorter."""
     pairs = enumerate(zip(some, others, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(some), len(others)))
+    return next(
+        (place for place, (one, other) in pairs if one != other), min(len(some), len(others))
+    )

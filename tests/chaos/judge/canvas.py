@@ -1,8 +1,9 @@
-"""Whether what follows a Celery task followed the end of its job, once, with the completion. Knows no relay.
+"""Whether what follows a Celery task followed the end of its job, once, with the completion. Knows
+no relay.
 
-I13: each callback is called once, errbacks of jobs that did not succeed too, and the result backend has the result.
-Redis may lose messages that it holds, and notes of what was sent (docs/guarantees.md): a job near a moment in which it
-did is not held to the number of its calls.
+I13: each callback is called once, errbacks of jobs that did not succeed too, and the result backend
+has the result. Redis may lose messages that it holds, and notes of what was sent
+(docs/guarantees.md): a job near a moment in which it did is not held to the number of its calls.
 """
 
 from __future__ import annotations
@@ -52,17 +53,22 @@ class Followed:
     """Of them, those near a moment in which Redis lost something."""
 
 
-def followed(target: Target, disturbed_s: Sequence[float], *, patience_s: float = SETTLE_S) -> Followed:
+def followed(
+    target: Target, disturbed_s: Sequence[float], *, patience_s: float = SETTLE_S
+) -> Followed:
     """Waits until nothing is missing."""
     asked = [each for each in target.journal.everything() if each.door == DOOR]
     if target.results is None or not asked:
         return Followed()
-    backend, app = target.results, canvas_app(target.redis_url, target.results.url)
+    backend = target.results
+    app = canvas_app(target.redis_url, target.results.url)
     last = Followed()
 
     def is_settled() -> bool:
         nonlocal last
-        last = _judged(_rows(target.database_url, asked), asked, _calls(backend.url), disturbed_s, app)
+        last = _judged(
+            _rows(target.database_url, asked), asked, _calls(backend.url), disturbed_s, app
+        )
         return not last.findings
 
     within(patience_s, is_settled, look_s=1.0)
@@ -82,25 +88,35 @@ def _judged(
         row = rows.get(each.id)
         if row is None:
             continue
-        is_excused = any(row["created_s"] - BEFORE_S <= at <= row["finished_s"] + SETTLE_S for at in disturbed_s)
+        is_excused = any(
+            row["created_s"] - BEFORE_S <= at <= row["finished_s"] + SETTLE_S for at in disturbed_s
+        )
         num_excused += is_excused
         wrong = [*_wrong_values(row, calls[each.id]), *_wrong_result(row, app)]
         if not is_excused:
             kind = kind_of(each.id, each.dress.fields)
-            wrong += wrong_numbers(followers(kind, row["state"]), calls[each.id], is_whole=not each.num_unanswered)
-        found += [Finding(invariant="I13", count="callbacks", what=what, job_id=each.id) for what in wrong]
+            wrong += wrong_numbers(
+                followers(kind, row["state"]), calls[each.id], is_whole=not each.num_unanswered
+            )
+        found += [
+            Finding(invariant="I13", count="callbacks", what=what, job_id=each.id) for what in wrong
+        ]
     return Followed(findings=found, num_jobs=len(rows), num_excused=num_excused)
 
 
-def wrong_numbers(wanted: frozenset[str], calls: Sequence[Call], *, is_whole: bool = True) -> Iterator[str]:
-    """Calls that are missing, that came twice, or that nobody asked for. One that a broker has given twice is one.
-    `is_whole` False: a part of the canvas may never have been sent."""
+def wrong_numbers(
+    wanted: frozenset[str], calls: Sequence[Call], *, is_whole: bool = True
+) -> Iterator[str]:
+    """Calls that are missing, that came twice, or that nobody asked for. One that a broker has
+    given twice is one. `is_whole` False: a part of the canvas may never have been sent."""
     firsts = Counter(call["name"] for call in calls if not call["again"])
     names = {call["name"] for call in calls}
     if is_whole:
         yield from (f"{name!r} was never called" for name in sorted(wanted - names))
     yield from (f"{name!r} was called without reason" for name in sorted(names - wanted))
-    yield from (f"{name!r} was called {num} times" for name, num in sorted(firsts.items()) if num > 1)
+    yield from (
+        f"{name!r} was called {num} times" for name, num in sorted(firsts.items()) if num > 1
+    )
 
 
 def _wrong_values(row: Row, calls: Sequence[Call]) -> Iterator[str]:

@@ -1,10 +1,10 @@
-"""The independent judge: plain SQL, what readers saw, and what came of the undisturbed run. Knows nothing of the
-product's code, only its tables.
+"""The independent judge: plain SQL, what readers saw, and what came of the undisturbed run. Knows
+nothing of the product's code, only its tables.
 
-I1 every accepted job ends in one state that it may end in; I2 one result, equal to the undisturbed run's (`bits`); I3
-nothing was written by a stale fence; I8 nothing is stuck; I9 what was streamed is never retracted, without gap or
-repeat; I11 a repeat gives the job that is there, and what is beyond a limit is none (`producer` and `limit_prober` hear
-that at the doors).
+I1 every accepted job ends in one state that it may end in; I2 one result, equal to the undisturbed
+run's (`bits`); I3 nothing was written by a stale fence; I8 nothing is stuck; I9 what was streamed
+is never retracted, without gap or repeat; I11 a repeat gives the job that is there, and what is
+beyond a limit is none (`producer` and `limit_prober` hear that at the doors).
 """
 
 from __future__ import annotations
@@ -51,13 +51,18 @@ FROM attempts JOIN jobs ON jobs.id = attempts.job_id WHERE jobs.id = ANY(%s) ORD
 
 
 def judge(
-    database_url: str, asked: Sequence[Asked], watched: Sequence[Watched], expected: Sequence[Expected] | None
+    database_url: str,
+    asked: Sequence[Asked],
+    watched: Sequence[Watched],
+    expected: Sequence[Expected] | None,
 ) -> list[Finding]:
-    """All violations that rows and streams show. `expected` is of each request of the set, undisturbed; without it each
-    job is held to what it saved itself, and to others of its request and exactness."""
+    """All violations that rows and streams show. `expected` is of each request of the set,
+    undisturbed; without it each job is held to what it saved itself, and to others of its request
+    and exactness."""
     ids = [each.id for each in asked]
     with psycopg.connect(database_url, row_factory=dict_row) as connection:
-        # One snapshot: where jobs still run, rows and attempts of two moments do not fit each other.
+        # One snapshot: where jobs still run, rows and attempts of two moments do not fit each
+        # other.
         connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         rows = {row["id"]: row for row in connection.execute(JOBS, (ids,))}
         attempts = connection.execute(ATTEMPTS, (ids,)).fetchall()
@@ -82,34 +87,49 @@ def judge(
 
 
 def admitted(rows: Sequence[Row]) -> list[Finding]:
-    """I11: jobs that were asked for beyond a limit. Rows of SQL, which no door has checked, must have failed."""
+    """I11: jobs that were asked for beyond a limit. Rows of SQL, which no door has checked, must
+    have failed."""
     return [
-        Finding(invariant="I11", count="admitted", what=f"{row['params']} is {row['state']}", job_id=row["id"])
+        Finding(
+            invariant="I11",
+            count="admitted",
+            what=f"{row['params']} is {row['state']}",
+            job_id=row["id"],
+        )
         for row in rows
     ]
 
 
 def own(rows: Mapping[UUID, Row], attempts: Sequence[Row]) -> Mapping[UUID, Expected]:
-    """Of each job: the result's tokens, or without one those of the newest attempt, which stand in that order."""
+    """Of each job: the result's tokens, or without one those of the newest attempt, which stand in
+    that order."""
     saved = {attempt["job_id"]: attempt["tokens"] for attempt in attempts}
     return {
         job_id: Expected(
-            tokens=saved.get(job_id, []) if row["token_ids"] is None else row["token_ids"], adapter=row["adapter"]
+            tokens=saved.get(job_id, []) if row["token_ids"] is None else row["token_ids"],
+            adapter=row["adapter"],
         )
         for job_id, row in rows.items()
     }
 
 
 def lost(asked: Sequence[Asked], rows: Mapping[UUID, Row]) -> list[Finding]:
-    """I1, I8: an accepted job that is not there, has not ended, or ended in a state that nothing explains.
+    """I1, I8: an accepted job that is not there, has not ended, or ended in a state that nothing
+    explains.
 
-    `exhausted`: its heads died under it as often as `max_crashes` allows, though nothing of it kills them.
+    `exhausted`: its heads died under it as often as `max_crashes` allows, though nothing of it
+    kills them.
     """
     found = []
     for each in asked:
-        row, count = rows.get(each.id), "lost"
+        row = rows.get(each.id)
+        count = "lost"
         if row is None:
-            what = f"{each.door} promised it, and there is no row" if each.promised else f"no row through {each.door}"
+            what = (
+                f"{each.door} promised it, and there is no row"
+                if each.promised
+                else f"no row through {each.door}"
+            )
         elif row["state"] not in TERMINAL:
             what = f"it is still {row['state']}"
         elif row["state"] not in each.ends:
@@ -127,11 +147,18 @@ def duplicated(twice: Sequence[Row], strangers: Sequence[Row]) -> list[Finding]:
     """I2: two results, two ends, or a job that nobody asked for."""
     return [
         *(
-            Finding(invariant="I2", count="duplicated", what=f"{row['num']} {row['what']}", job_id=row["job_id"])
+            Finding(
+                invariant="I2",
+                count="duplicated",
+                what=f"{row['num']} {row['what']}",
+                job_id=row["job_id"],
+            )
             for row in twice
         ),
         *(
-            Finding(invariant="I2", count="duplicated", what="nobody asked for it", job_id=row["id"])
+            Finding(
+                invariant="I2", count="duplicated", what="nobody asked for it", job_id=row["id"]
+            )
             for row in strangers
         ),
     ]
@@ -159,7 +186,8 @@ def stale(rows: Mapping[UUID, Row], attempts: Sequence[Row]) -> list[Finding]:
 
 
 def _stale_in(attempt: Row) -> list[str]:
-    fence, outcome = attempt["fence"], attempt["outcome"]
+    fence = attempt["fence"]
+    outcome = attempt["outcome"]
     found = []
     if fence < attempt["last_fence"] and (outcome is None or outcome in TERMINAL):
         found.append(f"fence {fence} of {attempt['last_fence']} has outcome {outcome}")
@@ -177,7 +205,8 @@ def _stale_in(attempt: Row) -> list[str]:
 
 
 def blamed(attempts: Sequence[Row]) -> list[Finding]:
-    """I1: an attempt that saved tokens of its own and was counted as a crash all the same; three of them end a job."""
+    """I1: an attempt that saved tokens of its own and was counted as a crash all the same; three of
+    them end a job."""
     return [
         Finding(
             invariant="I1",

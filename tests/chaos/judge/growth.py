@@ -1,15 +1,19 @@
-"""I6: what a stack holds after the storm, against what it may hold. Asks the system and the servers; knows no fault.
+"""I6: what a stack holds after the storm, against what it may hold. Asks the system and the
+servers; knows no fault.
 
-A process is warm once it has lived for twice as long as the start of the stack and the undisturbed pass took. From then
-on it may grow by HEAP_SHARE of what it had, which allocators keep in pieces, by LATE_BYTES for what only a fault makes
-it load, a stage by its KV pool, whose pages count only once they are used, and Flower by the tasks that it keeps.
+A process is warm once it has lived for twice as long as the start of the stack and the undisturbed
+pass took. From then on it may grow by HEAP_SHARE of what it had, which allocators keep in pieces,
+by LATE_BYTES for what only a fault makes it load, a stage by its KV pool, whose pages count only
+once they are used, and Flower by the tasks that it keeps.
 
-Redis may hold, beside what it held before the storm, the streams of jobs, which expire: each of at most an entry for
-each token and an end, in each attempt, and once more where the writer heard no answer. What never expires are queues,
-marks, bindings, and messages that the dead took (25 of a kilobyte for each death, for an hour); it is bounded by
-SCRAP_BYTES, and so are the buffers of connections.
+Redis may hold, beside what it held before the storm, the streams of jobs, which expire: each of at
+most an entry for each token and an end, in each attempt, and once more where the writer heard no
+answer. What never expires are queues, marks, bindings, and messages that the dead took (25 of a
+kilobyte for each death, for an hour); it is bounded by SCRAP_BYTES, and so are the buffers of
+connections.
 
-Postgres has no more connections than the pools of those that run, and no transaction that is older than a lease.
+Postgres has no more connections than the pools of those that run, and no transaction that is older
+than a lease.
 """
 
 from __future__ import annotations
@@ -81,8 +85,14 @@ class Life:
     @property
     def growth_max_bytes(self) -> float:
         """See above."""
-        held = {"stage": KV_MIB * MIB, "worker": KV_MIB * MIB, "flower": FLOWER_MAX_TASKS * TASK_BYTES}
-        held_bytes = next((each for prefix, each in held.items() if self.name.startswith(prefix)), 0)
+        held = {
+            "stage": KV_MIB * MIB,
+            "worker": KV_MIB * MIB,
+            "flower": FLOWER_MAX_TASKS * TASK_BYTES,
+        }
+        held_bytes = next(
+            (each for prefix, each in held.items() if self.name.startswith(prefix)), 0
+        )
         return HEAP_SHARE * (self.warm_bytes or 0) + LATE_BYTES + held_bytes
 
 
@@ -100,7 +110,10 @@ class Memory:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._leaving.set()
         self._thread.join()
@@ -116,7 +129,9 @@ class Memory:
     def _look(self) -> None:
         warming_s = 2 * (self._target.start_s + self._target.calm_s)
         for name, process in self._target.running().items():
-            life = self._lives.setdefault((name, process.pid), Life(name=name, seen_s=time.monotonic()))
+            life = self._lives.setdefault(
+                (name, process.pid), Life(name=name, seen_s=time.monotonic())
+            )
             life.last_bytes = process.rss_bytes
             if life.warm_bytes is None and time.monotonic() - life.seen_s > warming_s:
                 life.warm_bytes = life.last_bytes
@@ -144,27 +159,48 @@ def redis_bytes(redis_url: str) -> int:
         return int(client.info("memory")["used_memory"])
 
 
-def in_redis(redis_url: str, database_url: str, before_bytes: int, *, quiet_s: float = QUIET_S) -> list[Finding]:
+def in_redis(
+    redis_url: str, database_url: str, before_bytes: int, *, quiet_s: float = QUIET_S
+) -> list[Finding]:
     """Streams that are too long, keys that stay for ever, memory that nothing explains."""
     with _client(redis_url) as client:
-        found = [] if within(quiet_s, lambda: client.xlen(keys.INTAKE) == 0) else [f"{keys.INTAKE} is never empty"]
+        found = (
+            []
+            if within(quiet_s, lambda: client.xlen(keys.INTAKE) == 0)
+            else [f"{keys.INTAKE} is never empty"]
+        )
         streams = list(client.scan_iter(keys.job_stream("*")))
         found += [*_long(database_url, client, streams), *_lasting(client)]
         # Refused messages have a limit of their own.
-        held_bytes = sum(client.memory_usage(key, samples=0) or 0 for key in (*streams, keys.INTAKE_DEAD))
+        held_bytes = sum(
+            client.memory_usage(key, samples=0) or 0 for key in (*streams, keys.INTAKE_DEAD)
+        )
     grown_bytes = redis_bytes(redis_url) - before_bytes - held_bytes
     if grown_bytes > SCRAP_BYTES:
-        found.append(f"Redis holds {grown_bytes / MIB:.1f} MiB more than before, beside {len(streams)} streams")
+        found.append(
+            f"Redis holds {grown_bytes / MIB:.1f} MiB more than before, beside {len(streams)} streams"
+        )
     return [_growth(what) for what in found]
 
 
 def in_postgres(
-    database_url: str, services: Collection[str], *, num_own: int, lease_s: float, quiet_s: float = QUIET_S
+    database_url: str,
+    services: Collection[str],
+    *,
+    num_own: int,
+    lease_s: float,
+    quiet_s: float = QUIET_S,
 ) -> list[Finding]:
     """Connections and transactions that nobody gave back. `num_own` are the harness's."""
-    pools = {"gateway": POOL_SIZE, "relay": RelaySettings().concurrency + len(LOOPS), "stage-0": POOL_SIZE}
+    pools = {
+        "gateway": POOL_SIZE,
+        "relay": RelaySettings().concurrency + len(LOOPS),
+        "stage-0": POOL_SIZE,
+    }
     pools["worker"] = POOL_SIZE + 1  # any of them may be a head; one more for its membership
-    roles = ["worker" if name.startswith("worker-") else name.partition(".")[0] for name in services]
+    roles = [
+        "worker" if name.startswith("worker-") else name.partition(".")[0] for name in services
+    ]
     num_max = num_own + sum(pools[role] + NUM_BELLS for role in roles if role in pools)
     seen = (0, 0)
 
@@ -176,14 +212,21 @@ def in_postgres(
 
     if within(quiet_s, is_quiet):
         return []
-    return [_growth(f"Postgres has {seen[0]} connections, of {num_max}, and {seen[1]} transactions older than a lease")]
+    return [
+        _growth(
+            f"Postgres has {seen[0]} connections, of {num_max}, and {seen[1]} transactions older than a lease"
+        )
+    ]
 
 
 def _long(database_url: str, client: redis.Redis, streams: Collection[str]) -> Iterator[str]:
     with psycopg.connect(database_url) as connection:
-        fences = {keys.job_stream(job_id): int(fence) for job_id, fence in connection.execute(FENCES)}
+        fences = {
+            keys.job_stream(job_id): int(fence) for job_id, fence in connection.execute(FENCES)
+        }
     for key in streams:
-        num, num_max = client.xlen(key), fences.get(key, 0) * ENTRIES_PER_ATTEMPT
+        num = client.xlen(key)
+        num_max = fences.get(key, 0) * ENTRIES_PER_ATTEMPT
         if num > num_max:
             yield f"{key} has {num} entries, more than {num_max} for {fences.get(key, 0)} attempts"
 

@@ -29,7 +29,11 @@ def kv_in_use(target: Target, num_expected: int) -> dict[str, int]:
     with app.connection_for_write() as connection:
         inspect = app.control.inspect(timeout=5, limit=num_expected + 1, connection=connection)
         answers: Mapping[str, Any] = inspect._request("stage") or {}
-    return {name: answer["kv_blocks_used"] for name, answer in answers.items() if "kv_blocks_used" in answer}
+    return {
+        name: answer["kv_blocks_used"]
+        for name, answer in answers.items()
+        if "kv_blocks_used" in answer
+    }
 
 
 def kv_leaked(target: Target, *, num_replicas: int = 1) -> tuple[int, list[Finding]]:

@@ -1,4 +1,5 @@
-"""Whether anything private stands where operators look: logs, and what a supervisor prints. Knows no service."""
+"""Whether anything private stands where operators look: logs, and what a supervisor prints. Knows
+no service."""
 
 from __future__ import annotations
 
@@ -40,7 +41,12 @@ def passwords(urls: Iterable[str]) -> set[str]:
 
 def secrets(database_url: str, urls: Mapping[str, str]) -> set[str]:
     """All that a stack must not tell, bad messages included: `urls` has its `api_key` too."""
-    return {SECRET, urls["api_key"].removeprefix(PREFIX), *prompts(database_url), *passwords(urls.values())}
+    return {
+        SECRET,
+        urls["api_key"].removeprefix(PREFIX),
+        *prompts(database_url),
+        *passwords(urls.values()),
+    }
 
 
 def told(files: Sequence[Path], secrets: Iterable[str]) -> list[Finding]:
@@ -59,4 +65,8 @@ def told(files: Sequence[Path], secrets: Iterable[str]) -> list[Finding]:
 def _forms(secret: str) -> set[bytes]:
     """As it is, and as JSON and Python write it in a line."""
     written = (json.dumps(secret), json.dumps(secret, ensure_ascii=False))
-    return {secret.encode(), repr(secret)[1:-1].encode(), *(form[1:-1].encode() for form in written)}
+    return {
+        secret.encode(),
+        repr(secret)[1:-1].encode(),
+        *(form[1:-1].encode() for form in written),
+    }

@@ -1,5 +1,6 @@
-"""One user's bulk load: tens of thousands of keyed rows in one call, and the same call again, as after a lost COMMIT.
-Most are held back for an hour, and cancelled when the load ends. Knows no fault.
+"""One user's bulk load: tens of thousands of keyed rows in one call, and the same call again, as
+after a lost COMMIT. Most are held back for an hour, and cancelled when the load ends. Knows no
+fault.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ class Batch:
             for index, job_id in enumerate(ids):
                 number = NUMBERS[index % len(NUMBERS)]
                 dress = Dress(fields={"metadata": MARK, "idempotency_key": f"{self.name}-{index}"})
-                asked = Asked(id=job_id, number=number, door=DOOR, dress=dress, promised=True, has_row=True)
+                asked = Asked(
+                    id=job_id, number=number, door=DOOR, dress=dress, promised=True, has_row=True
+                )
                 if index % LIVE_EVERY:
                     asked.ends = CANCELLED
                     self.held.append(asked)
@@ -99,7 +102,8 @@ class Batch:
                     break
 
     def _until_answered(self, ask: Callable[[], AnswerT]) -> AnswerT | None:
-        """As a careful program does: an unknown answer is asked for again. None: refused, or the load is over."""
+        """As a careful program does: an unknown answer is asked for again. None: refused, or the
+        load is over."""
         while not self.drained.wait(LOOK_S):
             try:
                 return ask()

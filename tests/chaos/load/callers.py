@@ -1,5 +1,5 @@
-"""Callers of OpenAI's routes who stream under a key, hang up in the middle and call again: they get the same job, which
-nobody has cancelled. Knows no row."""
+"""Callers of OpenAI's routes who stream under a key, hang up in the middle and call again: they get
+the same job, which nobody has cancelled. Knows no row."""
 
 from __future__ import annotations
 
@@ -62,13 +62,17 @@ class Caller:
     def _call(self, client: httpx.Client) -> None:
         fields = {"metadata": MARK, "idempotency_key": f"{self.rng.getrandbits(128):032x}"}
         number = self.workload.draw(self.rng)
-        asked = self.journal.ask(Asked(id=uuid4(), number=number, door=DOOR, dress=Dress(fields=fields)))
+        asked = self.journal.ask(
+            Asked(id=uuid4(), number=number, door=DOOR, dress=Dress(fields=fields))
+        )
         while not self._is_answered(client, asked) and not self.drained.is_set():
             self.drained.wait(self.rng.uniform(*BACK_S))
 
     def _is_answered(self, client: httpx.Client, asked: Asked) -> bool:
         """One connection. Whether the caller has all of it, or knows that there is none."""
-        route, document = openai_form({**self.workload.requests[asked.number], **asked.dress.fields})
+        route, document = openai_form(
+            {**self.workload.requests[asked.number], **asked.dress.fields}
+        )
         body, headers = with_header({**document, "stream": True, "return_token_ids": True})
         asked.num_sends += 1
         try:
@@ -92,7 +96,9 @@ class Caller:
             answer.raise_for_status()
         except httpx.HTTPStatusError as error:
             if is_refusal(error):
-                self._complain(asked, "refused", f"a good call got {answer.status_code}: {answer.text[:300]}")
+                self._complain(
+                    asked, "refused", f"a good call got {answer.status_code}: {answer.text[:300]}"
+                )
         return False
 
     def _listen(self, asked: Asked, answer: httpx.Response) -> bool:
@@ -116,7 +122,9 @@ class Caller:
     def _begin(self, asked: Asked, public_id: str) -> Watched:
         job_id = UUID(public_id.removeprefix("chatcmpl-").removeprefix("cmpl-"))
         if asked.promised and job_id != asked.id:
-            self._complain(asked, "duplicated", f"a call again was answered by another job, {job_id}")
+            self._complain(
+                asked, "duplicated", f"a call again was answered by another job, {job_id}"
+            )
         asked.promised = True
         self.journal.known(asked, job_id)
         watched = self.journal.watch(job_id)
@@ -131,9 +139,12 @@ def hear(watched: Watched, chunk: Mapping[str, Any]) -> None:
     """What a caller keeps of one chunk."""
     for choice in chunk["choices"]:
         watched.tokens += choice.get("token_ids") or ()
-        watched.text += choice["delta"].get("content") or "" if "delta" in choice else choice["text"]
+        watched.text += (
+            choice["delta"].get("content") or "" if "delta" in choice else choice["text"]
+        )
         if choice.get("finish_reason"):
-            watched.end_state, watched.end_tokens = "succeeded", list(watched.tokens)
+            watched.end_state = "succeeded"
+            watched.end_tokens = list(watched.tokens)
 
 
 def _code(answer: httpx.Response) -> str:

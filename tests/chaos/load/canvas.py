@@ -1,6 +1,8 @@
-"""The sixth door: a Celery app with a canvas, in which our task is one among its own. Knows what must follow a job.
+"""The sixth door: a Celery app with a canvas, in which our task is one among its own. Knows what
+must follow a job.
 
-A request is sent again under its own id with the same canvas, as at any door: what follows it still comes once.
+A request is sent again under its own id with the same canvas, as at any door: what follows it still
+comes once.
 """
 
 from __future__ import annotations
@@ -73,7 +75,10 @@ def canvas_app(broker_url: str, backend_url: str) -> Celery:
     settings = celery_settings(Settings(redis_url=broker_url))
     app.conf.update({name: value for name, value in settings.items() if name.startswith("broker")})
     # Priorities of our queues are steps that another team's worker does not look into.
-    app.conf.broker_transport_options = {"socket_timeout": PATIENCE_S, "socket_connect_timeout": PATIENCE_S}
+    app.conf.broker_transport_options = {
+        "socket_timeout": PATIENCE_S,
+        "socket_connect_timeout": PATIENCE_S,
+    }
     return app
 
 

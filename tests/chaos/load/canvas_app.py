@@ -1,4 +1,5 @@
-"""Another team's Celery app: it notes what its tasks are called with at its result backend, which no fault harms.
+"""Another team's Celery app: it notes what its tasks are called with at its result backend, which
+no fault harms.
 
 Run it as a worker, with CANVAS_BROKER and CANVAS_BACKEND.
 """
@@ -17,7 +18,9 @@ CALLS = "canvas:calls"
 
 BACKEND = os.environ.get("CANVAS_BACKEND", "redis://nowhere.invalid")
 
-app = Celery("canvas", broker=os.environ.get("CANVAS_BROKER", BACKEND), backend=BACKEND, set_as_current=False)
+app = Celery(
+    "canvas", broker=os.environ.get("CANVAS_BROKER", BACKEND), backend=BACKEND, set_as_current=False
+)
 app.conf.update(broker_connection_retry_on_startup=True, worker_enable_remote_control=False)
 
 

@@ -1,4 +1,5 @@
-"""Runs the other team's worker, and notes when messages may have been lost between Redis and it. Knows no job."""
+"""Runs the other team's worker, and notes when messages may have been lost between Redis and it.
+Knows no job."""
 
 from __future__ import annotations
 
@@ -22,7 +23,18 @@ TRIED_S = 60
 """A key that is written at each look, and how long it stays."""
 
 ARGV = (
-    *(sys.executable, "-m", "celery", "-A", "tests.chaos.load.canvas_app", "worker", "-P", "threads", "-c", "4"),
+    *(
+        sys.executable,
+        "-m",
+        "celery",
+        "-A",
+        "tests.chaos.load.canvas_app",
+        "worker",
+        "-P",
+        "threads",
+        "-c",
+        "4",
+    ),
     *("--without-gossip", "--without-mingle", "--loglevel", "WARNING"),
 )
 
@@ -31,15 +43,16 @@ Life = tuple[str, int, int]
 
 @dataclass(slots=True, kw_only=True)
 class CanvasWorker:
-    """One thread's, and one process's, which is started anew whenever it may have lost its place."""
+    """One thread's, and one process's, which is started anew whenever it may have lost its
+    place."""
 
     broker_url: str
     backend_url: str
     home: Path
     drained: threading.Event
     disturbed_s: list[float] = field(default_factory=list)
-    """Seconds since 1970 at which Redis had lost its memory, cut connections, or did not take a key.
-    Kombu has no answer to that: a message that was on its way is gone, or comes again."""
+    """Seconds since 1970 at which Redis had lost its memory, cut connections, or did not take a
+    key. Kombu has no answer to that: a message that was on its way is gone, or comes again."""
 
     def run(self) -> None:
         """Until the load has drained."""
@@ -50,7 +63,10 @@ class CanvasWorker:
         worker.start()
         try:
             with redis.Redis.from_url(
-                self.broker_url, socket_timeout=SILENCE_S, retry=Retry(NoBackoff(), 0), single_connection_client=True
+                self.broker_url,
+                socket_timeout=SILENCE_S,
+                retry=Retry(NoBackoff(), 0),
+                single_connection_client=True,
             ) as client:
                 self._watch(client, worker)
         finally:
@@ -69,11 +85,15 @@ class CanvasWorker:
 
 
 def _life(client: redis.Redis) -> Life | None:
-    """Which server this is, how often it was emptied, and on which connection it is asked; None: it does not answer, or
-    takes no key."""
+    """Which server this is, how often it was emptied, and on which connection it is asked; None: it
+    does not answer, or takes no key."""
     try:
         client.set(TRIED, 1, ex=TRIED_S)
         statistics = client.info("commandstats").get("cmdstat_flushall", {"calls": 0})
-        return str(client.info("server")["run_id"]), int(statistics["calls"]), int(client.client_id())
+        return (
+            str(client.info("server")["run_id"]),
+            int(statistics["calls"]),
+            int(client.client_id()),
+        )
     except redis.RedisError:
         return None

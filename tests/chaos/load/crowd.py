@@ -1,5 +1,5 @@
-"""The rest of the users' load: callers, a Celery app with a canvas, a bulk load, cancels, readers in Python, bad
-messages, requests beyond limits, a look at dead letters.
+"""The rest of the users' load: callers, a Celery app with a canvas, a bulk load, cancels, readers
+in Python, bad messages, requests beyond limits, a look at dead letters.
 
 Knows no fault and no invariant. Nobody of it comes with the lab's load.
 """
@@ -60,7 +60,11 @@ class Crowd:
         """What each thread runs. `read` finds jobs for a reader."""
         readers = range(NUM_PYTHON_READERS) if self.read else ()
         bulk = {"batch": self.batch.run} if self.batch else {}
-        return {**self.people, **{f"python reader {i}": partial(read, self.read) for i in readers if self.read}, **bulk}
+        return {
+            **self.people,
+            **{f"python reader {i}": partial(read, self.read) for i in readers if self.read},
+            **bulk,
+        }
 
     def is_done(self, timeout_s: float) -> bool:
         """Whether its bulk load has ended in time."""
@@ -71,7 +75,14 @@ class Crowd:
         return [] if self.batch is None else list(self.batch.held)
 
 
-def crowd(target: Target, stopping: threading.Event, drained: threading.Event, *, seed: int, minutes: float) -> Crowd:
+def crowd(
+    target: Target,
+    stopping: threading.Event,
+    drained: threading.Event,
+    *,
+    seed: int,
+    minutes: float,
+) -> Crowd:
     """For the target's load."""
     if not target.workload.is_users:
         return Crowd()
@@ -96,7 +107,9 @@ def crowd(target: Target, stopping: threading.Event, drained: threading.Event, *
         ).run
         for index in range(NUM_CALLERS)
     }
-    people["canceller"] = partial(_cancel, target, client, random.Random(f"{seed} canceller"), stopping, drained)
+    people["canceller"] = partial(
+        _cancel, target, client, random.Random(f"{seed} canceller"), stopping, drained
+    )
     people["poisoner"] = partial(_poison, target, random.Random(f"{seed} poisoner"), drained)
     people["limit prober"] = LimitProber(
         doors=LimitProber.doors_of(target.urls),
@@ -110,15 +123,26 @@ def crowd(target: Target, stopping: threading.Event, drained: threading.Event, *
     if worker is not None:
         people["canvas worker"] = worker.run
         people[DOOR] = _canvas_producer(target, worker, stopping, seed).run
-    return Crowd(people=people, read=partial(_read, target.journal, client), batch=batch, canvas_worker=worker)
+    return Crowd(
+        people=people,
+        read=partial(_read, target.journal, client),
+        batch=batch,
+        canvas_worker=worker,
+    )
 
 
-def _canvas_worker(target: Target, results: ResultBackend, drained: threading.Event) -> CanvasWorker:
+def _canvas_worker(
+    target: Target, results: ResultBackend, drained: threading.Event
+) -> CanvasWorker:
     """Past every proxy: what becomes of a message on its way there is nobody's promise."""
-    return CanvasWorker(broker_url=target.redis_url, backend_url=results.url, home=results.home, drained=drained)
+    return CanvasWorker(
+        broker_url=target.redis_url, backend_url=results.url, home=results.home, drained=drained
+    )
 
 
-def _canvas_producer(target: Target, worker: CanvasWorker, stopping: threading.Event, seed: int) -> Producer:
+def _canvas_producer(
+    target: Target, worker: CanvasWorker, stopping: threading.Event, seed: int
+) -> Producer:
     return Producer(
         name=DOOR,
         door=by_canvas(target.urls["redis"], worker.backend_url),
@@ -133,11 +157,19 @@ def _canvas_producer(target: Target, worker: CanvasWorker, stopping: threading.E
 
 
 def _cancel(
-    target: Target, client: Client, rng: random.Random, stopping: threading.Event, drained: threading.Event
+    target: Target,
+    client: Client,
+    rng: random.Random,
+    stopping: threading.Event,
+    drained: threading.Event,
 ) -> None:
     """Now and then a job that somebody asked for by an ordinary door, by HTTP or in Python."""
     while not drained.wait(CANCEL_EVERY_S):
-        waiting = [each for each in target.journal.open() if each.has_row and each.door in ("http", "sql", "redis")]
+        waiting = [
+            each
+            for each in target.journal.open()
+            if each.has_row and each.door in ("http", "sql", "redis")
+        ]
         if not waiting or stopping.is_set():
             continue
         asked = rng.choice(waiting)
@@ -165,13 +197,17 @@ def _poison(target: Target, rng: random.Random, drained: threading.Event) -> Non
 
 
 def _read(journal: Journal, client: Client, job_id: UUID) -> None:
-    """`Client.stream` to its end. What breaks off begins anew: a reader in Python keeps no place."""
+    """`Client.stream` to its end. What breaks off begins anew: a reader in Python keeps no
+    place."""
     watched = journal.watch(job_id)
-    watched.num_joins, watched.hears_partials = 1, False
+    watched.num_joins = 1
+    watched.hears_partials = False
     try:
         for delta in client.stream(job_id):
             if delta.start != len(watched.tokens):
-                watched.gaps.append(f"a delta starts at {delta.start}, {len(watched.tokens)} tokens were there")
+                watched.gaps.append(
+                    f"a delta starts at {delta.start}, {len(watched.tokens)} tokens were there"
+                )
             watched.tokens += delta.ids
             watched.text += delta.text
             watched.logprobs += msgspec.json.decode(msgspec.json.encode(delta.logprobs)) or ()
@@ -196,7 +232,9 @@ def _look_at_dead_letters(target: Target, drained: threading.Event) -> None:
     last = "-"
     while not drained.wait(LOOK_S):
         try:
-            with redis.Redis.from_url(target.redis_url, socket_timeout=PATIENCE_S, decode_responses=True) as connection:
+            with redis.Redis.from_url(
+                target.redis_url, socket_timeout=PATIENCE_S, decode_responses=True
+            ) as connection:
                 entries: list[tuple[str, dict[str, str]]] = connection.execute_command(
                     "XRANGE", keys.INTAKE_DEAD, last, "+"
                 )
@@ -215,6 +253,8 @@ def _is_ours(request: str) -> bool:
     """A document, or a message of Celery's, whose second part it is."""
     try:
         document = json.loads(request)
-        return bool((document[1] if isinstance(document, list) else document).get("metadata") == MARK)
+        return bool(
+            (document[1] if isinstance(document, list) else document).get("metadata") == MARK
+        )
     except (ValueError, AttributeError, LookupError, RecursionError):
         return False

@@ -1,8 +1,8 @@
-"""The five doors as producers use them, under an id of the producer's own or under a key. Knows addresses, not what
-follows.
+"""The five doors as producers use them, under an id of the producer's own or under a key. Knows
+addresses, not what follows.
 
-Each function returns what the door answers (docs/doors.md); it raises Conflict when the door refuses a repeat, and one
-of AWAY when the answer is missing.
+Each function returns what the door answers (docs/doors.md); it raises Conflict when the door
+refuses a repeat, and one of AWAY when the answer is missing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from tests.chaos.load.requests import INSERT, Request, row
 
 PATIENCE_S = 5.0
 AWAY = (httpx.HTTPError, psycopg.Error, redis.RedisError, KombuError, ShardlineError, OSError)
-"""What a producer meets while a server is away: whether the job is stored is unknown, so it asks again."""
+"""What a producer meets while a server is away: whether the job is stored is unknown, so it asks
+again."""
 
 BUSY = (408, 429, 503)
 """Come again."""
@@ -67,11 +68,16 @@ def by_celery(urls: Mapping[str, str]) -> Door:
     """`send_task`: Redis has it; the row comes later."""
     app = Celery("producer", set_as_current=False)
     app.conf.update(celery_settings(Settings(redis_url=urls["redis"])))
-    app.conf.broker_transport_options = {**app.conf.broker_transport_options, "socket_timeout": PATIENCE_S}
+    app.conf.broker_transport_options = {
+        **app.conf.broker_transport_options,
+        "socket_timeout": PATIENCE_S,
+    }
 
     def submit(job_id: UUID | None, request: Request) -> Answer:
         task_id = str(job_id or uuid4())
-        app.send_task(SUBMIT_TASK, kwargs=dict(request), task_id=task_id, queue=INTAKE_QUEUE, retry=False)
+        app.send_task(
+            SUBMIT_TASK, kwargs=dict(request), task_id=task_id, queue=INTAKE_QUEUE, retry=False
+        )
         return TAKEN
 
     return submit
@@ -79,7 +85,9 @@ def by_celery(urls: Mapping[str, str]) -> Door:
 
 def by_stream(urls: Mapping[str, str]) -> Door:
     """`XADD`: Redis has it; the row comes later."""
-    client = redis.Redis.from_url(urls["redis"], socket_timeout=PATIENCE_S, socket_connect_timeout=PATIENCE_S)
+    client = redis.Redis.from_url(
+        urls["redis"], socket_timeout=PATIENCE_S, socket_connect_timeout=PATIENCE_S
+    )
 
     def submit(job_id: UUID | None, request: Request) -> Answer:
         client.xadd(keys.INTAKE, {"request": json.dumps({**request, **_own(job_id)})})
@@ -113,14 +121,18 @@ def by_http(urls: Mapping[str, str]) -> Door:
         if answer.status_code == httpx.codes.CONFLICT:
             raise Conflict(answer.text[:300])
         answer.raise_for_status()
-        return Answer(job_id=UUID(answer.json()["id"]), is_new=answer.status_code == httpx.codes.ACCEPTED)
+        return Answer(
+            job_id=UUID(answer.json()["id"]), is_new=answer.status_code == httpx.codes.ACCEPTED
+        )
 
     return submit
 
 
 def gateway_client(urls: Mapping[str, str], timeout_s: float) -> httpx.Client:
     """With the stack's own key."""
-    return httpx.Client(base_url=urls["gateway"], headers=bearer(urls["api_key"]), timeout=timeout_s)
+    return httpx.Client(
+        base_url=urls["gateway"], headers=bearer(urls["api_key"]), timeout=timeout_s
+    )
 
 
 def with_header(request: Request) -> tuple[Request, Mapping[str, str]]:
@@ -131,7 +143,8 @@ def with_header(request: Request) -> tuple[Request, Mapping[str, str]]:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Not away, not busy: the door says that the request is wrong, or that it has an error itself."""
+    """Not away, not busy: the door says that the request is wrong, or that it has an error
+    itself."""
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code not in BUSY
     return isinstance(error, Invalid)

@@ -1,4 +1,5 @@
-"""Requests with numbers at their limits, and just beyond them. The limits are those of the types. Knows no door."""
+"""Requests with numbers at their limits, and just beyond them. The limits are those of the types.
+Knows no door."""
 
 from __future__ import annotations
 
@@ -20,11 +21,14 @@ LENGTHS = frozenset({"max_tokens", "min_tokens"})
 NUM_COMBINED = 6
 HOUR_S = 3600.0
 MANY_CRASHES = 10
-EXPIRED, FAILED, SUCCEEDED = frozenset({"expired"}), frozenset({"failed"}), frozenset({"succeeded"})
+EXPIRED = frozenset({"expired"})
+FAILED = frozenset({"failed"})
+SUCCEEDED = frozenset({"succeeded"})
 
 
 def alone(request: Request, room: int) -> Iterator[Request]:
-    """The same with each number of its sampling at each of its limits. `room`: the tokens that its prompt leaves."""
+    """The same with each number of its sampling at each of its limits. `room`: the tokens that its
+    prompt leaves."""
     for name, kind in SAMPLED.items():
         for limit in limits(kind):
             yield _consistent({**request, name: limit}, room)
@@ -34,7 +38,9 @@ def combined(request: Request, room: int) -> Iterator[Request]:
     """The same with all of them at some limit at once; the same ones every time."""
     rng = random.Random(NUM_COMBINED)
     for _ in range(NUM_COMBINED):
-        yield _consistent({**request, **{name: rng.choice(limits(kind)) for name, kind in SAMPLED.items()}}, room)
+        yield _consistent(
+            {**request, **{name: rng.choice(limits(kind)) for name, kind in SAMPLED.items()}}, room
+        )
 
 
 def _consistent(fields: dict[str, Any], room: int) -> Request:
@@ -66,9 +72,15 @@ def beyond() -> list[Mapping[str, Any]]:
 
 
 def no_number() -> list[Mapping[str, Any]]:
-    """Each number as something that arithmetic, encoders and databases take badly, as far as JSON can say it."""
+    """Each number as something that arithmetic, encoders and databases take badly, as far as JSON
+    can say it."""
     values = [value for value in OTHERS if _is_json(value)]
-    return [{name: value} for name, kind in NUMBERS.items() for value in values if not takes(kind, value)]
+    return [
+        {name: value}
+        for name, kind in NUMBERS.items()
+        for value in values
+        if not takes(kind, value)
+    ]
 
 
 def _is_json(value: Any) -> bool:

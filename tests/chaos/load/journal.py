@@ -1,4 +1,5 @@
-"""What was asked, what was promised, and what readers saw: the harness's own memory. Knows no server."""
+"""What was asked, what was promised, and what readers saw: the harness's own memory. Knows no
+server."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Asked:
     """When it was sent last."""
     num_sends: int = 0
     num_unanswered: int = 0
-    """Sends that a door did not answer. Users also send again what was answered, and callers what they hung up on."""
+    """Sends that a door did not answer. Users also send again what was answered, and callers what
+    they hung up on."""
     is_unsure: bool = False
     """The last answer was lost: whether the job is stored is unknown."""
     has_row: bool = False
@@ -140,7 +142,11 @@ class Journal:
     def open(self, door: str | None = None) -> list[Asked]:
         """Those that have not ended, as far as anybody has looked."""
         with self._changed:
-            return [each for each in self._asked.values() if each.ended_at_s is None and door in (None, each.door)]
+            return [
+                each
+                for each in self._asked.values()
+                if each.ended_at_s is None and door in (None, each.door)
+            ]
 
     def everything(self) -> list[Asked]:
         """All that was ever asked."""
@@ -153,7 +159,8 @@ class Journal:
             return list(self._watched)
 
     def wait_for_end(self, since_s: float, timeout_s: float) -> float | None:
-        """When the first job ended after `since_s` (seconds since 1970); None if none does within `timeout_s`."""
+        """When the first job ended after `since_s` (seconds since 1970); None if none does within
+        `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._first_end(since_s) is not None, timeout_s)
             return self._first_end(since_s)
@@ -161,18 +168,24 @@ class Journal:
     def wait_for(self, job_id: UUID, timeout_s: float) -> bool:
         """Whether this job ends within `timeout_s`."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._asked[job_id].ended_at_s is not None, timeout_s)
+            return self._changed.wait_for(
+                lambda: self._asked[job_id].ended_at_s is not None, timeout_s
+            )
 
     def mark(self) -> Mark:
         """From now on, what these jobs achieve is progress."""
         with self._changed:
-            accepted = frozenset(each.id for each in self._asked.values() if each.has_row and each.ended_at_s is None)
-            num_tokens = {each.job_id: len(each.tokens) for each in self._watched if each.job_id in accepted}
+            accepted = frozenset(
+                each.id for each in self._asked.values() if each.has_row and each.ended_at_s is None
+            )
+            num_tokens = {
+                each.job_id: len(each.tokens) for each in self._watched if each.job_id in accepted
+            }
             return Mark(at_s=time.time(), open=accepted, num_tokens=num_tokens)
 
     def wait_for_progress(self, mark: Mark, timeout_s: float) -> float | None:
-        """When a job of the mark ended or had a token more at its reader (seconds since 1970); None: not in time.
-        If all of them turn out to have ended before it, any job will do."""
+        """When a job of the mark ended or had a token more at its reader (seconds since 1970);
+        None: not in time. If all of them turn out to have ended before it, any job will do."""
         with self._changed:
             self._changed.wait_for(lambda: self._progress(mark) is not None, timeout_s)
             return self._progress(mark)
@@ -185,12 +198,19 @@ class Journal:
             )
 
     def _first_end(self, since_s: float, among: Collection[UUID] | None = None) -> float | None:
-        ends = (each.ended_at_s for each in self._asked.values() if among is None or each.id in among)
+        ends = (
+            each.ended_at_s for each in self._asked.values() if among is None or each.id in among
+        )
         return min((end_s for end_s in ends if end_s is not None and end_s > since_s), default=None)
 
     def _progress(self, mark: Mark) -> float | None:
-        if any(len(each.tokens) > mark.num_tokens.get(each.job_id, len(each.tokens)) for each in self._watched):
+        if any(
+            len(each.tokens) > mark.num_tokens.get(each.job_id, len(each.tokens))
+            for each in self._watched
+        ):
             return time.time()
         accepted = [self._asked[job_id].ended_at_s for job_id in mark.open]
-        none_left = all(ended_at_s is not None and ended_at_s <= mark.at_s for ended_at_s in accepted)
+        none_left = all(
+            ended_at_s is not None and ended_at_s <= mark.at_s for ended_at_s in accepted
+        )
         return self._first_end(mark.at_s, None if none_left else mark.open)

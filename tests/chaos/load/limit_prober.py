@@ -1,6 +1,8 @@
-"""A caller whose requests are all beyond a limit: each must be refused, or fail alone. Knows no fault.
+"""A caller whose requests are all beyond a limit: each must be refused, or fail alone. Knows no
+fault.
 
-What a door says at once is heard here; what came of every one of them, the judge reads from the rows.
+What a door says at once is heard here; what came of every one of them, the judge reads from the
+rows.
 """
 
 from __future__ import annotations
@@ -81,11 +83,19 @@ class LimitProber:
         try:
             answer = self.doors[name](uuid4(), {**BASE, **fields})
         except AWAY as error:
-            if isinstance(error, httpx.HTTPStatusError) and error.response.is_server_error and is_refusal(error):
-                self._complain(f"{name} met {fields} with {error.response.status_code}: {error.response.text[:300]}")
+            if (
+                isinstance(error, httpx.HTTPStatusError)
+                and error.response.is_server_error
+                and is_refusal(error)
+            ):
+                self._complain(
+                    f"{name} met {fields} with {error.response.status_code}: {error.response.text[:300]}"
+                )
             return
         if answer != TAKEN and name != "sql":
             self._complain(f"{name} took {fields}", answer.job_id)
 
     def _complain(self, what: str, job_id: UUID | None = None) -> None:
-        self.journal.complain(Finding(invariant="I11", count="admitted", what=what[:500], job_id=job_id))
+        self.journal.complain(
+            Finding(invariant="I11", count="admitted", what=what[:500], job_id=job_id)
+        )

@@ -1,4 +1,5 @@
-"""A steady mixed load through all doors, with readers that leave and come back. Knows no fault and no invariant."""
+"""A steady mixed load through all doors, with readers that leave and come back. Knows no fault and
+no invariant."""
 
 from __future__ import annotations
 
@@ -37,15 +38,20 @@ Work = Callable[[], None]
 
 
 class Load:
-    """Threads: one for each door, a few readers, in the users' load a crowd, and a follower that asks Postgres what
-    has ended."""
+    """Threads: one for each door, a few readers, in the users' load a crowd, and a follower that
+    asks Postgres what has ended."""
 
-    def __init__(self, target: Target, *, redis_lasts: bool = False, seed: int = 0, minutes: float = 0.0) -> None:
+    def __init__(
+        self, target: Target, *, redis_lasts: bool = False, seed: int = 0, minutes: float = 0.0
+    ) -> None:
         self._journal = target.journal
         self._database_url = target.database_url
         self._stopping = threading.Event()
         self._drained = threading.Event()
-        workers: dict[str, Work] = {"follower": self._follow, **self._producers(target, redis_lasts, seed)}
+        workers: dict[str, Work] = {
+            "follower": self._follow,
+            **self._producers(target, redis_lasts, seed),
+        }
         for index in range(NUM_READERS):
             slow = target.workload.is_users and index in SLOW_READERS
             rng = random.Random(index)
@@ -53,12 +59,15 @@ class Load:
             workers[f"reader {index}"] = partial(self._read, reader.read)
         self._crowd = crowd(target, self._stopping, self._drained, seed=seed, minutes=minutes)
         workers |= self._crowd.workers(self._read)
-        self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in workers.items()]
+        self._threads = [
+            threading.Thread(target=run, name=name, daemon=True) for name, run in workers.items()
+        ]
         self._watched: set[UUID] = set()
         self._watching = threading.Lock()
 
     def _producers(self, target: Target, redis_lasts: bool, seed: int) -> Mapping[str, Work]:
-        numbers, urls = itertools.cycle(range(len(target.workload.requests))), dict(target.urls)
+        numbers = itertools.cycle(range(len(target.workload.requests)))
+        urls = dict(target.urls)
         return {
             name: Producer(
                 name=name,
@@ -80,7 +89,8 @@ class Load:
             thread.start()
 
     def drain(self, timeout_s: float, say: Callable[[str], None]) -> bool:
-        """Ask for nothing new; whether all that was asked for ends in time. What has no row yet is still sent again."""
+        """Ask for nothing new; whether all that was asked for ends in time. What has no row yet is
+        still sent again."""
         self._stopping.set()
         until_s = time.monotonic() + timeout_s
         while not self._journal.wait_until_quiet(min(TELL_S, max(0.0, until_s - time.monotonic()))):
@@ -115,7 +125,9 @@ class Load:
     def _follow(self) -> None:
         while not self._drained.wait(LOOK_S):
             try:
-                with psycopg.connect(self._database_url, autocommit=True, connect_timeout=2) as connection:
+                with psycopg.connect(
+                    self._database_url, autocommit=True, connect_timeout=2
+                ) as connection:
                     while not self._drained.wait(LOOK_S):
                         self._look(connection)
             except psycopg.Error:
@@ -124,7 +136,9 @@ class Load:
     def _look(self, connection: psycopg.Connection[Any]) -> None:
         waiting = self._journal.open()
         by_key = {each.key: each for each in waiting if each.key is not None and not each.has_row}
-        rows = connection.execute(ROWS, {"ids": [each.id for each in waiting], "keys": list(by_key)}).fetchall()
+        rows = connection.execute(
+            ROWS, {"ids": [each.id for each in waiting], "keys": list(by_key)}
+        ).fetchall()
         for job_id, key, _ in rows:
             if key in by_key:
                 self._journal.known(by_key[key], job_id)

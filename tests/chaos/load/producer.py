@@ -1,7 +1,8 @@
-"""One door's producer: keeps a bounded number of jobs open, and sends again what may have been lost on its way.
+"""One door's producer: keeps a bounded number of jobs open, and sends again what may have been lost
+on its way.
 
-A user's producer also sends again what it need not, at once or after the end, and what the door did not answer: each
-must give the job that is there. Knows no fault and no row.
+A user's producer also sends again what it need not, at once or after the end, and what the door did
+not answer: each must give the job that is there. Knows no fault and no row.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from tests.chaos.report.finding import Finding
 
 OPEN_PER_DOOR = 5
 AGAIN_S = 5.0
-"""A request without a row, or without an answer, is sent again under the same id or key so often."""
+"""A request without a row, or without an answer, is sent again under the same id or key so
+often."""
 
 LOOK_S = 0.2
 REPEATED = 0.02
-"""Share of looks at which a user sends one of the last requests again for no reason: about once in ten seconds."""
+"""Share of looks at which a user sends one of the last requests again for no reason: about once in
+ten seconds."""
 NUM_REMEMBERED = 20
 
 
@@ -55,7 +58,12 @@ class Producer:
                     self.send(asked)
             if len(waiting) < OPEN_PER_DOOR and not self.stopping.is_set():
                 self.send(self._next())
-            if self.last and self.workload.is_users and not self.lasts and self.rng.random() < REPEATED:
+            if (
+                self.last
+                and self.workload.is_users
+                and not self.lasts
+                and self.rng.random() < REPEATED
+            ):
                 self.send(self.rng.choice(self.last))
 
     def send(self, asked: Asked) -> None:
@@ -78,7 +86,9 @@ class Producer:
 
     def _next(self) -> Asked:
         dress = self.workload.dress(self.rng)
-        asked = Asked(id=uuid4(), number=next(self.numbers), door=self.name, dress=dress, ends=dress.ends)
+        asked = Asked(
+            id=uuid4(), number=next(self.numbers), door=self.name, dress=dress, ends=dress.ends
+        )
         self.last.append(asked)
         return self.journal.ask(asked)
 
@@ -93,12 +103,16 @@ class Producer:
         asked.promised |= answer.job_id is not None or self.lasts
         if answer.job_id is None:
             return
-        if answer.job_id != asked.id and (was_promised or asked.has_row or asked.own_id is not None):
+        if answer.job_id != asked.id and (
+            was_promised or asked.has_row or asked.own_id is not None
+        ):
             what = f"{self.name} answered a repeat with another job, {answer.job_id}"
             self._complain("duplicated", what, asked)
             return
         if answer.is_new and was_promised:
-            self._complain("mistold", f"{self.name} called a job new that it had accepted before", asked)
+            self._complain(
+                "mistold", f"{self.name} called a job new that it had accepted before", asked
+            )
         self.journal.known(asked, answer.job_id)
 
     def _complain(self, count: str, what: str, asked: Asked) -> None:

@@ -1,4 +1,5 @@
-"""A reader of one job's events over HTTP: leaves, is cut off, is slow, joins again where it was. Knows no invariant."""
+"""A reader of one job's events over HTTP: leaves, is cut off, is slow, joins again where it was.
+Knows no invariant."""
 
 from __future__ import annotations
 
@@ -55,10 +56,11 @@ class Reader:
         return watched
 
     def _join(self, client: httpx.Client, watched: Watched) -> None:
-        """One connection, until the end, an error, or the wish to leave. Its place travels as browsers send it, or
-        as the start in the address."""
+        """One connection, until the end, an error, or the wish to leave. Its place travels as
+        browsers send it, or as the start in the address."""
         watched.num_joins += 1
-        route, place = f"/v1/jobs/{watched.job_id}/events", watched.place
+        route = f"/v1/jobs/{watched.job_id}/events"
+        place = watched.place
         by_header = self._rng.random() < 0.5
         headers, query = ({"Last-Event-ID": place}, {}) if by_header else ({}, {"after": place})
         with client.stream("GET", route, headers=headers, params=query) as answer:
@@ -92,7 +94,9 @@ def events(lines: Iterator[str]) -> Iterator[Event]:
         else:
             if "data" in fields:
                 document = json.loads(fields["data"])
-                yield Event(name=fields.get("event", ""), place=fields.get("id", ""), document=document)
+                yield Event(
+                    name=fields.get("event", ""), place=fields.get("id", ""), document=document
+                )
             fields = {}
 
 
@@ -101,10 +105,14 @@ def note(watched: Watched, event: Event) -> None:
     document = event.document
     watched.place = event.place
     if event.name == "interrupted" and not event.place.startswith(str(len(watched.tokens))):
-        watched.gaps.append(f"the stream takes back its {len(watched.tokens)} tokens: {document.get('error')}")
+        watched.gaps.append(
+            f"the stream takes back its {len(watched.tokens)} tokens: {document.get('error')}"
+        )
     if event.name == "delta":
         if document["start"] != len(watched.tokens):
-            watched.gaps.append(f"an event starts at {document['start']}, {len(watched.tokens)} tokens were there")
+            watched.gaps.append(
+                f"an event starts at {document['start']}, {len(watched.tokens)} tokens were there"
+            )
         watched.tokens += document["token_ids"]
         watched.text += document["text"]
         watched.logprobs += document.get("logprobs") or ()

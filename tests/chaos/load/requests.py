@@ -1,4 +1,5 @@
-"""The lab's load: one kind of request in 48 variants. And how any request becomes a row. Knows no door."""
+"""The lab's load: one kind of request in 48 variants. And how any request becomes a row. Knows no
+door."""
 
 from __future__ import annotations
 
@@ -13,11 +14,13 @@ Request = Mapping[str, Any]
 MODEL = "clerk"
 NUM_REQUESTS = 48
 LENGTHS = (24, 64, 24, 160, 24, 420)
-"""Output tokens, in rotation: short ones end between two faults, long ones are caught in the act."""
+"""Output tokens, in rotation: short ones end between two faults, long ones are caught in the
+act."""
 MAX_OUTPUT = 1024
 """Of any request of any load: what a model's context may leave."""
 MAX_CRASHES = 100
-"""Of the lab: heads are killed so often that three in a row meet the same innocent job. Users have the default."""
+"""Of the lab: heads are killed so often that three in a row meet the same innocent job. Users have
+the default."""
 
 INSERT = """
 INSERT INTO jobs (id, model, prompt, messages, prompt_ids, params, metadata, idempotency_key, priority, max_crashes,

@@ -1,4 +1,5 @@
-"""What load, storm, judge and many faults need of a stack under test, whatever runs it. Knows no particular stack."""
+"""What load, storm, judge and many faults need of a stack under test, whatever runs it. Knows no
+particular stack."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class Target(Protocol):
 
     @property
     def urls(self) -> Mapping[str, str]:
-        """Where producers reach `gateway`, `database` and `redis`, and the `api_key` that the gateway wants."""
+        """Where producers reach `gateway`, `database` and `redis`, and the `api_key` that the
+        gateway wants."""
 
     @property
     def database_url(self) -> str:

@@ -1,4 +1,5 @@
-"""The undisturbed pass: what comes of each request of the set while nobody dies. Knows no fault and no judgment."""
+"""The undisturbed pass: what comes of each request of the set while nobody dies. Knows no fault and
+no judgment."""
 
 from __future__ import annotations
 
@@ -39,11 +40,18 @@ class Expected:
 
 
 def undisturbed(target: Target, compared: Compared = Compared.BITS) -> list[Expected] | None:
-    """What comes of every request of the set while nobody dies; None where a resume may give other tokens."""
-    asked = [Asked(id=uuid4(), number=n, door="calm", promised=True) for n in range(len(target.workload.requests))]
+    """What comes of every request of the set while nobody dies; None where a resume may give other
+    tokens."""
+    asked = [
+        Asked(id=uuid4(), number=n, door="calm", promised=True)
+        for n in range(len(target.workload.requests))
+    ]
     for each in asked:
         target.journal.ask(each)
-    documents = [{**target.workload.requests[each.number], **each.dress.fields, "id": each.id} for each in asked]
+    documents = [
+        {**target.workload.requests[each.number], **each.dress.fields, "id": each.id}
+        for each in asked
+    ]
     with Client(database_url=target.urls["database"], redis_url=target.urls["redis"]) as client:
         client.submit_many(documents)
         jobs = client.wait([each.id for each in asked], timeout_s=UNDISTURBED_S)
@@ -52,9 +60,13 @@ def undisturbed(target: Target, compared: Compared = Compared.BITS) -> list[Expe
         result = job.result
         assert result is not None
         has_bits = compared is Compared.BITS
-        assert result.exact or not has_bits, "without exact rows a changed token proves nothing: no kernel?"
+        assert result.exact or not has_bits, (
+            "without exact rows a changed token proves nothing: no kernel?"
+        )
         # As JSON, which is how rows and streams have it.
         logprobs = msgspec.json.decode(msgspec.json.encode(result.logprobs)) if has_bits else None
         adapter = result.provenance.get("adapter", {}).get("fingerprint")
-        found.append(Expected(tokens=result.token_ids, text=result.text, logprobs=logprobs, adapter=adapter))
+        found.append(
+            Expected(tokens=result.token_ids, text=result.text, logprobs=logprobs, adapter=adapter)
+        )
     return None if compared is Compared.NOTHING else found

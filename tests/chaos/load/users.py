@@ -1,8 +1,9 @@
-"""The users' load: what people really send. Knows no door, and of a model only its name, its limit and its words.
+"""The users' load: what people really send. Knows no door, and of a model only its name, its limit
+and its words.
 
-Chats with system messages and several turns, no `max_tokens`, prompts from one token to the limit, 20
-log-probabilities, stop strings, every way to sample, every number at its limits. Every request has a seed, so that its
-tokens are known.
+Chats with system messages and several turns, no `max_tokens`, prompts from one token to the limit,
+20 log-probabilities, stop strings, every way to sample, every number at its limits. Every request
+has a seed, so that its tokens are known.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ CLERK_LENGTHS = (1, 2, 31, 63, 64, 65, 128, 200, 300, 400, 480, 500, 510, 511)
 SCRIBE_LENGTHS = (1, 64, 65, 300, 700, 1000, 1023)
 SHORT = 24
 MANY_LOGPROBS = 20
-SYSTEM = {"role": "system", "content": "You are a clerk. Answer with the result alone. Ünïcödé, 漢字 and 🙂 may occur."}
+SYSTEM = {
+    "role": "system",
+    "content": "You are a clerk. Answer with the result alone. Ünïcödé, 漢字 and 🙂 may occur.",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +36,8 @@ class Speaks:
 
     name: str
     limit: int
-    """Tokens that prompt and completion may have together: the context's, or fewer where the stage's KV holds fewer."""
+    """Tokens that prompt and completion may have together: the context's, or fewer where the
+    stage's KV holds fewer."""
     first_id: int
     """Smaller ids are special tokens."""
     vocab_size: int
@@ -64,14 +69,15 @@ SCRIBE = Speaks(
     lengths=SCRIBE_LENGTHS,
     stops=("e", "a ", "zz", "\n"),
 )
-"""The second one: random weights behind a byte-fallback tokenizer, see `second_model`. Its stage's KV holds one of its
-longest jobs, and a quarter of its context."""
+"""The second one: random weights behind a byte-fallback tokenizer, see `second_model`. Its stage's
+KV holds one of its longest jobs, and a quarter of its context."""
 
 
 def users(models: Sequence[Speaks]) -> tuple[Request, ...]:
     """The whole set for a stack that serves these models."""
     plain = [
-        {name: value for name, value in request(number).items() if name != "max_crashes"} for number in range(NUM_PLAIN)
+        {name: value for name, value in request(number).items() if name != "max_crashes"}
+        for number in range(NUM_PLAIN)
     ]
     seeds = count(1000)
     return (*plain, *({"seed": next(seeds), **one} for model in models for one in _of(model)))
@@ -96,11 +102,21 @@ def _chats(model: Speaks) -> Iterator[dict[str, Any]]:
     """One turn to three, with a system message or not; half of them without a limit."""
     for index, question in enumerate(model.questions * 2):
         answer = {"role": "assistant", "content": "noted."}
-        turns = [{"role": "user", "content": f"{number}: {question}"} for number in range(1 + index % 3)]
+        turns = [
+            {"role": "user", "content": f"{number}: {question}"} for number in range(1 + index % 3)
+        ]
         messages = [message for turn in turns for message in (turn, answer)][:-1]
-        limit = {} if index % 2 and model.name == MODEL else {"max_tokens": 16 * (index + 1), "ignore_eos": True}
+        limit = (
+            {}
+            if index % 2 and model.name == MODEL
+            else {"max_tokens": 16 * (index + 1), "ignore_eos": True}
+        )
         system = [SYSTEM] if index % 4 < 2 else []
-        yield {"messages": [*system, *messages], "temperature": 0.0 if index < len(model.questions) else 0.7, **limit}
+        yield {
+            "messages": [*system, *messages],
+            "temperature": 0.0 if index < len(model.questions) else 0.7,
+            **limit,
+        }
 
 
 def _open_ended(model: Speaks) -> Iterator[dict[str, Any]]:
@@ -123,7 +139,8 @@ def _lengths(model: Speaks) -> Iterator[dict[str, Any]]:
 
 
 def _told(model: Speaks) -> Iterator[dict[str, Any]]:
-    """Log-probabilities: the chosen token's alone, and with as many alternatives as there may be."""
+    """Log-probabilities: the chosen token's alone, and with as many alternatives as there may
+    be."""
     for index, question in enumerate(model.questions):
         yield {
             "prompt": question,
@@ -132,7 +149,11 @@ def _told(model: Speaks) -> Iterator[dict[str, Any]]:
             "temperature": 0.9 if index % 2 else 0.0,
             "logprobs": MANY_LOGPROBS if index else 0,
         }
-    yield {"messages": [SYSTEM, {"role": "user", "content": model.questions[0]}], "max_tokens": 64, "logprobs": 20}
+    yield {
+        "messages": [SYSTEM, {"role": "user", "content": model.questions[0]}],
+        "max_tokens": 64,
+        "logprobs": 20,
+    }
 
 
 def _stopped(model: Speaks) -> Iterator[dict[str, Any]]:
@@ -146,8 +167,18 @@ def _stopped(model: Speaks) -> Iterator[dict[str, Any]]:
             "stop": [stop],
             "min_tokens": 10 * (index % 2),
         }
-    yield {"prompt": model.questions[0], "max_tokens": 120, "stop": list(model.stops), "logprobs": MANY_LOGPROBS}
-    yield {"prompt": model.questions[1], "max_tokens": 120, "stop_token_ids": _ids(model, 40), "ignore_eos": True}
+    yield {
+        "prompt": model.questions[0],
+        "max_tokens": 120,
+        "stop": list(model.stops),
+        "logprobs": MANY_LOGPROBS,
+    }
+    yield {
+        "prompt": model.questions[1],
+        "max_tokens": 120,
+        "stop_token_ids": _ids(model, 40),
+        "ignore_eos": True,
+    }
 
 
 def _sampled(model: Speaks) -> Iterator[dict[str, Any]]:
@@ -160,11 +191,17 @@ def _sampled(model: Speaks) -> Iterator[dict[str, Any]]:
     )
     everything: dict[str, Any] = {name: value for way in ways[:2] for name, value in way.items()}
     for index, way in enumerate((*ways, {**everything, "frequency_penalty": -0.2})):
-        yield {"prompt": model.questions[index % 4], "max_tokens": 48 + 16 * index, "ignore_eos": True, **way}
+        yield {
+            "prompt": model.questions[index % 4],
+            "max_tokens": 48 + 16 * index,
+            "ignore_eos": True,
+            **way,
+        }
 
 
 def _extreme(model: Speaks) -> Iterator[Request]:
-    """Numbers at their limits, of the first model each alone too: they are fields' limits, not a model's."""
+    """Numbers at their limits, of the first model each alone too: they are fields' limits, not a
+    model's."""
     prompt = _ids(model, 5)
     base = {"prompt": prompt, "max_tokens": SHORT // 2, "ignore_eos": True}
     room = model.limit - len(prompt)

@@ -1,4 +1,5 @@
-"""A load's set of requests, and how producers dress each when they send it. Knows no door and no server."""
+"""A load's set of requests, and how producers dress each when they send it. Knows no door and no
+server."""
 
 from __future__ import annotations
 
@@ -17,11 +18,14 @@ BEYOND: Mapping[str, Any] = {"asked_by": "chaos, beyond all limits"}
 """Metadata of requests that no door may take, and no stage run."""
 SUCCEEDED = frozenset({"succeeded"})
 MARK: Mapping[str, Any] = {"asked_by": "chaos"}
-"""Metadata of every request of a load: a row that has it and that nobody asked for is a second job."""
+"""Metadata of every request of a load: a row that has it and that nobody asked for is a second
+job."""
 
 KEYED = 0.5
 """Share of requests that have a key and no id of their own."""
-DELAYED, HURRIED, PATIENT = 0.05, 0.05, 0.2
+DELAYED = 0.05
+HURRIED = 0.05
+PATIENT = 0.2
 KEPT = frozenset({"idempotency_key", "priority"})
 EXTREME = 0.1
 """Share of requests with one of a job's own numbers at a limit."""
@@ -29,7 +33,8 @@ DELAYS_S = (0.5, 4.0)
 DEADLINES_S = (0.5, 6.0)
 FAR_S = 3600.0
 PRIORITIES = (0, 5, 5, 5, 9)
-ADAPTED, OUT_OF = 2, 5
+ADAPTED = 2
+OUT_OF = 5
 """So many requests of a set are also asked of an adapter."""
 
 
@@ -76,9 +81,13 @@ class Workload:
         return rng.randrange(len(self.requests))
 
     def with_adapters(self, names: Sequence[str]) -> Workload:
-        """The same, with a share of its requests once more, for one adapter of their model after the other."""
+        """The same, with a share of its requests once more, for one adapter of their model after
+        the other."""
         chosen = [one for number, one in enumerate(self.requests) if number % OUT_OF < ADAPTED]
-        adapted = [{**one, "model": f"{one['model']}:{name}"} for one, name in zip(chosen, cycle(names), strict=False)]
+        adapted = [
+            {**one, "model": f"{one['model']}:{name}"}
+            for one, name in zip(chosen, cycle(names), strict=False)
+        ]
         return replace(self, requests=(*self.requests, *adapted))
 
 

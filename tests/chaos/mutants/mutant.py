@@ -1,5 +1,5 @@
-"""What a mutant is: one rule of the product broken on purpose, the tests that must notice, and how a real stack must be
-hurt so that its judge notices. Knows no particular one.
+"""What a mutant is: one rule of the product broken on purpose, the tests that must notice, and how
+a real stack must be hurt so that its judge notices. Knows no particular one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ class Unfit(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """`old` stands exactly once `within` a function, method or constant of `file`, by its dotted name; without one, in
-    the whole file. How its lines are broken does not count, so only an edit of the broken rule itself touches it."""
+    """`old` stands exactly once `within` a function, method or constant of `file`, by its dotted
+    name; without one, in the whole file. How its lines are broken does not count, so only an edit
+    of the broken rule itself touches it."""
 
     file: str
     within: str = ""
@@ -33,7 +34,9 @@ class Patch:
         """The file's text with the rule broken. Raises Unfit."""
         lines = source.splitlines(keepends=True)
         first, last = self._scope(source) if self.within else (0, len(lines))
-        before, text, after = ("".join(part) for part in (lines[:first], lines[first:last], lines[last:]))
+        before, text, after = (
+            "".join(part) for part in (lines[:first], lines[first:last], lines[last:])
+        )
         found = list(re.finditer(r"\s+".join(map(re.escape, self.old.split())), text))
         if len(found) != 1:
             raise Unfit(f"{self.file}: {self.within or 'it'} has {len(found)} times {self.old!r}")
@@ -83,7 +86,8 @@ class Hurt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A second line of defense: while it stands, nothing is to be seen in a real stack. It is broken there too."""
+    """A second line of defense: while it stands, nothing is to be seen in a real stack. It is
+    broken there too."""
 
     name: str
     patches: tuple[Patch, ...]
@@ -91,7 +95,8 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """One broken rule. `tests` are node ids; each must fail. `is_simulated`: so must the simulation's storms."""
+    """One broken rule. `tests` are node ids; each must fail. `is_simulated`: so must the
+    simulation's storms."""
 
     name: str
     patches: tuple[Patch, ...]

@@ -1,4 +1,5 @@
-"""A copy of the repository with a mutant applied, and what ran in it. Knows no test and no judgment."""
+"""A copy of the repository with a mutant applied, and what ran in it. Knows no test and no
+judgment."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ IMPORT_S = 300.0
 END_S = 60.0
 """What is ended early puts its servers away first."""
 
-WHERE = "import importlib, sys\nfor name in sys.argv[1:]: print(importlib.import_module(name).__file__)"
+WHERE = (
+    "import importlib, sys\nfor name in sys.argv[1:]: print(importlib.import_module(name).__file__)"
+)
 
 
 class Hung(Exception):
@@ -31,13 +34,16 @@ class Hung(Exception):
 
 @contextmanager
 def copy_of(patches: Sequence[Patch]) -> Iterator[Path]:
-    """The repository with these patches, in a folder of its own. Raises Unfit if its modules cannot be imported."""
+    """The repository with these patches, in a folder of its own. Raises Unfit if its modules cannot
+    be imported."""
     with tempfile.TemporaryDirectory(prefix="shardline-mutant-") as name:
         folder = Path(name)
         for entry in COPIED:
             source = REPOSITORY / entry
             if source.is_dir():
-                shutil.copytree(source, folder / entry, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(
+                    source, folder / entry, ignore=shutil.ignore_patterns("__pycache__")
+                )
             else:
                 shutil.copy(source, folder / entry)
         if (REPOSITORY / BUILT).exists():
@@ -59,7 +65,11 @@ def run(folder: Path, *arguments: str, timeout_s: float, **environment: str) -> 
     process = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(folder / "shared"))), **environment},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join((str(folder), str(folder / "shared"))),
+            **environment,
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

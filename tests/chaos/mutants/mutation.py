@@ -1,9 +1,10 @@
-"""The mutation gate: applies each mutant to a copy of the repository and counts how often what must notice does.
+"""The mutation gate: applies each mutant to a copy of the repository and counts how often what must
+notice does.
 
-`python -m tests.chaos.mutants.mutation [--runs N] [--only WORD] [--on tests|stack] [--write FILE]`. Each test and the
-simulation must notice in at least 19 of 20 runs, and the judge of a real stack once; none of them may without a mutant.
-Status 0 if all that is so. The table in FILE gets the rows of what ran, and keeps the others: mutants may be run one by
-one, in any checkout.
+`python -m tests.chaos.mutants.mutation [--runs N] [--only WORD] [--on tests|stack] [--write FILE]`.
+Each test and the simulation must notice in at least 19 of 20 runs, and the judge of a real stack
+once; none of them may without a mutant. Status 0 if all that is so. The table in FILE gets the rows
+of what ran, and keeps the others: mutants may be run one by one, in any checkout.
 """
 
 from __future__ import annotations
@@ -46,10 +47,15 @@ def judge_by_tests(mutant: Mutant, num_runs: int) -> dict[str, tuple[int, int]]:
 
 
 def _counted(mutant: Mutant, test: str, num_runs: int) -> int:
-    name, began_s = mutant.name, time.monotonic()
+    name = mutant.name
+    began_s = time.monotonic()
     try:
         with copy_of(mutant.patches if test == SIMULATION else of_product(mutant)) as folder:
-            num_caught = by_storms(folder, num_runs) if test == SIMULATION else by_test(folder, test, num_runs)
+            num_caught = (
+                by_storms(folder, num_runs)
+                if test == SIMULATION
+                else by_test(folder, test, num_runs)
+            )
     except (Hung, Unfit) as error:
         say(f"{name}: {short(test)}: {error}")
         return 0
@@ -57,7 +63,9 @@ def _counted(mutant: Mutant, test: str, num_runs: int) -> int:
     return num_caught
 
 
-def judge_by_stack(name: str, patches: Sequence[Patch], hurt: Hurt, time_scale: float) -> Judged | None:
+def judge_by_stack(
+    name: str, patches: Sequence[Patch], hurt: Hurt, time_scale: float
+) -> Judged | None:
     """A real stack with these patches. None when there was nothing to judge."""
     began_s = time.monotonic()
     try:
@@ -70,14 +78,25 @@ def judge_by_stack(name: str, patches: Sequence[Patch], hurt: Hurt, time_scale: 
     return judged
 
 
-def false_alarms(mutants: Sequence[Mutant], *, on_tests: bool, on_stack: bool, time_scale: float) -> list[str]:
+def false_alarms(
+    mutants: Sequence[Mutant], *, on_tests: bool, on_stack: bool, time_scale: float
+) -> list[str]:
     """What fails although nothing is broken."""
     found = []
     if on_tests:
         tests = tuple(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
-        healthy = Mutant(name=NOBODY, patches=(), tests=tests, is_simulated=any(each.is_simulated for each in mutants))
+        healthy = Mutant(
+            name=NOBODY,
+            patches=(),
+            tests=tests,
+            is_simulated=any(each.is_simulated for each in mutants),
+        )
         caught = judge_by_tests(healthy, 1)
-        found += [f"{test} fails without a mutant" for test, (num_caught, _) in caught.items() if num_caught]
+        found += [
+            f"{test} fails without a mutant"
+            for test, (num_caught, _) in caught.items()
+            if num_caught
+        ]
     if on_stack:
         for hurt in together([mutant.hurt for mutant in mutants if mutant.hurt]):
             judged = judge_by_stack(NOBODY, (), hurt, time_scale)
@@ -101,7 +120,9 @@ def together(hurts: Sequence[Hurt]) -> list[Hurt]:
     ]
 
 
-def see(mutant: Mutant, *, on_tests: bool, on_stack: bool, num_runs: int, time_scale: float) -> Seen:
+def see(
+    mutant: Mutant, *, on_tests: bool, on_stack: bool, num_runs: int, time_scale: float
+) -> Seen:
     """What tests and a real stack notice of a mutant."""
     caught = judge_by_tests(mutant, num_runs) if on_tests else None
     if not on_stack or mutant.hurt is None:
@@ -118,13 +139,24 @@ def say(line: str) -> None:
 
 def options() -> argparse.Namespace:
     """From the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.mutants.mutation", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos.mutants.mutation", description=__doc__
+    )
     parser.add_argument("--runs", type=int, default=20, help="runs of each test")
     parser.add_argument("--only", default="", help="mutants whose name holds this")
-    parser.add_argument("--on", choices=("all", "tests", "stack"), default="all", help="who is to notice")
-    parser.add_argument("--time-scale", type=float, default=TIME_SCALE, help="of real stacks: more on a busy machine")
+    parser.add_argument(
+        "--on", choices=("all", "tests", "stack"), default="all", help="who is to notice"
+    )
+    parser.add_argument(
+        "--time-scale",
+        type=float,
+        default=TIME_SCALE,
+        help="of real stacks: more on a busy machine",
+    )
     parser.add_argument("--sure", action="store_true", help="leave out the runs without a mutant")
-    parser.add_argument("--write", type=Path, help="document whose table gets what was seen; its other rows stay")
+    parser.add_argument(
+        "--write", type=Path, help="document whose table gets what was seen; its other rows stay"
+    )
     return parser.parse_args()
 
 
@@ -133,11 +165,18 @@ def main() -> int:
     chosen = options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     mutants = [mutant for mutant in MUTANTS if chosen.only in mutant.name]
-    on_tests, on_stack = chosen.on != "stack", chosen.on != "tests"
+    on_tests = chosen.on != "stack"
+    on_stack = chosen.on != "tests"
     scale = chosen.time_scale
-    problems = [] if chosen.sure else false_alarms(mutants, on_tests=on_tests, on_stack=on_stack, time_scale=scale)
+    problems = (
+        []
+        if chosen.sure
+        else false_alarms(mutants, on_tests=on_tests, on_stack=on_stack, time_scale=scale)
+    )
     for mutant in mutants:
-        seen = see(mutant, on_tests=on_tests, on_stack=on_stack, num_runs=chosen.runs, time_scale=scale)
+        seen = see(
+            mutant, on_tests=on_tests, on_stack=on_stack, num_runs=chosen.runs, time_scale=scale
+        )
         problems += problems_of(mutant, seen)
         if chosen.write:
             update(chosen.write, MUTANTS, {mutant.name: seen})

@@ -1,7 +1,8 @@
-"""Who notices a mutant: a test by an assertion, the simulation by a broken promise, a real stack by its judge.
+"""Who notices a mutant: a test by an assertion, the simulation by a broken promise, a real stack by
+its judge.
 
-Knows copies of the repository and what is printed in them; knows no mutant. What hangs, cannot be collected, or fails
-for want of a name has noticed nothing.
+Knows copies of the repository and what is printed in them; knows no mutant. What hangs, cannot be
+collected, or fails for want of a name has noticed nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ STACK_S = 900.0
 PATIENCE_S = 90.0
 """Everything ends so soon after the last fault on a stack whose times are shrunk, or never."""
 
-ASSERTIONS = ("AssertionError", "assert ", "Failed: DID NOT RAISE", "hypothesis.errors.FlakyFailure")
+ASSERTIONS = (
+    "AssertionError",
+    "assert ",
+    "Failed: DID NOT RAISE",
+    "hypothesis.errors.FlakyFailure",
+)
 NONSENSE = re.compile(
     r"^seed \d+: (NameError|TypeError|AttributeError|ImportError|SyntaxError|UnboundLocalError|NotImplementedError) ",
     re.MULTILINE,
@@ -47,11 +53,29 @@ class Judged:
 
 
 def by_test(folder: Path, test: str, num_runs: int) -> int:
-    """In how many of so many runs an assertion of the test failed; whatever its parameters, a run counts once."""
+    """In how many of so many runs an assertion of the test failed; whatever its parameters, a run
+    counts once."""
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
-    options = ("-p", "tests.chaos.mutants.repeat", "-p", "no:cacheprovider", f"--junitxml={report}", "-n", "0", "-q")
-    told = run(folder, "-m", "pytest", test, *options, timeout_s=RUN_S * (1 + num_runs), MUTANT_RUNS=str(num_runs))
+    options = (
+        "-p",
+        "tests.chaos.mutants.repeat",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={report}",
+        "-n",
+        "0",
+        "-q",
+    )
+    told = run(
+        folder,
+        "-m",
+        "pytest",
+        test,
+        *options,
+        timeout_s=RUN_S * (1 + num_runs),
+        MUTANT_RUNS=str(num_runs),
+    )
     if not report.exists():
         raise Unfit(told)
     cases = [(_run_of(case), case) for case in ElementTree.parse(report).iter("testcase")]  # noqa: S314 (pytest's own)
@@ -60,7 +84,9 @@ def by_test(folder: Path, test: str, num_runs: int) -> int:
     failed: dict[str, list[str]] = {}
     for number, case in cases:
         for kind in ("failure", "error"):
-            failed.setdefault(number, []).extend(f"{kind}: {found.get('message', '')}" for found in case.iter(kind))
+            failed.setdefault(number, []).extend(
+                f"{kind}: {found.get('message', '')}" for found in case.iter(kind)
+            )
     strange = [why for whys in failed.values() for why in whys if not _is_assertion(why)]
     if strange:
         print(f"  {test}: not by an assertion: {strange[0][:300]}")
@@ -78,7 +104,8 @@ def _run_of(case: ElementTree.Element) -> str:
 
 
 def by_storms(folder: Path, num_runs: int) -> int:
-    """In how many of so many runs of the simulation, each with seeds of its own, a promise was broken."""
+    """In how many of so many runs of the simulation, each with seeds of its own, a promise was
+    broken."""
     arguments = ("-m", "tests.simulation", "0", f"--count={SEEDS_PER_RUN}", f"--runs={num_runs}")
     told = run(folder, *arguments, timeout_s=RUN_S * (1 + num_runs))
     number = told.rpartition(BROKEN_RUNS)[2].strip()
@@ -88,7 +115,8 @@ def by_storms(folder: Path, num_runs: int) -> int:
 
 
 def by_judge(folder: Path, hurt: Hurt, time_scale: float) -> Judged:
-    """One chaos run of a real stack, the protocol's times at this scale. Raises Unfit if there was nothing to judge."""
+    """One chaos run of a real stack, the protocol's times at this scale. Raises Unfit if there was
+    nothing to judge."""
     report = folder / FILE.relative_to(REPOSITORY)
     report.unlink(missing_ok=True)
     model = folder / "wide"
@@ -102,7 +130,9 @@ def by_judge(folder: Path, hurt: Hurt, time_scale: float) -> Judged:
         raise Unfit(f"no fault was injected: {said.not_run}")
     counts = {name: number for name in INVARIANTS if (number := getattr(said, name))}
     wanted = {name: number for name, number in counts.items() if name in hurt.counts}
-    findings = [finding for finding in said.findings if any(f" {name}: " in finding for name in wanted)]
+    findings = [
+        finding for finding in said.findings if any(f" {name}: " in finding for name in wanted)
+    ]
     others = {name: number for name, number in counts.items() if name not in wanted}
     return Judged(counts=wanted, others=others, finding=next(iter(findings), ""))
 
@@ -144,7 +174,11 @@ def _arguments(hurt: Hurt, wide: Path, time_scale: float) -> list[str]:
         "patience": PATIENCE_S,
         "time-scale": time_scale,
     }
-    switches = {"--inexact": not hurt.exact, "--insecure": hurt.insecure, "--redis-lasts": hurt.redis_lasts}
+    switches = {
+        "--inexact": not hurt.exact,
+        "--insecure": hurt.insecure,
+        "--redis-lasts": hurt.redis_lasts,
+    }
     flags = [name for name, holds in switches.items() if holds]
     if hurt.wide:
         values["model"] = str(wide)

@@ -10,4 +10,6 @@ import pytest
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One more parameter that the test does not see."""
     metafunc.fixturenames.append("mutant_run")
-    metafunc.parametrize("mutant_run", [f"run{number}" for number in range(int(os.environ["MUTANT_RUNS"]))])
+    metafunc.parametrize(
+        "mutant_run", [f"run{number}" for number in range(int(os.environ["MUTANT_RUNS"]))]
+    )

@@ -21,7 +21,10 @@ RULES: Final = "tests/integration/store/test_rules.py"
 
 HEADS_DIE = Hurt(faults="kill head", counts=("lost",))
 LEASE_MANAGER_HANGS = Hurt(
-    faults="lease: a lease manager hangs 1.4 leases", counts=("stale_commits",), stages=1, replicas=2
+    faults="lease: a lease manager hangs 1.4 leases",
+    counts=("stale_commits",),
+    stages=1,
+    replicas=2,
 )
 
 END_LOCK = """    SELECT jobs.id FROM jobs JOIN ends ON ends.job_id = jobs.id AND ends.fence = jobs.fence
@@ -29,9 +32,7 @@ END_LOCK = """    SELECT jobs.id FROM jobs JOIN ends ON ends.job_id = jobs.id AN
 END_WRITE = "WHERE jobs.id = locked.id AND ends.job_id = jobs.id AND ends.fence = jobs.fence AND jobs.state = :left"
 REQUEUE_LOCK = """    SELECT jobs.id FROM jobs JOIN keys ON keys.job_id = jobs.id AND keys.fence = jobs.fence
     WHERE jobs.state = 'running'"""
-REQUEUE_WRITE = (
-    "WHERE jobs.id = locked.id AND keys.job_id = jobs.id AND keys.fence = jobs.fence AND jobs.state = 'running'"
-)
+REQUEUE_WRITE = "WHERE jobs.id = locked.id AND keys.job_id = jobs.id AND keys.fence = jobs.fence AND jobs.state = 'running'"
 BEAT_LOCK = """    SELECT jobs.id FROM jobs JOIN beats ON beats.job_id = jobs.id AND beats.fence = jobs.fence
     WHERE jobs.state = 'running'"""
 BEAT_WRITE = """beats.job_id = jobs.id AND beats.fence = jobs.fence AND jobs.state = 'running'
@@ -48,9 +49,24 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         name="no fence in the write of an end",
         patches=(
-            Patch(file=ENDS, within="END", old=END_LOCK, new=END_LOCK.replace(" AND ends.fence = jobs.fence", "")),
-            Patch(file=ENDS, within="END", old=END_WRITE, new=END_WRITE.replace(" AND ends.fence = jobs.fence", "")),
-            Patch(file=STATEMENTS, within="end", old=HELD_END, new=HELD_END.replace("one.fence", "job.fence")),
+            Patch(
+                file=ENDS,
+                within="END",
+                old=END_LOCK,
+                new=END_LOCK.replace(" AND ends.fence = jobs.fence", ""),
+            ),
+            Patch(
+                file=ENDS,
+                within="END",
+                old=END_WRITE,
+                new=END_WRITE.replace(" AND ends.fence = jobs.fence", ""),
+            ),
+            Patch(
+                file=STATEMENTS,
+                within="end",
+                old=HELD_END,
+                new=HELD_END.replace("one.fence", "job.fence"),
+            ),
         ),
         tests=(f"{CLAIM_TESTS}::test_a_write_under_a_stale_fence_changes_nothing", ROWS_AGREE),
         hurt=LEASE_MANAGER_HANGS,
@@ -76,7 +92,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 old=BEAT_REPLY,
                 new=BEAT_REPLY.replace(" AND beats.fence = renewed.fence", ""),
             ),
-            Patch(file=STATEMENTS, within="heartbeat", old=HELD_BEAT, new=HELD_BEAT.replace("beat.fence", "job.fence")),
+            Patch(
+                file=STATEMENTS,
+                within="heartbeat",
+                old=HELD_BEAT,
+                new=HELD_BEAT.replace("beat.fence", "job.fence"),
+            ),
         ),
         tests=(f"{CLAIM_TESTS}::test_a_write_under_a_stale_fence_changes_nothing", ROWS_AGREE),
         hurt=LEASE_MANAGER_HANGS,
@@ -104,7 +125,9 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             ),
         ),
         tests=(f"{CLAIM_TESTS}::test_a_write_under_a_stale_fence_changes_nothing", ROWS_AGREE),
-        hurt=replace(LEASE_MANAGER_HANGS, faults="lease: a lease manager hangs while its head drains"),
+        hurt=replace(
+            LEASE_MANAGER_HANGS, faults="lease: a lease manager hangs while its head drains"
+        ),
     ),
     Mutant(
         name="a claim takes no new fence",
@@ -115,7 +138,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 old="SET state = 'running', fence = fence + 1,",
                 new="SET state = 'running', fence = 1,",
             ),
-            Patch(file=STATEMENTS, within="claim", old="JobState.RUNNING, job.fence + 1", new="JobState.RUNNING, 1"),
+            Patch(
+                file=STATEMENTS,
+                within="claim",
+                old="JobState.RUNNING, job.fence + 1",
+                new="JobState.RUNNING, 1",
+            ),
         ),
         tests=(f"{CLAIM_TESTS}::test_a_job_that_ran_before_is_claimed_with_the_next_fence",),
         hurt=HEADS_DIE,
@@ -142,7 +170,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 old="SELECT id FROM due UNION ALL SELECT id FROM unclaimed",
                 new="SELECT id FROM due",
             ),
-            Patch(file=RELAY_STATEMENTS, within="stamp", old="for job in due + lost if", new="for job in due if"),
+            Patch(
+                file=RELAY_STATEMENTS,
+                within="stamp",
+                old="for job in due + lost if",
+                new="for job in due if",
+            ),
         ),
         tests=(
             "tests/integration/store/test_outbox.py::test_an_unclaimed_job_is_sent_again_ever_more_rarely",
@@ -162,7 +195,9 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             ),
         ),
         tests=(f"{RULES}::test_the_database_refuses_a_second_result",),
-        hurt=Hurt(faults="postgres: COMMITs with unknown outcome", counts=("duplicated",), minutes=1.5),
+        hurt=Hurt(
+            faults="postgres: COMMITs with unknown outcome", counts=("duplicated",), minutes=1.5
+        ),
         hidden_by=Layer(
             name="the condition that only a running job ends",
             patches=(
@@ -172,14 +207,21 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                     old=END_LOCK,
                     new=END_LOCK.replace("    WHERE jobs.state = :left", "    WHERE true"),
                 ),
-                Patch(file=ENDS, within="END", old=END_WRITE, new=END_WRITE.replace(" AND jobs.state = :left", "")),
+                Patch(
+                    file=ENDS,
+                    within="END",
+                    old=END_WRITE,
+                    new=END_WRITE.replace(" AND jobs.state = :left", ""),
+                ),
             ),
         ),
     ),
     Mutant(
         name="leases by a worker's clock",
         patches=(
-            Patch(file=LEASES, old="from uuid import UUID", new="from uuid import UUID\nimport time\n"),
+            Patch(
+                file=LEASES, old="from uuid import UUID", new="from uuid import UUID\nimport time\n"
+            ),
             Patch(
                 file=LEASES,
                 within="HEARTBEAT",
@@ -225,21 +267,37 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 "        failpoint(Point.INTAKE_TAKEN)",
             ),
         ),
-        tests=("tests/integration/relay/test_intake.py::test_entries_taken_without_postgres_stay_for_the_next_relay",),
+        tests=(
+            "tests/integration/relay/test_intake.py::test_entries_taken_without_postgres_stay_for_the_next_relay",
+        ),
         hurt=Hurt(faults="kill relay at intake-taken", counts=("lost",), redis_lasts=True),
     ),
     Mutant(
         name="checkpoint appended instead of placed",
         patches=(
-            Patch(file=LEASES, within="HEARTBEAT", old="tokens[1:beats.start] || beats.ids", new="tokens || beats.ids"),
-            Patch(file=STATEMENTS, within="heartbeat", old="saved[: beat.start] + beat.ids", new="saved + beat.ids"),
+            Patch(
+                file=LEASES,
+                within="HEARTBEAT",
+                old="tokens[1:beats.start] || beats.ids",
+                new="tokens || beats.ids",
+            ),
+            Patch(
+                file=STATEMENTS,
+                within="heartbeat",
+                old="saved[: beat.start] + beat.ids",
+                new="saved + beat.ids",
+            ),
         ),
         tests=(
             f"{CLAIM_TESTS}::test_a_repeated_heartbeat_stores_its_tokens_once",
             ROWS_AGREE,
         ),
         is_simulated=True,
-        hurt=Hurt(faults="lease: a head dies unsure of its heartbeats", counts=("token_mismatches",), minutes=1.0),
+        hurt=Hurt(
+            faults="lease: a head dies unsure of its heartbeats",
+            counts=("token_mismatches",),
+            minutes=1.0,
+        ),
     ),
     Mutant(
         name="crashes counted for neighbors",
@@ -251,7 +309,9 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 new="elif row.has_progress is None:",
             ),
         ),
-        tests=(f"{SWEEP_TESTS}::test_an_expired_lease_with_new_tokens_is_requeued_without_a_crash",),
+        tests=(
+            f"{SWEEP_TESTS}::test_an_expired_lease_with_new_tokens_is_requeued_without_a_crash",
+        ),
         is_simulated=True,
         hurt=replace(HEADS_DIE, counts=("blamed",)),
     ),
@@ -265,7 +325,9 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 new="if row.parked is None:",
             ),
         ),
-        tests=(f"{SWEEP_TESTS}::test_an_expired_lease_of_a_parked_job_is_requeued_without_a_crash",),
+        tests=(
+            f"{SWEEP_TESTS}::test_an_expired_lease_of_a_parked_job_is_requeued_without_a_crash",
+        ),
     ),
     Mutant(
         name="a claim in an older epoch",
@@ -308,6 +370,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 new="",
             ),
         ),
-        tests=(f"{EXACT_TESTS}::test_a_job_that_asks_for_exact_rows_waits_for_them_and_then_for_the_same_ones",),
+        tests=(
+            f"{EXACT_TESTS}::test_a_job_that_asks_for_exact_rows_waits_for_them_and_then_for_the_same_ones",
+        ),
     ),
 )

@@ -36,7 +36,10 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         is_simulated=True,
         hurt=Hurt(
-            faults="lease: a head is cut off from Postgres 4 leases", counts=("stale_deltas",), stages=1, replicas=2
+            faults="lease: a head is cut off from Postgres 4 leases",
+            counts=("stale_deltas",),
+            stages=1,
+            replicas=2,
         ),
     ),
     Mutant(
@@ -70,7 +73,11 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             ),
         ),
         tests=("tests/conformance/test_hop.py::test_frames_of_an_older_epoch_are_dropped",),
-        hurt=Hurt(faults="frames: of an older epoch come again", counts=("token_mismatches",), insecure=True),
+        hurt=Hurt(
+            faults="frames: of an older epoch come again",
+            counts=("token_mismatches",),
+            insecure=True,
+        ),
     ),
     Mutant(
         name="step gap ignored",
@@ -96,7 +103,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             ),
         ),
     ),
-    # The next two change the last bit of few elements: no token of a real stack has followed from that yet.
+    # The next two change the last bit of few elements: no token of a real stack has followed from
+    # that yet.
     Mutant(
         name="one-row matmul allowed",
         patches=(
@@ -119,7 +127,9 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 new="if not buckets or num_rows > buckets[-1]:\n        return (num_rows,)",
             ),
         ),
-        tests=("tests/unit/stage/products/test_row_buckets.py::test_rows_are_cut_into_few_allowed_panels",),
+        tests=(
+            "tests/unit/stage/products/test_row_buckets.py::test_rows_are_cut_into_few_allowed_panels",
+        ),
     ),
     Mutant(
         name="a job that breaks a later stage is kept for ever",
@@ -136,7 +146,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         name="prefill rule: the first in line takes the whole step",
         patches=(
-            Patch(file=STEP_CUTTER, within="StepCutter._add_chunks", old="max(MIN_CHUNK, left // 2)", new="left"),
+            Patch(
+                file=STEP_CUTTER,
+                within="StepCutter._add_chunks",
+                old="max(MIN_CHUNK, left // 2)",
+                new="left",
+            ),
         ),
         tests=(f"{PREFILL}::test_a_prefill_takes_half_of_what_is_left_while_others_wait_else_all",),
         hurt=Hurt(faults="prefill", counts=("broken",)),
@@ -150,9 +165,16 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 old="newcomer.order < sequence.order:\n                yield",
                 new="newcomer.order < (-1, 0):\n                yield",
             ),
-            Patch(file=STEP_CUTTER, within="StepCutter._add_chunks", old="max(MIN_CHUNK, left // 2)", new="left"),
+            Patch(
+                file=STEP_CUTTER,
+                within="StepCutter._add_chunks",
+                old="max(MIN_CHUNK, left // 2)",
+                new="left",
+            ),
         ),
-        tests=(f"{PREFILL}::test_an_urgent_prompt_has_its_first_token_in_three_steps_among_long_ones",),
+        tests=(
+            f"{PREFILL}::test_an_urgent_prompt_has_its_first_token_in_three_steps_among_long_ones",
+        ),
     ),
     Mutant(
         name="KV rule: a smaller pool fails running jobs",
@@ -164,7 +186,9 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 new='*(self._fail(each, "no KV") for',
             ),
         ),
-        tests=(f"{KV_RULE}::test_a_new_epoch_with_less_kv_gives_back_the_long_job_and_runs_the_others",),
+        tests=(
+            f"{KV_RULE}::test_a_new_epoch_with_less_kv_gives_back_the_long_job_and_runs_the_others",
+        ),
         hurt=Hurt(faults="memory: one of two pipelines", counts=("lost",), load="users"),
     ),
     Mutant(
@@ -177,12 +201,19 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 new="return sequence.most_blocks > self.config.num_blocks",
             ),
         ),
-        tests=(f"{KV_RULE}::test_a_completion_within_the_pool_is_whole_though_its_limit_is_beyond",),
+        tests=(
+            f"{KV_RULE}::test_a_completion_within_the_pool_is_whole_though_its_limit_is_beyond",
+        ),
     ),
     Mutant(
         name="prefix cache: the tokens before a block do not count",
         patches=(
-            Patch(file=PREFIX_CACHE, within="_digest", old="before = digests[-1] if digests else", new="before ="),
+            Patch(
+                file=PREFIX_CACHE,
+                within="_digest",
+                old="before = digests[-1] if digests else",
+                new="before =",
+            ),
         ),
         tests=(f"{FOUND}::test_equal_tokens_after_another_beginning_are_not_found",),
     ),
@@ -202,14 +233,24 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         name="prefix cache: tenants find each other's blocks",
         patches=(
             Patch(
-                file=PREFIX_CACHE, within="_digest", old="(request.tenant, request.adapter,", new="(request.adapter,"
+                file=PREFIX_CACHE,
+                within="_digest",
+                old="(request.tenant, request.adapter,",
+                new="(request.adapter,",
             ),
         ),
         tests=(f"{FOUND}::test_another_tenant_finds_nothing",),
     ),
     Mutant(
         name="offload: a cancelled job keeps its slots",
-        patches=(Patch(file=SCHEDULER, within="Scheduler._end", old="self._batch.offload.drop(sequence)", new="pass"),),
+        patches=(
+            Patch(
+                file=SCHEDULER,
+                within="Scheduler._end",
+                old="self._batch.offload.drop(sequence)",
+                new="pass",
+            ),
+        ),
         tests=(f"{OFFLOADED}::test_a_job_that_is_cancelled_while_it_waits_leaves_its_slots",),
     ),
     Mutant(
@@ -226,13 +267,28 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     ),
     Mutant(
         name="prompt lookup: a guess counts that was not sampled",
-        patches=(Patch(file=SAMPLER, within="Sampler._run", old="if tokens[-1] != draft:", new="if draft is None:"),),
-        tests=(f"{SAMPLED}::test_drafts_are_sampled_as_if_one_by_one_up_to_the_first_that_is_wrong",),
+        patches=(
+            Patch(
+                file=SAMPLER,
+                within="Sampler._run",
+                old="if tokens[-1] != draft:",
+                new="if draft is None:",
+            ),
+        ),
+        tests=(
+            f"{SAMPLED}::test_drafts_are_sampled_as_if_one_by_one_up_to_the_first_that_is_wrong",
+        ),
     ),
     Mutant(
         name="prompt lookup: history lacks the guesses that came true",
-        patches=(Patch(file=SAMPLER, within="Sampler._run", old="sequence.extend(tokens[-1:])", new="pass"),),
-        tests=(f"{SAMPLED}::test_drafts_are_sampled_as_if_one_by_one_up_to_the_first_that_is_wrong",),
+        patches=(
+            Patch(
+                file=SAMPLER, within="Sampler._run", old="sequence.extend(tokens[-1:])", new="pass"
+            ),
+        ),
+        tests=(
+            f"{SAMPLED}::test_drafts_are_sampled_as_if_one_by_one_up_to_the_first_that_is_wrong",
+        ),
     ),
     Mutant(
         name="prompt lookup: guesses count as computed before they came true",

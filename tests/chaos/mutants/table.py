@@ -1,6 +1,8 @@
-"""The table of mutants in a document, which is also the memory of earlier runs. Knows how to read and write it, no run.
+"""The table of mutants in a document, which is also the memory of earlier runs. Knows how to read
+and write it, no run.
 
-A run replaces what it has seen: both halves of a mutant, or the tests alone, or the real stack alone. All else stays.
+A run replaces what it has seen: both halves of a mutant, or the tests alone, or the real stack
+alone. All else stays.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from typing import NamedTuple
 from tests.chaos.mutants.mutant import Mutant
 from tests.chaos.mutants.noticing import Judged
 
-BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
+BEGIN = "<!-- mutants: begin -->"
+END = "<!-- mutants: end -->"
 HEADER = ("| mutant | caught | by | real stack |", "|---|---|---|---|")
 NOTHING = "-"
 
@@ -36,11 +39,16 @@ class Seen(NamedTuple):
 
 
 def update(path: Path, mutants: Sequence[Mutant], seen: Mapping[str, Seen]) -> None:
-    """Puts what was seen into the document's table, which is in the order of `mutants`; rows of other mutants go."""
+    """Puts what was seen into the document's table, which is in the order of `mutants`; rows of
+    other mutants go."""
     before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     table, _, after = rest.partition(END)
     old = rows_of(table)
-    rows = [row for mutant in mutants for row in merged(mutant, old.get(mutant.name, []), seen.get(mutant.name))]
+    rows = [
+        row
+        for mutant in mutants
+        for row in merged(mutant, old.get(mutant.name, []), seen.get(mutant.name))
+    ]
     text = "\n".join((*HEADER, *(f"| {' | '.join(row)} |" for row in rows)))
     path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
 
@@ -62,8 +70,14 @@ def merged(mutant: Mutant, old: Sequence[Row], seen: Seen | None) -> list[Row]:
     if seen.caught is None:
         tests = [(row.caught, row.by) for row in old] or [(NOTHING, NOTHING)]
     else:
-        tests = [(f"{num_caught}/{num_runs}", short(test)) for test, (num_caught, num_runs) in seen.caught.items()]
-    return [Row(mutant.name, caught, by, "" if place else stack) for place, (caught, by) in enumerate(tests)]
+        tests = [
+            (f"{num_caught}/{num_runs}", short(test))
+            for test, (num_caught, num_runs) in seen.caught.items()
+        ]
+    return [
+        Row(mutant.name, caught, by, "" if place else stack)
+        for place, (caught, by) in enumerate(tests)
+    ]
 
 
 def _stack_cell(mutant: Mutant, judged: Judged | None) -> str:

@@ -1,5 +1,6 @@
-"""A random model with the demo model's tokenizer whose wide rows show what a narrow one hides: in bf16, a single row
-times a wide matrix has other bits than the same row among others. `python -m tests.chaos.mutants.wide_model FOLDER`.
+"""A random model with the demo model's tokenizer whose wide rows show what a narrow one hides: in
+bf16, a single row times a wide matrix has other bits than the same row among others. `python -m
+tests.chaos.mutants.wide_model FOLDER`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""A network between the stages of one machine, every link of which passes a proxy. Knows ports and pids, no protocol.
+"""A network between the stages of one machine, every link of which passes a proxy. Knows ports and
+pids, no protocol.
 
-Stages listen on 127.0.0.1 and advertise 127.0.0.2, where a proxy for each port of their range passes everything on. So
-links of epochs to come are proxied too, and the port tells which stage is called: it is the one that listens there.
+Stages listen on 127.0.0.1 and advertise 127.0.0.2, where a proxy for each port of their range
+passes everything on. So links of epochs to come are proxied too, and the port tells which stage is
+called: it is the one that listens there.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ import psutil
 
 from tests.chaos.network.proxy import Proxy
 
-LISTEN, ADVERTISE = "127.0.0.1", "127.0.0.2"
+LISTEN = "127.0.0.1"
+ADVERTISE = "127.0.0.2"
 NUM_PORTS = 32
-LOWEST_PORT, HIGHEST_PORT = 10_000, 30_000
+LOWEST_PORT = 10_000
+HIGHEST_PORT = 30_000
 """Below the ports that the kernel gives to callers."""
 TRIES = 50
 
@@ -72,7 +76,11 @@ def _listening(pid: int) -> set[int]:
         connections = psutil.Process(pid).net_connections("tcp4")
     except psutil.NoSuchProcess:
         return set()
-    return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN and one.laddr.ip == LISTEN}
+    return {
+        one.laddr.port
+        for one in connections
+        if one.status == psutil.CONN_LISTEN and one.laddr.ip == LISTEN
+    }
 
 
 def _free_ports() -> range:
@@ -82,7 +90,9 @@ def _free_ports() -> range:
         ports = range(first, first + NUM_PORTS)
         if all(_is_free(host, port) for host in (LISTEN, ADVERTISE) for port in ports):
             return ports
-    raise OSError(f"no {NUM_PORTS} ports in a row are free between {LOWEST_PORT} and {HIGHEST_PORT}")
+    raise OSError(
+        f"no {NUM_PORTS} ports in a row are free between {LOWEST_PORT} and {HIGHEST_PORT}"
+    )
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -1,6 +1,8 @@
-"""A TCP proxy that can be as bad as a network: tests put it between a service and what it calls. Knows no protocol.
+"""A TCP proxy that can be as bad as a network: tests put it between a service and what it calls.
+Knows no protocol.
 
-One thread and one event loop for each proxy. A condition is in force for old and new connections when the call returns.
+One thread and one event loop for each proxy. A condition is in force for old and new connections
+when the call returns.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from typing import TypeAlias
 
 CHUNK_BYTES = 64 << 10
 MAX_CHUNKS = 64
-"""On their way in one direction of one connection; then the sender feels it, as with a full socket buffer."""
+"""On their way in one direction of one connection; then the sender feels it, as with a full socket
+buffer."""
 SLICE_S = 0.05
 """A slow link moves a piece this often."""
 ANSWER_S = 10.0
@@ -26,7 +29,8 @@ RESET = struct.pack("ii", 1, 0)
 """SO_LINGER: closing sends RST and drops what is unsent."""
 
 Chunks: TypeAlias = asyncio.Queue[tuple[float, bytes | None]]
-"""When each is due, and what: b"" stands for the end, None for a reset. A partition hides those as it hides bytes."""
+"""When each is due, and what: b"" stands for the end, None for a reset. A partition hides those as
+it hides bytes."""
 
 
 class Direction(Enum):
@@ -53,7 +57,9 @@ FAIR = Weather()
 class Proxy:
     """Between callers of `host:port` and `target`: a (host, port), or the path of a unix socket."""
 
-    def __init__(self, target: tuple[str, int] | str, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self, target: tuple[str, int] | str, *, host: str = "127.0.0.1", port: int = 0
+    ) -> None:
         self.host = host
         self.port = port
         """0 becomes a free one at the first start, and stays."""
@@ -94,7 +100,8 @@ class Proxy:
         return len(self._links)
 
     def half_open(self) -> None:
-        """The peer's machine is gone without a word: connections stay, new ones are taken, nothing comes or arrives."""
+        """The peer's machine is gone without a word: connections stay, new ones are taken, nothing
+        comes or arrives."""
         self._call(lambda: self._change(replace(self._weather, swallows=True)))
 
     def delay(self, mean_s: float, jitter_s: float = 0.0) -> None:
@@ -103,7 +110,9 @@ class Proxy:
 
     def drop(self, direction: Direction) -> None:
         """A one-way partition. As TCP does, what was sent meanwhile arrives when it is over."""
-        self._call(lambda: self._change(replace(self._weather, held=self._weather.held | {direction})))
+        self._call(
+            lambda: self._change(replace(self._weather, held=self._weather.held | {direction}))
+        )
 
     def slow(self, bytes_per_s: float) -> None:
         """Each connection moves this much in each direction: to the sender, a slow reader."""
@@ -114,7 +123,8 @@ class Proxy:
         self._call(self._cut)
 
     def clear(self) -> None:
-        """Fair again. Connections that lost bytes in `half_open` are reset, as by a machine that came back."""
+        """Fair again. Connections that lost bytes in `half_open` are reset, as by a machine that
+        came back."""
 
         def fair() -> None:
             self._change(FAIR)
@@ -124,7 +134,8 @@ class Proxy:
         self._call(fair)
 
     async def passage(self, direction: Direction) -> Weather:
-        """The weather, as soon as it lets bytes of this direction pass. In the proxy's thread only."""
+        """The weather, as soon as it lets bytes of this direction pass. In the proxy's thread
+        only."""
         while direction in self._weather.held:
             await self._changed.wait()
         return self._weather
@@ -137,7 +148,10 @@ class Proxy:
     def due_s(self) -> float:
         """How long a chunk that came now is on its way."""
         weather = self._weather
-        return max(0.0, random.uniform(weather.mean_s - weather.jitter_s, weather.mean_s + weather.jitter_s))
+        return max(
+            0.0,
+            random.uniform(weather.mean_s - weather.jitter_s, weather.mean_s + weather.jitter_s),
+        )
 
     def _call(self, change: Callable[[], None]) -> None:
         async def run() -> None:
@@ -155,7 +169,9 @@ class Proxy:
             link.reset()
 
     async def _listen(self) -> None:
-        self._server = await asyncio.start_server(self._accept, self.host, self.port, limit=CHUNK_BYTES)
+        self._server = await asyncio.start_server(
+            self._accept, self.host, self.port, limit=CHUNK_BYTES
+        )
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def _close(self) -> None:
@@ -228,7 +244,10 @@ class _Link:
             while await self.client.reader.read(CHUNK_BYTES):
                 pass
             return
-        ways = ((Direction.TO_SERVER, self.client, self.server), (Direction.TO_CLIENT, self.server, self.client))
+        ways = (
+            (Direction.TO_SERVER, self.client, self.server),
+            (Direction.TO_CLIENT, self.server, self.client),
+        )
         async with asyncio.TaskGroup() as tasks:
             for direction, source, sink in ways:
                 chunks: Chunks = asyncio.Queue(MAX_CHUNKS)
@@ -282,7 +301,8 @@ class _Link:
             if weather.bytes_per_s is not None:
                 size = max(1, int(weather.bytes_per_s * SLICE_S))
                 await self._proxy.pause(min(size, len(data)) / weather.bytes_per_s)
-            piece, data = data[:size], data[size:]
+            piece = data[:size]
+            data = data[size:]
             if weather.swallows:
                 self.has_lost_bytes = True
                 continue

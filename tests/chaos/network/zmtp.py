@@ -1,18 +1,22 @@
-"""One direction of a ZMTP 3 connection, cut into whole messages. Knows no frame of ours and no socket."""
+"""One direction of a ZMTP 3 connection, cut into whole messages. Knows no frame of ours and no
+socket."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 GREETING_BYTES = 64
-MORE, LONG, COMMAND = 1, 2, 4
+MORE = 1
+LONG = 2
+COMMAND = 4
 
 PassOn = Callable[[bytes, list[bytes]], bytes]
 """(message as it came, its parts) → what goes on instead."""
 
 
 class Tap:
-    """Bytes in, bytes out; each whole message goes through `pass_on`, handshakes and commands do not."""
+    """Bytes in, bytes out; each whole message goes through `pass_on`, handshakes and commands do
+    not."""
 
     def __init__(self, pass_on: PassOn) -> None:
         self._pass_on = pass_on
@@ -43,7 +47,8 @@ class Tap:
             self._parts.append(raw[num_header:])
             if not flags & MORE:
                 yield self._pass_on(self._message, self._parts)
-                self._message, self._parts = b"", []
+                self._message = b""
+                self._parts = []
 
     def _frame(self) -> tuple[int, int] | None:
         """Sizes of header and body of the next frame; None while it is not whole."""
@@ -56,5 +61,6 @@ class Tap:
         return (num_header, num_body) if len(self._rest) >= num_header + num_body else None
 
     def _cut(self, num: int) -> bytes:
-        first, self._rest = self._rest[:num], self._rest[num:]
+        first = self._rest[:num]
+        self._rest = self._rest[num:]
         return first

@@ -17,4 +17,6 @@ class Finding:
     job_id: UUID | None = None
 
     def __str__(self) -> str:
-        return f"{self.invariant} {self.count}: {self.what}" + (f" (job {self.job_id})" if self.job_id else "")
+        return f"{self.invariant} {self.count}: {self.what}" + (
+            f" (job {self.job_id})" if self.job_id else ""
+        )

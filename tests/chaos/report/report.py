@@ -32,7 +32,8 @@ class Struck(msgspec.Struct, frozen=True, kw_only=True):
     restarted: list[str] = []
     """Services on the path of a prompt that the fault ended."""
     recovery_s: float | None
-    """From the end of the fault to a new token or end of a job accepted before it; None if there was none in time."""
+    """From the end of the fault to a new token or end of a job accepted before it; None if there
+    was none in time."""
     recovery_max_s: float = 0.0
     """What it may cost: see storm.py."""
     ended_s: float | None = None
@@ -55,11 +56,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     failed_expected: int
     """Jobs that were cancelled or expired because somebody asked for it."""
     held_back: int = 0
-    """Of them, rows of the bulk load that were to run an hour later, and were cancelled when it ended."""
+    """Of them, rows of the bulk load that were to run an hour later, and were cancelled when it
+    ended."""
     followed: int = 0
     """Jobs in canvases of a Celery app."""
     followed_loosely: int = 0
-    """Of them, those near a moment in which Redis lost messages: the number of their calls proves nothing."""
+    """Of them, those near a moment in which Redis lost messages: the number of their calls proves
+    nothing."""
     load: str = "lab"
     adapters: int = 0
     lost: int = 0
@@ -80,7 +83,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     admitted: int = 0
     """Requests beyond a limit that a door took, or answered with an error of its own."""
     callbacks: int = 0
-    """What followed a Celery task never, twice, or with another value, and results that the backend does not have."""
+    """What followed a Celery task never, twice, or with another value, and results that the backend
+    does not have."""
     stale_commits: int = 0
     stale_deltas: int = 0
     blamed: int = 0
@@ -94,11 +98,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     growth: int = 0
     dead_threads: int = 0
     broken: int = 0
-    """What a fault's own check missed: a clear refusal, a clear error at a door, a neighbor's crash."""
+    """What a fault's own check missed: a clear refusal, a clear error at a door, a neighbor's
+    crash."""
     worst_recovery_s: float = 0.0
     in_faults_s: float = 0.0
     between_faults_s: float = 0.0
-    """Where the storm's time went: into faults, and into waiting until a job had ended after each."""
+    """Where the storm's time went: into faults, and into waiting until a job had ended after
+    each."""
     rss_growth_mb: float = 0.0
     useful_tokens_per_s: float = 0.0
     streams_read: int = 0
@@ -112,9 +118,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return not self.findings
 
     def with_findings(self, findings: Sequence[Finding]) -> Report:
-        """Counted in the field of each. Blocks of KV are counted already: one finding may be many."""
-        counts = Counter(finding.count for finding in findings if finding.count != "kv_blocks_leaked")
-        return msgspec.structs.replace(self, findings=[str(finding) for finding in findings], **counts)
+        """Counted in the field of each. Blocks of KV are counted already: one finding may be
+        many."""
+        counts = Counter(
+            finding.count for finding in findings if finding.count != "kv_blocks_leaked"
+        )
+        return msgspec.structs.replace(
+            self, findings=[str(finding) for finding in findings], **counts
+        )
 
 
 def kinds(struck: Sequence[Struck]) -> dict[str, int]:

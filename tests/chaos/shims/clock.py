@@ -1,4 +1,5 @@
-"""Clocks of single processes, moved by a preloaded library. Knows no service; needs a C compiler."""
+"""Clocks of single processes, moved by a preloaded library. Knows no service; needs a C
+compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A disk that is full under one folder, for processes that preload a library. Knows no server; needs a C compiler."""
+"""A disk that is full under one folder, for processes that preload a library. Knows no server;
+needs a C compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Small libraries in C that change what the system tells a process that preloads them. Knows none of them."""
+"""Small libraries in C that change what the system tells a process that preloads them. Knows none
+of them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ def build(source: Path, library: Path) -> str | None:
         return f"no C compiler is installed, to build {source.name}"
     command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
-    return None if built.returncode == 0 else f"{source.name} cannot be built: {built.stderr[-300:]}"
+    return (
+        None if built.returncode == 0 else f"{source.name} cannot be built: {built.stderr[-300:]}"
+    )
 
 
 @contextmanager
@@ -25,7 +28,9 @@ def preloaded(libraries: Sequence[Path], environment: Mapping[str, str]) -> Iter
     """Every process that is started meanwhile preloads them, besides what it preloads anyway."""
     before = dict(os.environ)
     names = [str(library) for library in libraries]
-    os.environ.update({**environment, "LD_PRELOAD": ":".join([*names, *filter(None, [before.get("LD_PRELOAD")])])})
+    os.environ.update(
+        {**environment, "LD_PRELOAD": ":".join([*names, *filter(None, [before.get("LD_PRELOAD")])])}
+    )
     try:
         yield
     finally:

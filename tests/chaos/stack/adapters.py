@@ -1,4 +1,5 @@
-"""Adapters for a model of the load: of unlike ranks and layers, strong enough that tokens differ, the same every time.
+"""Adapters for a model of the load: of unlike ranks and layers, strong enough that tokens differ,
+the same every time.
 
 `python -m tests.chaos.stack.adapters MODEL FOLDER NUM`.
 """
@@ -20,8 +21,11 @@ SCALE = 0.25
 def save(model: Path, folder: Path, num: int) -> None:
     """Writes so many into a folder."""
     for place, name in enumerate(adapter_names(num)):
-        rank, targets = RANKS[place % len(RANKS)], TARGETS[place % len(TARGETS)]
-        save_adapter(model, folder / name, targets=targets, rank=rank, seed=place, lora_alpha=SCALE * rank)
+        rank = RANKS[place % len(RANKS)]
+        targets = TARGETS[place % len(TARGETS)]
+        save_adapter(
+            model, folder / name, targets=targets, rank=rank, seed=place, lora_alpha=SCALE * rank
+        )
 
 
 if __name__ == "__main__":

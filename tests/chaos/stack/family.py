@@ -1,4 +1,5 @@
-"""The processes of a stack on this machine: their memory, their children, and who outlives it. Asks the system."""
+"""The processes of a stack on this machine: their memory, their children, and who outlives it. Asks
+the system."""
 
 from __future__ import annotations
 
@@ -22,16 +23,24 @@ def running(pids: Mapping[str, int]) -> dict[str, Running]:
 
 
 def family(pids: Collection[int], seen: Collection[psutil.Process]) -> set[psutil.Process]:
-    """The processes that a stack has, with their children, and those that it was ever seen to have."""
+    """The processes that a stack has, with their children, and those that it was ever seen to
+    have."""
     own = [psutil.Process(pid) for pid in pids]
     return {*seen, *own, *(child for process in own for child in process.children(recursive=True))}
 
 
 def orphans(folder: Path, seen: set[psutil.Process]) -> list[Finding]:
     """I5: processes ever seen, or with this stack's folder in their environment, that live on."""
-    left = {process for process in seen if process.is_running() and process.status() != psutil.STATUS_ZOMBIE}
+    left = {
+        process
+        for process in seen
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    }
     left |= {process for process in psutil.process_iter() if _is_of(process, folder)}
-    return [Finding(invariant="I5", count="orphans", what=f"process {process} lives on") for process in left]
+    return [
+        Finding(invariant="I5", count="orphans", what=f"process {process} lives on")
+        for process in left
+    ]
 
 
 def _is_of(process: psutil.Process, folder: Path) -> bool:

@@ -1,4 +1,5 @@
-"""Starts a local target and clears it away: servers, proxies, one or two stacks. Knows no fault and no invariant."""
+"""Starts a local target and clears it away: servers, proxies, one or two stacks. Knows no fault and
+no invariant."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ SECOND_KV_MIB: Mapping[str, int] = MappingProxyType({"float32": 2, "bfloat16": 1
 """By dtype: exactly the tokens of the second model's limit."""
 FAILPOINTS = "failpoints"
 STACKS = ("stack", "second")
-SERVERS, RESULTS = "servers", "results"
+SERVERS = "servers"
+RESULTS = "results"
 """Folders of their logs."""
 
 
@@ -70,21 +72,29 @@ class Servers:
 def local_target(options: Options) -> Iterator[LocalTarget]:
     """Ready, in a folder of its own; at the end nothing of it is left but its logs."""
     folder = Path(tempfile.mkdtemp(prefix="shardline-chaos-"))
-    failpoints, kv_mib = folder / FAILPOINTS, folder / "kv_mib"
+    failpoints = folder / FAILPOINTS
+    kv_mib = folder / "kv_mib"
     failpoints.mkdir()
     is_users = options.load is LoadName.USERS
-    workload = (of_users([CLERK, SCRIBE]) if is_users else lab()).with_adapters(adapter_names(options.adapters))
+    workload = (of_users([CLERK, SCRIBE]) if is_users else lab()).with_adapters(
+        adapter_names(options.adapters)
+    )
     kv_mib.write_text(str(SMALL_KV_MIB[options.dtype] if is_users else KV_MIB))
     with ExitStack() as ending:
         ending.callback(_keep_logs, folder)
-        clock, disk = Clock(folder / "clocks"), Disk(folder / "disk")
+        clock = Clock(folder / "clocks")
+        disk = Disk(folder / "disk")
         stage_preload = ending.enter_context(_preloaded(clock, disk))
         model = folder / "model" / MODEL
         shutil.copytree(options.model or CLERK_FOLDER, model)
         servers = _serve(ending, folder / SERVERS, composed_redis() if is_users else {})
         results = _results(ending, folder / RESULTS) if is_users and options.canvas else None
         hop_net = _hop_net(ending, options)
-        shared = {**servers.settings, "SHARDLINE_STAGE_PRELOAD": stage_preload, **_asked(options, folder)}
+        shared = {
+            **servers.settings,
+            "SHARDLINE_STAGE_PRELOAD": stage_preload,
+            **_asked(options, folder),
+        }
         shared |= {} if results is None else {"SHARDLINE_RESULT_BACKEND": results.url}
         adapters = _adapters(model, options.adapters)
         began_s = time.monotonic()
@@ -162,7 +172,10 @@ def _shape(options: Options) -> Mapping[str, str]:
     ranks = {"SHARDLINE_TP": str(options.tp)} if options.tp > 1 else {}
     devices = {}
     if options.devices is not None:
-        devices = {"SHARDLINE_DEVICES": options.devices, "SHARDLINE_DEVICE_MODULE": "tests.accelerator"}
+        devices = {
+            "SHARDLINE_DEVICES": options.devices,
+            "SHARDLINE_DEVICE_MODULE": "tests.accelerator",
+        }
     all_cores = {"SHARDLINE_STAGE_CORES": str(len(usable_cores()))}
     if options.workers is not None:
         cores = {} if devices else all_cores
@@ -172,12 +185,19 @@ def _shape(options: Options) -> Mapping[str, str]:
     if devices:
         return devices
     cores = all_cores if ranks else {}
-    return {"SHARDLINE_STAGES": str(options.stages), "SHARDLINE_REPLICAS": str(options.replicas), **cores, **ranks}
+    return {
+        "SHARDLINE_STAGES": str(options.stages),
+        "SHARDLINE_REPLICAS": str(options.replicas),
+        **cores,
+        **ranks,
+    }
 
 
 def composed_redis() -> Mapping[str, str]:
     """How much memory Compose's Redis may take, and what it does then."""
-    found = dict(re.findall(r"--(maxmemory(?:-policy)?) (\S+)", (REPOSITORY / "compose.yaml").read_text()))
+    found = dict(
+        re.findall(r"--(maxmemory(?:-policy)?) (\S+)", (REPOSITORY / "compose.yaml").read_text())
+    )
     assert found.keys() == {"maxmemory", "maxmemory-policy"}, found
     return found
 
@@ -219,7 +239,9 @@ def _unlike(ending: ExitStack, stack: Stack, options: Options) -> list[UnlikeWor
     if not options.more_dtypes:
         return []
     pids: Mapping[str, int] = stack.look()["processes"]
-    environment = psutil.Process(next(pid for name, pid in pids.items() if name.startswith("worker-"))).environ()
+    environment = psutil.Process(
+        next(pid for name, pid in pids.items() if name.startswith("worker-"))
+    ).environ()
     made = [
         UnlikeWorker(f"unlike-{place}", stack.home.folder, environment, dtype=dtype)
         for place, dtype in enumerate(options.more_dtypes)
@@ -236,7 +258,9 @@ def _second(ending: ExitStack, folder: Path, options: Options, shared: Mapping[s
     _run("second_model", str(model))
     kv_mib = SECOND_KV_MIB[options.dtype]
     own = {"SHARDLINE_MODEL": str(model), "SHARDLINE_STAGES": "1", "SHARDLINE_KV_MIB": str(kv_mib)}
-    return _stack(ending, folder / "second", **{**shared, **own, **_adapters(model, options.adapters)})
+    return _stack(
+        ending, folder / "second", **{**shared, **own, **_adapters(model, options.adapters)}
+    )
 
 
 def _adapters(model: Path, num: int) -> Mapping[str, str]:
@@ -260,7 +284,8 @@ def _run(module: str, *arguments: str) -> None:
 
 @contextmanager
 def _preloaded(clock: Clock, disk: Disk) -> Iterator[str]:
-    """Servers and services preload both; gives what stages preload, which is these and their allocator."""
+    """Servers and services preload both; gives what stages preload, which is these and their
+    allocator."""
     shims = [shim for shim in (clock, disk) if shim.why_not is None]
     libraries = [shim.library for shim in shims]
     environment = {name: value for shim in shims for name, value in shim.environment.items()}

@@ -1,4 +1,5 @@
-"""The stack under test as a fault sees it, on servers that the harness runs itself. Knows no fault and no invariant."""
+"""The stack under test as a fault sees it, on servers that the harness runs itself. Knows no fault
+and no invariant."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ class LocalTarget(TargetRun):
 
     @property
     def num_more_stages(self) -> int:
-        """Workers beside one pipeline, and the second stack, which has one pipeline of one stage."""
+        """Workers beside one pipeline, and the second stack, which has one pipeline of one
+        stage."""
         return self.num_started - self.num_stages + (0 if self.second is None else 1)
 
     @property
@@ -105,13 +107,17 @@ class LocalTarget(TargetRun):
     def end(self) -> list[Finding]:
         """Stop it. Returns the processes that live on (I5)."""
         stacks = [self.stack] if self.second is None else [self.second, self.stack]
-        relatives = family.family(self.pids().values(), {one for stack in stacks for one in stack.seen})
+        relatives = family.family(
+            self.pids().values(), {one for stack in stacks for one in stack.seen}
+        )
         for worker in self.unlike:
             relatives |= worker.relatives()
             worker.end()
         for stack in stacks:
             stack.end()
-        return [finding for stack in stacks for finding in family.orphans(stack.home.folder, relatives)]
+        return [
+            finding for stack in stacks for finding in family.orphans(stack.home.folder, relatives)
+        ]
 
     def logs(self) -> list[Path]:
         """Of the servers, the stacks and their supervisors."""
@@ -120,7 +126,8 @@ class LocalTarget(TargetRun):
         return [self.postgres.log, self.redis.log, *(stack.output for stack in stacks), *own]
 
     def pick(self, rng: random.Random, prefix: str) -> tuple[str, int]:
-        """A living process of the first stack by the beginning of its name; waits for one that is being restarted."""
+        """A living process of the first stack by the beginning of its name; waits for one that is
+        being restarted."""
         until(lambda: bool(self._matching(prefix)))
         return rng.choice(sorted(self._matching(prefix).items()))
 
@@ -136,7 +143,8 @@ class LocalTarget(TargetRun):
             return fleets.plan_of(connection, MODEL)
 
     def _prefixes(self, prefix: str) -> tuple[str, ...]:
-        """Of a fleet, `stage-1` means the workers whose place is 1, or the last if there are fewer stages."""
+        """Of a fleet, `stage-1` means the workers whose place is 1, or the last if there are fewer
+        stages."""
         kind, _, place = prefix.partition("-")
         if not self.is_fleet or kind != "stage":
             return (prefix,)
@@ -145,7 +153,11 @@ class LocalTarget(TargetRun):
             return ("worker-",)
         places = _places(plan)
         wanted = places[min(int(place), len(places) - 1)]
-        names = [worker.partition("@")[0].rpartition(".")[2] for worker, its in plan.stages.items() if its == wanted]
+        names = [
+            worker.partition("@")[0].rpartition(".")[2]
+            for worker, its in plan.stages.items()
+            if its == wanted
+        ]
         return tuple(name for name in names if name.startswith("worker-"))
 
     def _matching(self, prefix: str, suffix: str = "") -> dict[str, int]:
@@ -153,7 +165,9 @@ class LocalTarget(TargetRun):
         return {
             name: pid
             for name, pid in self.pids().items()
-            if name.startswith(prefixes) and name.endswith(SECOND) == bool(suffix) and not name.startswith(SUPERVISOR)
+            if name.startswith(prefixes)
+            and name.endswith(SECOND) == bool(suffix)
+            and not name.startswith(SUPERVISOR)
         }
 
 

@@ -14,9 +14,11 @@ TIME_SCALE = 0.25
 KV_MIB = 64
 """Of each stage: more than the lab's load ever needs."""
 SMALL_KV_MIB: Mapping[str, int] = MappingProxyType({"float32": 6, "bfloat16": 4, "int8": 4})
-"""Of each stage by dtype, for users: a fraction of what the open jobs could use. Half of it holds the longest twice."""
+"""Of each stage by dtype, for users: a fraction of what the open jobs could use. Half of it holds
+the longest twice."""
 FLEET_MIB: Mapping[str, int] = MappingProxyType({"float32": 21, "bfloat16": 12, "int8": 12})
-"""Of each worker by dtype, for users: no worker holds the model with the KV of several jobs, any two do at any cut."""
+"""Of each worker by dtype, for users: no worker holds the model with the KV of several jobs, any
+two do at any cut."""
 KV_OFFLOAD_MIB = 2
 """Of each stage: less than its preempted jobs could use."""
 
@@ -39,7 +41,8 @@ class Options:
     time_scale: float = TIME_SCALE
     """Of the protocol's times: a larger one where the machine is busy with other things."""
     devices: str | None = None
-    """Of the stages, in place of cores: SHARDLINE_DEVICES. May name the test accelerator, `toy:0`."""
+    """Of the stages, in place of cores: SHARDLINE_DEVICES. May name the test accelerator,
+    `toy:0`."""
     streamed_layers: int = 0
     """Of each stage, whose weights it reads in every step."""
     tp: int = 1
@@ -68,10 +71,12 @@ class Options:
 
     @property
     def compared(self) -> Compared:
-        """What of a job must be the same as undisturbed. Accelerators promise no bits, but their tokens hold."""
+        """What of a job must be the same as undisturbed. Accelerators promise no bits, but their
+        tokens hold."""
         if self.devices is not None:
             return Compared.TOKENS
         if self.more_dtypes:
-            # Which dtype a layer has is for the plan to say, and changes: the judge compares what is of one exactness.
+            # Which dtype a layer has is for the plan to say, and changes: the judge compares what
+            # is of one exactness.
             return Compared.NOTHING
         return Compared.BITS if self.exact else Compared.NOTHING

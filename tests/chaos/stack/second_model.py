@@ -1,5 +1,6 @@
-"""The users' second model: random weights behind a byte-fallback tokenizer, as SentencePiece makes them: half of what
-it says are bytes that are no character, or not yet. `python -m tests.chaos.stack.second_model FOLDER`.
+"""The users' second model: random weights behind a byte-fallback tokenizer, as SentencePiece makes
+them: half of what it says are bytes that are no character, or not yet. `python -m
+tests.chaos.stack.second_model FOLDER`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from tests.chaos.load.users import SCRIBE
 from tests.models import save_model
 
 CONTEXT = 4 * SCRIBE.limit
-NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 32
+NUM_LAYERS = 4
+NUM_KV_HEADS = 2
+HEAD_DIM = 32
 
 SPECIAL = ("<unk>", "<s>", "</s>")
 SPACE = "▁"
@@ -37,10 +40,19 @@ def tokenizer() -> Tokenizer:
     )
     made = Tokenizer(model)
     made.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
-    made.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
+    )
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     made.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace(SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return made
 
@@ -59,7 +71,9 @@ def save(folder: Path) -> None:
         max_position_embeddings=CONTEXT,
     )
     tokenizer().save(str(made / "tokenizer.json"))
-    (made / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    (made / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "</s>"})
+    )
     (made / "chat_template.jinja").write_text(TEMPLATE)
     made.rename(folder)
 

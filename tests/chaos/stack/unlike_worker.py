@@ -1,4 +1,5 @@
-"""A worker of another dtype beside those of a fleet, started anew whenever it ends, as a supervisor does."""
+"""A worker of another dtype beside those of a fleet, started anew whenever it ends, as a supervisor
+does."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ END_S = 30.0
 class UnlikeWorker:
     """Lives as long as its thread, which is its parent."""
 
-    def __init__(self, name: str, folder: Path, environment: Mapping[str, str], *, dtype: str) -> None:
+    def __init__(
+        self, name: str, folder: Path, environment: Mapping[str, str], *, dtype: str
+    ) -> None:
         own = {
             "SHARDLINE_DTYPE": dtype,
             "SHARDLINE_WORKER_NAME": f"{MODEL}.{name}",

@@ -1,4 +1,5 @@
-"""The Redis of compose.yaml and of `trial`, as its command starts it with the files of `make secrets`."""
+"""The Redis of compose.yaml and of `trial`, as its command starts it with the files of `make
+secrets`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from tests.repository import REPOSITORY
 @pytest.fixture
 def secret_folder(tmp_path: Path) -> Path:
     """As `make secrets` fills it."""
-    subprocess.run([REPOSITORY / "docker/secrets.sh", tmp_path], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [REPOSITORY / "docker/secrets.sh", tmp_path], check=True, stdout=subprocess.DEVNULL
+    )
     return tmp_path
 
 
@@ -31,7 +34,14 @@ def port(redis_server: Valkey, secret_folder: Path) -> Iterator[int]:
     port = free_port()
     _, *arguments = services()["redis"].args
     own = [each.replace(SECRETS, str(secret_folder)) for each in arguments]
-    command = [psutil.Process(redis_server.pid).exe(), *own, "--port", str(port), "--dir", str(secret_folder)]
+    command = [
+        psutil.Process(redis_server.pid).exe(),
+        *own,
+        "--port",
+        str(port),
+        "--dir",
+        str(secret_folder),
+    ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         until(lambda: answer(port) is not None)
         yield port
@@ -57,8 +67,12 @@ def test_it_answers_only_who_has_the_password(port: int, secret_folder: Path) ->
         assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "volatile-lru"}
 
 
-def test_secrets_that_are_there_stay_and_the_url_has_the_servers_password(secret_folder: Path) -> None:
+def test_secrets_that_are_there_stay_and_the_url_has_the_servers_password(
+    secret_folder: Path,
+) -> None:
     before = {path.name: path.read_text() for path in secret_folder.iterdir()}
     (secret_folder / "redis_url").unlink()
-    subprocess.run([REPOSITORY / "docker/secrets.sh", secret_folder], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [REPOSITORY / "docker/secrets.sh", secret_folder], check=True, stdout=subprocess.DEVNULL
+    )
     assert {path.name: path.read_text() for path in secret_folder.iterdir()} == before

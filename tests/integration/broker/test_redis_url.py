@@ -1,4 +1,5 @@
-"""One Redis URL, real servers: redis-py, Celery, its result backend and Flower reach the same one, or none does."""
+"""One Redis URL, real servers: redis-py, Celery, its result backend and Flower reach the same one,
+or none does."""
 
 from __future__ import annotations
 
@@ -36,8 +37,15 @@ USER = "caller:p%2540ss%2Fw%3Ard%23%3F"
 def app_of(url: str, *, results: bool = False) -> Celery:
     """As every service of ours makes it."""
     app = Celery("ours", set_as_current=False)
-    app.conf.update(celery_settings(Settings(redis_url=url, result_backend=url if results else None)))
-    impatient = {"socket_timeout": TIMEOUT_S, "max_retries": 1, "interval_start": 0, "interval_step": 0}
+    app.conf.update(
+        celery_settings(Settings(redis_url=url, result_backend=url if results else None))
+    )
+    impatient = {
+        "socket_timeout": TIMEOUT_S,
+        "max_retries": 1,
+        "interval_start": 0,
+        "interval_step": 0,
+    }
     app.conf.broker_transport_options = {**app.conf.broker_transport_options, **impatient}
     return app
 
@@ -80,7 +88,10 @@ def by_flower(url: str) -> None:
     with app_of(url) as app:
         with app.connection() as connection:
             broker_url = connection.as_uri(include_password=True)
-        options = {"broker_options": app.conf.broker_transport_options, "broker_use_ssl": app.conf.broker_use_ssl}
+        options = {
+            "broker_options": app.conf.broker_transport_options,
+            "broker_use_ssl": app.conf.broker_use_ssl,
+        }
         asyncio.run(Broker(broker_url, **options).queues([QUEUE]))
 
 
@@ -122,7 +133,9 @@ def heard(server: Valkey, db: int) -> bool:
         ("redis+socket://{user}@{home}/so%20cket?virtual_host=7", 7),
     ],
 )
-def test_every_library_reaches_the_same_database_as_the_same_user(server: Valkey, form: str, db: int, way: Way) -> None:
+def test_every_library_reaches_the_same_database_as_the_same_user(
+    server: Valkey, form: str, db: int, way: Way
+) -> None:
     heard(server, db)
     way(form.format(user=USER, port=server.port, home=server.home))
     assert heard(server, db)
@@ -130,7 +143,9 @@ def test_every_library_reaches_the_same_database_as_the_same_user(server: Valkey
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("certificate", ["impostor", "elsewhere"])
-def test_no_password_reaches_a_server_whose_certificate_is_not_good(server: Valkey, certificate: str, way: Way) -> None:
+def test_no_password_reaches_a_server_whose_certificate_is_not_good(
+    server: Valkey, certificate: str, way: Way
+) -> None:
     with tls_front(("127.0.0.1", server.port), certificate) as front:
         url = f"rediss://:secret@127.0.0.1:{front.port}/0?ssl_ca_certs={AUTHORITY}"
         with pytest.raises(AWAY):

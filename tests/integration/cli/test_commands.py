@@ -66,24 +66,33 @@ def test_submit_and_wait_prints_the_completion_alone(shardline: Shardline, head:
     assert UUID(ran.stderr.removeprefix("job ").strip())
 
 
-def test_a_prompt_from_standard_input_is_streamed_once(shardline: Shardline, head: TinyHead) -> None:
+def test_a_prompt_from_standard_input_is_streamed_once(
+    shardline: Shardline, head: TinyHead
+) -> None:
     with head.serving():
         ran = shardline("submit", "--stream", stdin=f"{PROMPT}\n")
     assert (ran.exit_code, ran.stdout) == (0, f"{PROMPT}\n")
 
 
-def test_every_line_is_a_document_when_json_is_followed(shardline: Shardline, head: TinyHead) -> None:
+def test_every_line_is_a_document_when_json_is_followed(
+    shardline: Shardline, head: TinyHead
+) -> None:
     job_id = submitted(shardline, "--max-tokens", "4", "-f", 'metadata={"order":7}')
     head.finish(head.claim())
-    deltas = [json.loads(line) for line in shardline("stream", job_id, "--json").stdout.splitlines()]
+    deltas = [
+        json.loads(line) for line in shardline("stream", job_id, "--json").stdout.splitlines()
+    ]
     assert deltas[-1]["state"] == "succeeded"
     (job,) = [json.loads(line) for line in shardline("get", job_id, "--json").stdout.splitlines()]
     assert (job["state"], job["metadata"]) == ("succeeded", {"order": 7})
-    assert [token_id for delta in deltas for token_id in delta.get("ids", ())] == job["result"]["token_ids"]
+    assert [token_id for delta in deltas for token_id in delta.get("ids", ())] == job["result"][
+        "token_ids"
+    ]
 
 
 def test_listed_jobs_show_ids_and_states(shardline: Shardline, head: TinyHead) -> None:
-    first, second = submitted(shardline), submitted(shardline)
+    first = submitted(shardline)
+    second = submitted(shardline)
     shown = shardline("list", "--model", "clerk").stdout
     assert shown.index(str(second)) < shown.index(str(first))
     assert shown.count("queued") == 2
@@ -99,7 +108,13 @@ def test_an_ended_job_shows_result_and_provenance(shardline: Shardline, head: Ti
     shown = shardline("get", job_id).stdout
     assert [
         word
-        for word in ("succeeded", "stop", "running 0.100 s", f"({NUM_CACHED} cached)", f"\n{PROMPT}\n")
+        for word in (
+            "succeeded",
+            "stop",
+            "running 0.100 s",
+            f"({NUM_CACHED} cached)",
+            f"\n{PROMPT}\n",
+        )
         if word not in shown
     ] == []
 
@@ -122,21 +137,29 @@ def test_following_a_failed_job_tells_the_reason(shardline: Shardline, head: Tin
 
 
 def test_the_status_tells_no_such_job_from_no_time(shardline: Shardline) -> None:
-    assert [shardline(command, uuid4()).exit_code for command in ("get", "wait", "stream", "cancel")] == [3] * 4
+    assert [
+        shardline(command, uuid4()).exit_code for command in ("get", "wait", "stream", "cancel")
+    ] == [3] * 4
     assert shardline("wait", submitted(shardline), "--timeout-s", 0.05).exit_code == 124
 
 
-def test_a_pipeline_shows_its_stages_layers_and_devices(shardline: Shardline, head: TinyHead) -> None:
+def test_a_pipeline_shows_its_stages_layers_and_devices(
+    shardline: Shardline, head: TinyHead
+) -> None:
     stages = [
         {"worker": "p.0@h", "layers": [0, 4], "device": "cpu:0"},
         {"worker": "p.1@h", "layers": [4, 8], "device": "cpu:1"},
     ]
     with head.database.begin() as connection:
-        epoch = pipelines.take_epoch(connection, "p", model="clerk", fingerprint="f1", head="p.0@h", lease_s=60)
+        epoch = pipelines.take_epoch(
+            connection, "p", model="clerk", fingerprint="f1", head="p.0@h", lease_s=60
+        )
         assert epoch == 1
         pipelines.ready(connection, "p", epoch, seats=8, stages=stages, exact=True, kv_tokens=4096)
     shown = shardline("pipelines").stdout
-    assert [part for part in ("0-3", "4-7", "cpu:0", "cpu:1", "p.1@h", "ready") if part not in shown] == []
+    assert [
+        part for part in ("0-3", "4-7", "cpu:0", "cpu:1", "p.1@h", "ready") if part not in shown
+    ] == []
     documents = [json.loads(line) for line in shardline("pipelines", "--json").stdout.splitlines()]
     assert [document["stages"] for document in documents if document["id"] == "p"] == [stages]
 
@@ -146,7 +169,11 @@ def test_models_show_their_limits_and_adapters(shardline: Shardline, head: TinyH
         register_adapters(connection, "clerk", {"polite": "f2"})
     assert {"clerk", "polite"} <= set(shardline("models").stdout.split())
     (model,) = [json.loads(line) for line in shardline("models", "--json").stdout.splitlines()]
-    assert (model["name"], model["ready"], model["context_length"]) == ("clerk", True, head.tokens.context_length)
+    assert (model["name"], model["ready"], model["context_length"]) == (
+        "clerk",
+        True,
+        head.tokens.context_length,
+    )
     assert model["adapters"] == {"polite": "f2"}
 
 
@@ -173,8 +200,13 @@ def test_the_command_speaks_through_its_streams(servers: dict[str, str]) -> None
     assert ran.stderr == ""
 
 
-def test_scale_says_how_many_workers_the_load_of_a_fleet_needs(shardline: Shardline, head: TinyHead) -> None:
-    offer = WorkerOffer(shapes=msgspec.to_builtins(model()), profile=msgspec.to_builtins(device("cores:0", slower=10)))
+def test_scale_says_how_many_workers_the_load_of_a_fleet_needs(
+    shardline: Shardline, head: TinyHead
+) -> None:
+    offer = WorkerOffer(
+        shapes=msgspec.to_builtins(model()),
+        profile=msgspec.to_builtins(device("cores:0", slower=10)),
+    )
     with head.database.begin() as connection:
         for name in ("one", "other"):
             fleets.join(connection, name, {"clerk": offer}, lease_s=60)
@@ -188,7 +220,8 @@ def test_scale_says_how_many_workers_the_load_of_a_fleet_needs(shardline: Shardl
         answer: dict[str, Any] = json.loads(ran.stdout)
         return answer
 
-    few, many = asked(), asked("--rate", 40, "--output", 100)
+    few = asked()
+    many = asked("--rate", 40, "--output", 100)
     assert (few["here"], few["needed"], few["load"]["queued"]) == (2, 1, 0)
     assert few["load"]["jobs_per_s"] == pytest.approx(1 / 900)
     assert few["load"]["prompt"] > 1
@@ -196,21 +229,29 @@ def test_scale_says_how_many_workers_the_load_of_a_fleet_needs(shardline: Shardl
     assert [size["used"] <= 0.7 for size in many["sizes"]] == [
         size["workers"] >= many["needed"] for size in many["sizes"]
     ]
-    assert f"needed: {many['needed']} workers" in shardline("scale", "--dry-run", "--rate", 40, "--output", 100).stdout
+    assert (
+        f"needed: {many['needed']} workers"
+        in shardline("scale", "--dry-run", "--rate", 40, "--output", 100).stdout
+    )
     assert nothing_asked.exit_code == shardline("scale").exit_code == 2
     assert "--window-s" in nothing_asked.stderr
 
 
 def test_devices_shows_what_workers_have_measured(shardline: Shardline, head: TinyHead) -> None:
     links = {"two": Link(latency_s=0.02, bytes_per_s=5e8)}
-    one, other = (
-        device("cores:0", host="tower", machine="one", links=links),
-        device("cores:1", slower=10, host="attic", machine="two"),
-    )
+    one = device("cores:0", host="tower", machine="one", links=links)
+    other = device("cores:1", slower=10, host="attic", machine="two")
     with head.database.begin() as connection:
         for name, profile in (("first", one), ("second", other)):
-            fleets.join(connection, name, {"clerk": WorkerOffer(shapes=model(), profile=profile)}, lease_s=60)
-        fleets.store_plan(connection, "clerk", version=0, split=[(0, 12)], stages={"first": 0}, tokens_per_s=None)
+            fleets.join(
+                connection,
+                name,
+                {"clerk": WorkerOffer(shapes=model(), profile=profile)},
+                lease_s=60,
+            )
+        fleets.store_plan(
+            connection, "clerk", version=0, split=[(0, 12)], stages={"first": 0}, tokens_per_s=None
+        )
 
     shown = shardline("devices").stdout
     lines = shardline("devices", "--json").stdout.splitlines()
@@ -219,14 +260,18 @@ def test_devices_shows_what_workers_have_measured(shardline: Shardline, head: Ti
     assert [line.split()[0] for line in shown.splitlines()[1:3]] == ["first", "second"]
     fast, slow = (json.loads(line) for line in lines)
     assert (fast["layers"], slow["layers"]) == ([0, 12], None)
-    assert fast["rates"]["weight_bytes_per_s"] == pytest.approx(10 * slow["rates"]["weight_bytes_per_s"])
+    assert fast["rates"]["weight_bytes_per_s"] == pytest.approx(
+        10 * slow["rates"]["weight_bytes_per_s"]
+    )
 
 
 def test_devices_of_no_fleet_says_how_one_begins(shardline: Shardline, head: TinyHead) -> None:
     assert "SHARDLINE_LAYERS=planned" in shardline("devices").stdout
 
 
-def test_costs_are_shown_by_what_was_asked_for(shardline: Shardline, head: TinyHead, servers: dict[str, str]) -> None:
+def test_costs_are_shown_by_what_was_asked_for(
+    shardline: Shardline, head: TinyHead, servers: dict[str, str]
+) -> None:
     with transaction(servers["SHARDLINE_DATABASE_URL"]) as connection:
         put_fixed(connection, "price", 0.5)
         put_fixed(connection, "carbon", 100.0)
@@ -235,10 +280,18 @@ def test_costs_are_shown_by_what_was_asked_for(shardline: Shardline, head: TinyH
     submitted(shardline)
     head.claim()
 
-    (row,) = [json.loads(line) for line in shardline("cost", "--by", "tenant", "--json").stdout.splitlines()]
+    (row,) = [
+        json.loads(line)
+        for line in shardline("cost", "--by", "tenant", "--json").stdout.splitlines()
+    ]
     took_j = energy_j(row["prompt_tokens"], row["completion_tokens"])
     kwh = took_j / 3.6e6
-    assert (row["tenant"], row["model"], row["num_jobs"], row["num_unknown"]) == ("default", None, 2, 1)
+    assert (row["tenant"], row["model"], row["num_jobs"], row["num_unknown"]) == (
+        "default",
+        None,
+        2,
+        1,
+    )
     assert (row["kwh"], row["cost"], row["carbon_g"]) == pytest.approx((kwh, 0.5 * kwh, 100 * kwh))
     shown = shardline("cost", "--days", 1, "--by", "model", "--by", "day")
     header, line = shown.stdout.splitlines()
@@ -266,7 +319,9 @@ def test_a_prompt_for_a_chat_model_is_a_message_unless_it_is_called_a_text(
 ) -> None:
     with head.database.begin() as connection:
         connection.execute(text("UPDATE models SET chat_template = :t"), {"t": TEMPLATE})
-    ids = [submitted(shardline, *options) for options in ((), ("--text",), ("--system", "Be brief."))]
+    ids = [
+        submitted(shardline, *options) for options in ((), ("--text",), ("--system", "Be brief."))
+    ]
     with head.database.connect() as connection:
         stored = connection.execute(text("SELECT id, messages, prompt FROM jobs")).all()
     messages = {row.id: row.messages for row in stored}

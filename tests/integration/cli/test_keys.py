@@ -25,7 +25,9 @@ Shardline = Callable[..., Result]
 def shardline(database_url: str) -> Shardline:
     def run(*arguments: object) -> Result:
         environment = {"SHARDLINE_DATABASE_URL": database_url}
-        return CliRunner().invoke(cli, ["keys", *(str(each) for each in arguments)], env=environment)
+        return CliRunner().invoke(
+            cli, ["keys", *(str(each) for each in arguments)], env=environment
+        )
 
     return run
 
@@ -43,11 +45,19 @@ def listed(shardline: Shardline) -> list[dict[str, Any]]:
     return [json.loads(line) for line in shardline("list", "--json").stdout.splitlines()]
 
 
-def test_a_key_is_printed_once_and_only_its_hash_is_stored(shardline: Shardline, database_url: str) -> None:
-    ran = shardline("create", "reports", "--tenant", "acme", "--scopes", "read,submit", "--days", "1")
+def test_a_key_is_printed_once_and_only_its_hash_is_stored(
+    shardline: Shardline, database_url: str
+) -> None:
+    ran = shardline(
+        "create", "reports", "--tenant", "acme", "--scopes", "read,submit", "--days", "1"
+    )
     key = ran.stdout.strip()
     stored = known(database_url, key)
-    assert (stored.tenant, stored.scopes, stored.is_revoked) == ("acme", frozenset({Scope.READ, Scope.SUBMIT}), False)
+    assert (stored.tenant, stored.scopes, stored.is_revoked) == (
+        "acme",
+        frozenset({Scope.READ, Scope.SUBMIT}),
+        False,
+    )
     assert stored.expires_in_s is not None
     assert 86_000 < stored.expires_in_s <= 86_400
     assert parse_key(key).matches(stored.digest)
@@ -82,11 +92,20 @@ def test_a_key_is_not_written_through_a_link(shardline: Shardline, tmp_path: Pat
     assert not (tmp_path / "target").exists()
 
 
-def test_a_rotated_key_stays_valid_for_a_while_beside_the_new_one(shardline: Shardline, database_url: str) -> None:
-    old = shardline("create", "a", "--tenant", "acme", "--scopes", "read", "--days", "2").stdout.strip()
+def test_a_rotated_key_stays_valid_for_a_while_beside_the_new_one(
+    shardline: Shardline, database_url: str
+) -> None:
+    old = shardline(
+        "create", "a", "--tenant", "acme", "--scopes", "read", "--days", "2"
+    ).stdout.strip()
     new = shardline("rotate", "a", "--grace-hours", "1").stdout.strip()
-    first, second = known(database_url, old), known(database_url, new)
-    assert (second.tenant, second.scopes) == (first.tenant, first.scopes) == ("acme", frozenset({Scope.READ}))
+    first = known(database_url, old)
+    second = known(database_url, new)
+    assert (
+        (second.tenant, second.scopes)
+        == (first.tenant, first.scopes)
+        == ("acme", frozenset({Scope.READ}))
+    )
     assert first.expires_in_s is not None
     assert second.expires_in_s is not None
     assert 0 < first.expires_in_s <= 3_600
@@ -98,11 +117,16 @@ def test_a_rotated_key_stays_valid_for_a_while_beside_the_new_one(shardline: Sha
     assert [key["name"] for key in listed(shardline)] == ["a"] * 3
 
 
-def test_revoking_a_name_ends_all_of_its_keys_and_an_id_only_one(shardline: Shardline, database_url: str) -> None:
+def test_revoking_a_name_ends_all_of_its_keys_and_an_id_only_one(
+    shardline: Shardline, database_url: str
+) -> None:
     old = shardline("create", "a").stdout.strip()
     new = shardline("rotate", "a").stdout.strip()
     assert shardline("revoke", parse_key(old).key_id).exit_code == 0
-    assert (known(database_url, old).is_revoked, known(database_url, new).is_revoked) == (True, False)
+    assert (known(database_url, old).is_revoked, known(database_url, new).is_revoked) == (
+        True,
+        False,
+    )
     assert shardline("revoke", "a").stdout == f"{parse_key(new).key_id} revoked\n"
     assert shardline("revoke", "a").exit_code == 3
     assert shardline("rotate", "a").exit_code == 3
@@ -128,7 +152,8 @@ def test_storing_a_known_key_again_changes_nothing_even_if_it_was_revoked(
 def test_a_new_secret_file_replaces_the_key_of_its_name_when_told(
     shardline: Shardline, database_url: str, tmp_path: Path
 ) -> None:
-    first, second = (new_key(), new_key())
+    first = new_key()
+    second = new_key()
     (tmp_path / "first").write_text(first)
     (tmp_path / "second").write_text(second)
     create = ("create", "compose", "--from-file")

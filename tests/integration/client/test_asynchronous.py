@@ -1,4 +1,5 @@
-"""The asyncio client against real Postgres and Valkey: many waiters on one connection, and outages of both servers."""
+"""The asyncio client against real Postgres and Valkey: many waiters on one connection, and outages
+of both servers."""
 
 from __future__ import annotations
 
@@ -57,19 +58,25 @@ async def test_no_job_is_left_when_the_callers_transaction_rolls_back(client: As
     assert [job.id for job in await client.list()] == [job_id]
 
 
-async def test_concurrent_reads_share_one_connection_and_few_queries(client: AsyncClient, database_url: str) -> None:
+async def test_concurrent_reads_share_one_connection_and_few_queries(
+    client: AsyncClient, database_url: str
+) -> None:
     ids = await client.submit_many({"model": "clerk", "prompt": PROMPT} for _ in range(20))
     unknown = uuid4()
     queries: list[str] = []
     pool = connect_async(database_url, pool_size=1, pool_timeout=60)
-    event.listen(pool.sync_engine, "before_cursor_execute", lambda *arguments: queries.append(arguments[2]))
+    event.listen(
+        pool.sync_engine, "before_cursor_execute", lambda *arguments: queries.append(arguments[2])
+    )
     async with GatewayClient(database=pool) as reader:
         asked = [reader.get(job_id, tenant="default") for job_id in ids * 20]
         others = [reader.get(ids[0], tenant="other"), reader.get(unknown)]
         found = await asyncio.gather(*asked, *others, return_exceptions=True)
     await pool.dispose()
     assert [job.id for job in found[:-2] if isinstance(job, Job)] == ids * 20
-    assert [str(error) for error in found[-2:]] == [f"no job has the id {job_id}" for job_id in (ids[0], unknown)]
+    assert [str(error) for error in found[-2:]] == [
+        f"no job has the id {job_id}" for job_id in (ids[0], unknown)
+    ]
     assert sum("FROM jobs" in query for query in queries) <= len(found) / MAX_ROWS + 1
 
 
@@ -88,7 +95,9 @@ async def test_an_unknown_job_is_not_found(client: AsyncClient) -> None:
         await anext(client.stream(uuid4()))
 
 
-async def test_following_an_unknown_job_from_a_place_is_not_found(database_url: str, redis_url: str) -> None:
+async def test_following_an_unknown_job_from_a_place_is_not_found(
+    database_url: str, redis_url: str
+) -> None:
     async with GatewayClient(database_url=database_url, redis_url=redis_url) as client:
         with pytest.raises(NotFound):
             await anext(client.follow(uuid4(), after=Place(num_tokens=1, digest=None)))
@@ -100,7 +109,9 @@ async def test_waiting_for_a_job_that_never_ends_times_out(client: AsyncClient) 
         await client.wait(job_id, 0.05)
 
 
-async def test_each_end_without_a_completion_raises_its_error(client: AsyncClient, head: TinyHead) -> None:
+async def test_each_end_without_a_completion_raises_its_error(
+    client: AsyncClient, head: TinyHead
+) -> None:
     failing = await client.submit("clerk", PROMPT)
     head.end(head.claim(), JobState.FAILED)
     cancelled = await client.submit("clerk", PROMPT)
@@ -115,7 +126,9 @@ async def test_each_end_without_a_completion_raises_its_error(client: AsyncClien
     assert [job.state for job in jobs] == [JobState.FAILED, JobState.CANCELLED]
 
 
-async def test_two_readers_of_one_job_get_every_token_once(client: AsyncClient, head: TinyHead) -> None:
+async def test_two_readers_of_one_job_get_every_token_once(
+    client: AsyncClient, head: TinyHead
+) -> None:
     job_id = await client.submit("clerk", PROMPT)
     sequence = head.claim()
     head.say(sequence, 2)
@@ -146,7 +159,9 @@ async def test_every_token_comes_once_when_redis_is_lost_in_the_middle(
     assert "".join(delta.text for delta in deltas) == PROMPT
 
 
-async def test_a_stream_tells_its_reader_when_the_tokens_change(client: AsyncClient, head: TinyHead) -> None:
+async def test_a_stream_tells_its_reader_when_the_tokens_change(
+    client: AsyncClient, head: TinyHead
+) -> None:
     job_id = await client.submit("clerk", PROMPT)
     sequence = head.claim()
     stream = client.stream(job_id)
@@ -159,7 +174,10 @@ async def test_a_stream_tells_its_reader_when_the_tokens_change(client: AsyncCli
     with pytest.raises(Diverged):
         given_out += [token_id async for delta in stream for token_id in delta.ids]
     assert tuple(given_out) == sequence.output_ids[:5]
-    assert tuple(token_id for delta in await _collect(client, job_id) for token_id in delta.ids) == other.output_ids
+    assert (
+        tuple(token_id for delta in await _collect(client, job_id) for token_id in delta.ids)
+        == other.output_ids
+    )
 
 
 async def test_rows_of_many_followed_jobs_are_read_together_without_redis(
@@ -175,7 +193,9 @@ async def test_rows_of_many_followed_jobs_are_read_together_without_redis(
         head.say(sequence, len(sequence.output_ids) - 2, to_stream=False)
         head.end(sequence, to_stream=False)
     for deltas in await asyncio.gather(*readers):
-        assert [token_id for delta in deltas for token_id in delta.ids] == list(sequences[0].output_ids)
+        assert [token_id for delta in deltas for token_id in delta.ids] == list(
+            sequences[0].output_ids
+        )
         assert "".join(delta.text for delta in deltas) == PROMPT
     redis_server.restart()
 
@@ -196,7 +216,9 @@ async def _collect(client: AsyncClient, job_id: UUID) -> list[Delta]:
     return [delta async for delta in client.stream(job_id)]
 
 
-async def test_a_job_is_accepted_at_once_while_list_queries_hang(client: AsyncClient, database_url: str) -> None:
+async def test_a_job_is_accepted_at_once_while_list_queries_hang(
+    client: AsyncClient, database_url: str
+) -> None:
     blocker = connect(database_url)
     with blocker.connect() as connection:
         connection.execute(text("LOCK TABLE results IN ACCESS EXCLUSIVE MODE"))

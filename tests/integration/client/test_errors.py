@@ -16,7 +16,9 @@ from shardline.store.connection.database import connect
 @pytest.fixture
 def engine(database_url: str) -> Iterator[Engine]:
     """One connection, and little patience."""
-    engine = connect(database_url, statement_timeout_s=0.3, lock_timeout_s=0.1, pool_size=1, pool_timeout=0.1)
+    engine = connect(
+        database_url, statement_timeout_s=0.3, lock_timeout_s=0.1, pool_size=1, pool_timeout=0.1
+    )
     yield engine
     engine.dispose()
 
@@ -30,19 +32,31 @@ def client(engine: Engine, redis_url: str) -> Iterator[Client]:
 @pytest.mark.parametrize("code", BUSY)
 def test_a_postgres_that_refuses_for_now_is_busy_and_not_away(engine: Engine, code: str) -> None:
     refusal = f"DO $$ BEGIN RAISE EXCEPTION 'not now' USING ERRCODE = '{code}'; END $$"
-    with pytest.raises(Busy, match=f"^{BUSY[code]}: not now"), reachable(), engine.begin() as connection:
+    with (
+        pytest.raises(Busy, match=f"^{BUSY[code]}: not now"),
+        reachable(),
+        engine.begin() as connection,
+    ):
         connection.execute(text(refusal))
 
 
 @pytest.mark.parametrize("code", ["54000", "54001", "54011", "54023"])
-def test_what_is_over_a_limit_of_postgres_is_invalid_and_not_busy(engine: Engine, client: Client, code: str) -> None:
+def test_what_is_over_a_limit_of_postgres_is_invalid_and_not_busy(
+    engine: Engine, client: Client, code: str
+) -> None:
     refusal = f"RAISE EXCEPTION 'too large' USING ERRCODE = '{code}';"
-    with pytest.raises(Invalid, match="over a limit of Postgres: too large"), reachable(), engine.begin() as connection:
+    with (
+        pytest.raises(Invalid, match="over a limit of Postgres: too large"),
+        reachable(),
+        engine.begin() as connection,
+    ):
         connection.execute(text(f"DO $$ BEGIN {refusal} END $$"))
     with engine.begin() as connection:
         body = f"RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {refusal} END $$"
         connection.execute(text(f"CREATE FUNCTION too_large() {body}"))
-        connection.execute(text("CREATE TRIGGER too_large BEFORE INSERT ON jobs EXECUTE FUNCTION too_large()"))
+        connection.execute(
+            text("CREATE TRIGGER too_large BEFORE INSERT ON jobs EXECUTE FUNCTION too_large()")
+        )
     with pytest.raises(Invalid, match="over a limit of Postgres: too large"):
         client.submit("m", "one")
 
@@ -62,14 +76,21 @@ def test_submitting_over_a_locked_row_names_the_lock(client: Client, database_ur
     client.submit("m", "one")
 
 
-def test_submitting_without_a_free_connection_names_the_pool(client: Client, engine: Engine) -> None:
-    with engine.connect(), pytest.raises(Busy, match="every connection of this process's pool is in use"):
+def test_submitting_without_a_free_connection_names_the_pool(
+    client: Client, engine: Engine
+) -> None:
+    with (
+        engine.connect(),
+        pytest.raises(Busy, match="every connection of this process's pool is in use"),
+    ):
         client.submit("m", "one")
 
 
 def test_a_server_that_is_away_is_not_called_busy(redis_url: str) -> None:
     with (
-        Client(database_url="postgresql://shardline@127.0.0.1:1/none", redis_url=redis_url) as client,
+        Client(
+            database_url="postgresql://shardline@127.0.0.1:1/none", redis_url=redis_url
+        ) as client,
         pytest.raises(Unavailable, match="cannot be reached") as caught,
     ):
         client.submit("m", "one")

@@ -1,4 +1,5 @@
-"""One client used by event loops in turn, and by a process that was forked from the one that made it."""
+"""One client used by event loops in turn, and by a process that was forked from the one that made
+it."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ async def once(client: AsyncClient) -> tuple[str, str]:
 
 
 @pytest.mark.usefixtures("head")
-def test_a_client_works_in_one_event_loop_after_the_other(database_url: str, redis_url: str) -> None:
+def test_a_client_works_in_one_event_loop_after_the_other(
+    database_url: str, redis_url: str
+) -> None:
     client = AsyncClient(database_url=database_url, redis_url=redis_url)
     for _ in range(3):
         assert asyncio.run(once(client)) == (ANSWER, ANSWER)
@@ -86,14 +89,18 @@ def exit_codes(children: Sequence[ForkProcess]) -> list[int | None]:
     return [child.exitcode for child in children]
 
 
-def test_a_fork_leaves_its_parents_connections_and_has_its_own(database_url: str, redis_url: str) -> None:
+def test_a_fork_leaves_its_parents_connections_and_has_its_own(
+    database_url: str, redis_url: str
+) -> None:
     with Client(database_url=database_url, redis_url=redis_url) as client:
         assert canceled(client) is JobState.CANCELLED
         never = client.submit("clerk", PROMPT)
         with client._database.connect() as connection:
             mine = connection.scalar(BACKEND)
         # A thread that waits in the parent leads nobody in the child.
-        waiting = threading.Thread(target=client.wait, args=(never,), kwargs={"must_succeed": False})
+        waiting = threading.Thread(
+            target=client.wait, args=(never,), kwargs={"must_succeed": False}
+        )
         waiting.start()
         while not client._ends._has_leader:
             pass
@@ -119,10 +126,14 @@ def in_loop_of_child(client: AsyncClient) -> None:
     os._exit(0 if asyncio.run(canceled_async(client)) is JobState.CANCELLED else 1)
 
 
-def test_a_client_for_asyncio_works_in_a_fork_and_in_its_parent(database_url: str, redis_url: str) -> None:
+def test_a_client_for_asyncio_works_in_a_fork_and_in_its_parent(
+    database_url: str, redis_url: str
+) -> None:
     client = AsyncClient(database_url=database_url, redis_url=redis_url)
     with asyncio.Runner() as runner:
         assert runner.run(canceled_async(client)) is JobState.CANCELLED
         assert exit_codes([FORK.Process(target=in_loop_of_child, args=(client,))]) == [0]
-        assert runner.run(canceled_async(client)) is JobState.CANCELLED, "no child has closed what it uses"
+        assert runner.run(canceled_async(client)) is JobState.CANCELLED, (
+            "no child has closed what it uses"
+        )
         runner.run(client.close())

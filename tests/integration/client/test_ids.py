@@ -14,7 +14,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from shardline.base.errors import Invalid, NotFound, ShardlineError
 from shardline.client import AsyncClient, Client
 
-ONE, MANY = ("job_id", "after"), ("ids",)
+ONE = ("job_id", "after")
+MANY = ("ids",)
 """Names of parameters that take an id, or several."""
 
 FORMS: dict[str, Callable[[UUID], object]] = {
@@ -25,7 +26,18 @@ FORMS: dict[str, Callable[[UUID], object]] = {
     "braces": lambda job_id: f"{{{job_id}}}",
 }
 
-GARBAGE = ("", "nonsense", "00000000-0000-0000-0000-00000000000g", "\0", "\ud800", "é" * 36, b"id", 17, 1.5, object())
+GARBAGE = (
+    "",
+    "nonsense",
+    "00000000-0000-0000-0000-00000000000g",
+    "\0",
+    "\ud800",
+    "é" * 36,
+    b"id",
+    17,
+    1.5,
+    object(),
+)
 
 
 def id_parameters(client: type) -> list[tuple[str, str]]:
@@ -61,7 +73,9 @@ def test_both_clients_take_ids_in_the_same_places() -> None:
         for parameter in inspect.signature(method).parameters.values()
         if "JobId" in str(parameter.annotation)
     ]
-    assert sorted(annotated) == sorted(CASES), "a parameter of another name that takes an id belongs into this test"
+    assert sorted(annotated) == sorted(CASES), (
+        "a parameter of another name that takes an id belongs into this test"
+    )
 
 
 @pytest.fixture
@@ -171,7 +185,9 @@ async def test_no_value_ends_in_an_error_of_the_driver(
         await ask(async_client)
 
 
-async def test_a_database_without_our_tables_is_told_so(empty_database_url: str, redis_url: str) -> None:
+async def test_a_database_without_our_tables_is_told_so(
+    empty_database_url: str, redis_url: str
+) -> None:
     message = "lacks Shardline's tables: run `alembic upgrade head`"
     with (
         Client(database_url=empty_database_url, redis_url=redis_url) as client,

@@ -1,4 +1,5 @@
-"""The client against real Postgres and Valkey: accepted means committed, and no token comes twice or never."""
+"""The client against real Postgres and Valkey: accepted means committed, and no token comes twice
+or never."""
 
 from __future__ import annotations
 
@@ -76,7 +77,9 @@ class SafeText(str):
 
 
 def test_texts_of_kinds_of_their_own_are_texts(client: Client, head: TinyHead) -> None:
-    one, model, role = SafeText("one"), SafeText("m"), SafeText("user")
+    one = SafeText("one")
+    model = SafeText("m")
+    role = SafeText("user")
     own = {"model": model, "idempotency_key": SafeText("k"), "stop": [SafeText("x")]}
     job_ids = client.submit_many(
         [{**own, "prompt": one}, {"model": model, "messages": [{"role": role, "content": one}]}]
@@ -94,7 +97,9 @@ def test_ten_thousand_prompts_in_one_call_are_stored_in_order(client: Client) ->
 
 def test_one_wrong_request_among_many_stores_none(client: Client) -> None:
     with pytest.raises(Invalid) as caught:
-        client.submit_many([{"model": "clerk", "prompt": "a"}, {"model": "clerk", "prompt": "a", "top_p": 2}])
+        client.submit_many(
+            [{"model": "clerk", "prompt": "a"}, {"model": "clerk", "prompt": "a", "top_p": 2}]
+        )
     assert caught.value.field == "requests[1].top_p"
     assert num_jobs(client) == 0
 
@@ -111,7 +116,9 @@ def test_one_wrong_request_among_many_stores_none(client: Client) -> None:
         ({"prompt": "a", "tenant": "nobody"}, "tenant"),
     ],
 )
-def test_submitting_a_wrong_request_names_its_field(client: Client, fields: dict[str, Any], field: str) -> None:
+def test_submitting_a_wrong_request_names_its_field(
+    client: Client, fields: dict[str, Any], field: str
+) -> None:
     with pytest.raises(Invalid) as caught:
         client.submit("clerk", **fields)
     assert caught.value.field == field
@@ -141,8 +148,12 @@ def test_repeating_an_id_or_key_inserts_nothing(client: Client) -> None:
 
 
 def test_a_chat_repeated_with_its_id_is_the_same_job(client: Client) -> None:
-    own, messages = uuid4(), [{"role": "system", "content": "brief"}, {"role": "user", "content": PROMPT}]
-    assert [client.submit("clerk", messages=messages, id=own, temperature=0) for _ in "ab"] == [own, own]
+    own = uuid4()
+    messages = [{"role": "system", "content": "brief"}, {"role": "user", "content": PROMPT}]
+    assert [client.submit("clerk", messages=messages, id=own, temperature=0) for _ in "ab"] == [
+        own,
+        own,
+    ]
     assert num_jobs(client) == 1
 
 
@@ -176,11 +187,15 @@ def test_an_unknown_job_is_not_found(client: Client) -> None:
 
 
 def test_waiting_for_an_unknown_id_names_it(client: Client) -> None:
-    job_id, unknown = client.submit("clerk", PROMPT), uuid4()
+    job_id = client.submit("clerk", PROMPT)
+    unknown = uuid4()
     with pytest.raises(NotFound, match=str(unknown)):
         client.wait([job_id, job_id, unknown], 60)
     client.cancel(job_id)
-    assert [job.id for job in client.wait([job_id, job_id], 60, must_succeed=False)] == [job_id, job_id]
+    assert [job.id for job in client.wait([job_id, job_id], 60, must_succeed=False)] == [
+        job_id,
+        job_id,
+    ]
 
 
 def test_jobs_are_listed_newest_first_by_pages(client: Client) -> None:
@@ -222,7 +237,11 @@ def test_tokens_are_streamed_as_they_are_made(client: Client, head: TinyHead) ->
 
 @pytest.mark.parametrize(
     ("state", "error"),
-    [(JobState.FAILED, JobFailed), (JobState.CANCELLED, JobCancelled), (JobState.EXPIRED, JobExpired)],
+    [
+        (JobState.FAILED, JobFailed),
+        (JobState.CANCELLED, JobCancelled),
+        (JobState.EXPIRED, JobExpired),
+    ],
 )
 def test_a_live_stream_raises_when_the_job_ends_without_a_completion(
     client: Client, head: TinyHead, state: JobState, error: type[Exception]
@@ -237,7 +256,9 @@ def test_a_live_stream_raises_when_the_job_ends_without_a_completion(
         list(stream)
 
 
-def test_a_stream_tells_its_reader_when_the_tokens_change_and_may_restart(client: Client, head: TinyHead) -> None:
+def test_a_stream_tells_its_reader_when_the_tokens_change_and_may_restart(
+    client: Client, head: TinyHead
+) -> None:
     job_id = client.submit("clerk", PROMPT)
     sequence = head.claim()
     stream = client.stream(job_id)
@@ -252,7 +273,10 @@ def test_a_stream_tells_its_reader_when_the_tokens_change_and_may_restart(client
     assert tuple(given_out) == sequence.output_ids[:5]
     anew = list(client.stream(job_id))
     assert tuple(token_id for delta in anew for token_id in delta.ids) == other.output_ids
-    assert "".join(delta.text for delta in anew) == (client.wait(job_id, 60).result or pytest.fail("no result")).text
+    assert (
+        "".join(delta.text for delta in anew)
+        == (client.wait(job_id, 60).result or pytest.fail("no result")).text
+    )
 
 
 def test_every_token_comes_once_when_redis_is_lost_in_the_middle(
@@ -273,7 +297,9 @@ def test_every_token_comes_once_when_redis_is_lost_in_the_middle(
     assert "".join(delta.text for delta in deltas) == PROMPT
 
 
-def test_postgres_streams_everything_without_redis(database_url: str, head: TinyHead, redis_server: Valkey) -> None:
+def test_postgres_streams_everything_without_redis(
+    database_url: str, head: TinyHead, redis_server: Valkey
+) -> None:
     with Client(database_url=database_url, redis_url="redis://127.0.0.1:1/0") as client:
         job_id = client.submit("clerk", PROMPT)
         sequence = head.claim()
@@ -286,7 +312,9 @@ def test_postgres_streams_everything_without_redis(database_url: str, head: Tiny
         assert first.text + "".join(delta.text for delta in stream) == PROMPT
 
 
-def test_an_ended_job_is_streamed_whole(client: Client, head: TinyHead, redis_server: Valkey) -> None:
+def test_an_ended_job_is_streamed_whole(
+    client: Client, head: TinyHead, redis_server: Valkey
+) -> None:
     job_id = client.submit("clerk", PROMPT)
     head.finish(head.claim())
     redis_server.restart()
@@ -308,11 +336,16 @@ def test_threads_that_share_a_client_get_their_own_jobs(client: Client, head: Ti
 
 def test_submitting_without_postgres_says_that_it_is_away(redis_url: str) -> None:
     address = "postgresql://nobody@127.0.0.1:1/none"
-    with Client(database_url=address, redis_url=redis_url) as client, pytest.raises(Unavailable, match="Postgres"):
+    with (
+        Client(database_url=address, redis_url=redis_url) as client,
+        pytest.raises(Unavailable, match="Postgres"),
+    ):
         client.submit("clerk", PROMPT)
 
 
-def test_submitting_to_a_read_only_postgres_says_so(client: Client, database_url: str, redis_url: str) -> None:
+def test_submitting_to_a_read_only_postgres_says_so(
+    client: Client, database_url: str, redis_url: str
+) -> None:
     with client._database.begin() as connection:
         name = connection.execute(text("SELECT current_database()")).scalar_one()
         connection.execute(text(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on'))

@@ -1,4 +1,5 @@
-"""Waiting for many jobs at once: one listening connection for each client, whoever waits, and none when nobody does."""
+"""Waiting for many jobs at once: one listening connection for each client, whoever waits, and none
+when nobody does."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ class Server:
 
     def listeners(self) -> set[int]:
         """Processes that listen for ends of jobs."""
-        return {pid for (pid,) in self._connection.execute(LISTENING, (f'LISTEN "{DONE_CHANNEL}"',))}
+        return {
+            pid for (pid,) in self._connection.execute(LISTENING, (f'LISTEN "{DONE_CHANNEL}"',))
+        }
 
     def cut(self, pids: set[int]) -> None:
         """End these connections."""
@@ -69,7 +72,10 @@ def run_all(head: TinyHead, ids: Sequence[UUID]) -> None:
 def test_one_listener_serves_all_waiting_threads_after_its_connection_is_cut(
     database_url: str, redis_url: str, head: TinyHead, server: Server
 ) -> None:
-    with Client(database_url=database_url, redis_url=redis_url) as client, ThreadPoolExecutor(NUM_WAITING) as threads:
+    with (
+        Client(database_url=database_url, redis_url=redis_url) as client,
+        ThreadPoolExecutor(NUM_WAITING) as threads,
+    ):
         ids = [client.submit("clerk", PROMPT) for _ in range(NUM_WAITING)]
         waiting = [threads.submit(client.wait, job_id, 60) for job_id in ids]
         while client._ends.num_waiting < NUM_WAITING:
@@ -88,7 +94,9 @@ async def test_one_listener_serves_all_waiting_tasks_after_its_connection_is_cut
     database_url: str, redis_url: str, head: TinyHead, server: Server
 ) -> None:
     async with AsyncClient(database_url=database_url, redis_url=redis_url) as client:
-        ids = await client.submit_many({"model": "clerk", "prompt": PROMPT} for _ in range(NUM_WAITING))
+        ids = await client.submit_many(
+            {"model": "clerk", "prompt": PROMPT} for _ in range(NUM_WAITING)
+        )
         waiting = [asyncio.create_task(client.wait(job_id, 60)) for job_id in ids]
         first = await asyncio.to_thread(server.until_others_listen, set())
         server.cut(first)
@@ -113,9 +121,12 @@ def test_nobody_listens_once_the_last_waiter_has_left(
             pass
 
 
-def test_the_next_waiter_hears_the_bell_when_the_listener_leaves(database_url: str, server: Server) -> None:
+def test_the_next_waiter_hears_the_bell_when_the_listener_leaves(
+    database_url: str, server: Server
+) -> None:
     ended: set[UUID] = set()
-    first, second = uuid4(), uuid4()
+    first = uuid4()
+    second = uuid4()
     ends = SyncEnds(ended.intersection, database_url, poll_s=NEVER_S)
     with ThreadPoolExecutor(2) as threads:
         leader = threads.submit(ends.wait, [first], None)
@@ -142,7 +153,8 @@ def test_one_bell_makes_one_query_for_all_waiters(database_url: str, server: Ser
     ends = SyncEnds(ended, database_url, poll_s=NEVER_S)
     with ThreadPoolExecutor(NUM_WAITING) as threads:
         waiting = [threads.submit(ends.wait, [job_id], None) for job_id in ids]
-        while len(looks) < NUM_WAITING + 2:  # each its own first, the leader's first, and the one after LISTEN
+        # each its own first, the leader's first, and the one after LISTEN
+        while len(looks) < NUM_WAITING + 2:
             server.listeners()
         over.set()
         ring(database_url)

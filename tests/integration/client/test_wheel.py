@@ -1,4 +1,5 @@
-"""The wheel: whole and typed, and enough by itself for a producer. Built from a copy; pip fetches its dependencies."""
+"""The wheel: whole and typed, and enough by itself for a producer. Built from a copy; pip fetches
+its dependencies."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ FOREIGN = {"celery", "fastapi", "tokenizers", "torch", "transformers", "typer"}
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy keeps folders of earlier builds out of it, and out of the checkout."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    source = tmp_path_factory.mktemp("source")
+    target = tmp_path_factory.mktemp("wheel")
     for name in SOURCES:
         path = REPOSITORY / name
         shutil.copytree(path, source / name) if path.is_dir() else shutil.copy(path, source)
@@ -65,7 +67,8 @@ def pip(*arguments: str) -> None:
 def run(python: Path, *arguments: str, **environment: str) -> str:
     """What a program prints that nothing of this checkout can help."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command, everything = [str(python), *arguments], {**inherited, **environment}
+    command = [str(python), *arguments]
+    everything = {**inherited, **environment}
     ran = subprocess.run(command, capture_output=True, text=True, check=False, env=everything)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
@@ -73,12 +76,16 @@ def run(python: Path, *arguments: str, **environment: str) -> str:
 
 def test_the_wheel_has_every_module_and_says_that_it_is_typed(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        packed = {name for name in archive.namelist() if not name.split("/")[0].endswith(".dist-info")}
+        packed = {
+            name for name in archive.namelist() if not name.split("/")[0].endswith(".dist-info")
+        }
     modules = {path.relative_to(SHARED).as_posix() for path in (SHARED / "shardline").rglob("*.py")}
     assert packed == modules | {"shardline/py.typed"}
 
 
-def test_the_wheel_alone_is_enough_for_a_producer(producers_python: Path, database_url: str, redis_url: str) -> None:
+def test_the_wheel_alone_is_enough_for_a_producer(
+    producers_python: Path, database_url: str, redis_url: str
+) -> None:
     urls = {"SHARDLINE_DATABASE_URL": database_url, "SHARDLINE_REDIS_URL": redis_url}
     loaded_from = run(producers_python, "-I", "-c", PRODUCER, **urls)
     assert Path(loaded_from.strip()).is_relative_to(producers_python.parents[1])

@@ -1,6 +1,8 @@
-"""A real gateway on a real port, in the test's own event loop, API keys for it, and readers of what it sends.
+"""A real gateway on a real port, in the test's own event loop, API keys for it, and readers of what
+it sends.
 
-`running_gateway` gives a client that sends a key of the tenant `default` with every scope. Another one:
+`running_gateway` gives a client that sends a key of the tenant `default` with every scope. Another
+one:
 
     other = make_key(database_url, tenant="other")                          # all scopes, no end
     reader = make_key(database_url, scopes=(Scope.READ,), expires_s=60.0)
@@ -36,20 +38,33 @@ COMMENT = "a comment"
 
 def gateway_server(database_url: str, redis_url: str, **settings: Any) -> GatewayServer:
     """A gateway on a free port, to be served and stopped by the caller."""
-    values = {"database_url": database_url, "redis_url": redis_url, "http_port": free_port(), **settings}
+    values = {
+        "database_url": database_url,
+        "redis_url": redis_url,
+        "http_port": free_port(),
+        **settings,
+    }
     return GatewayServer(GatewaySettings(**values))
 
 
 @asynccontextmanager
-async def running_gateway(database_url: str, redis_url: str, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a gateway that answers, with a key of its own. Each answer is held to the API's description."""
+async def running_gateway(
+    database_url: str, redis_url: str, **settings: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a gateway that answers, with a key of its own. Each answer is held to the API's
+    description."""
     server = gateway_server(database_url, redis_url, **settings)
     task = asyncio.create_task(server.serve())
     address = f"http://127.0.0.1:{server.config.port}"
     headers = bearer(make_key(database_url))
-    options: Any = {"limits": httpx.Limits(max_connections=64), "event_hooks": {"response": [check_answer]}}
+    options: Any = {
+        "limits": httpx.Limits(max_connections=64),
+        "event_hooks": {"response": [check_answer]},
+    }
     try:
-        async with httpx.AsyncClient(base_url=address, headers=headers, timeout=60, **options) as client:
+        async with httpx.AsyncClient(
+            base_url=address, headers=headers, timeout=60, **options
+        ) as client:
             await _until_it_answers(client, task)
             yield client
     finally:
@@ -78,7 +93,9 @@ async def claimed(head: TinyHead) -> Sequence:
 def until_one_waits(head: TinyHead) -> None:
     """Some session of Postgres waits for a table."""
     with head.database.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        while not connection.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted AND relation IS NOT NULL")):
+        while not connection.scalar(
+            text("SELECT count(*) FROM pg_locks WHERE NOT granted AND relation IS NOT NULL")
+        ):
             pass
 
 
@@ -103,7 +120,9 @@ class Event:
     data: Any
 
 
-async def events_of(response: httpx.Response, *, with_comments: bool = False) -> AsyncIterator[Event]:
+async def events_of(
+    response: httpx.Response, *, with_comments: bool = False
+) -> AsyncIterator[Event]:
     """Events by the rules of the format; `[DONE]` stays text."""
     fields: dict[str, str] = {}
     async for line in response.aiter_lines():

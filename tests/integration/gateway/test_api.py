@@ -1,7 +1,8 @@
-"""The API as its description has it: requests drawn from the description, and every answer held to it.
+"""The API as its description has it: requests drawn from the description, and every answer held to
+it.
 
-Each route gets requests that are valid by the description, with and without what makes them succeed, and requests that
-are not. The examples are the same in every run.
+Each route gets requests that are valid by the description, with and without what makes them
+succeed, and requests that are not. The examples are the same in every run.
 """
 
 from __future__ import annotations
@@ -35,7 +36,14 @@ HELD_TO: list[Any] = CHECKS.get_by_names(
         "negative_data_rejection",
     ]
 )
-ANYTHING_GOES = {"/health", "/ready", "/v1/models", "/v1/models/{name}", "/metrics", "/openapi.json"}
+ANYTHING_GOES = {
+    "/health",
+    "/ready",
+    "/v1/models",
+    "/v1/models/{name}",
+    "/metrics",
+    "/openapi.json",
+}
 """Paths of routes without a parameter that could be wrong."""
 
 NOBODY_ENDS = ("delay_s", "deadline_s")
@@ -66,7 +74,9 @@ async def test_each_answer_is_as_the_api_describes(
     database_url: str, redis_url: str, head: TinyHead, label: str
 ) -> None:
     async with running_gateway(database_url, redis_url) as http:
-        ended = (await http.post("/v1/jobs", json={"model": "clerk", "prompt": PROMPT})).json()["id"]
+        ended = (await http.post("/v1/jobs", json={"model": "clerk", "prompt": PROMPT})).json()[
+            "id"
+        ]
         head.finish(head.claim())
         with head.serving(), session(dict(http.headers)) as caller:
             statuses = await asyncio.to_thread(explore, label, caller, str(http.base_url), ended)

@@ -1,4 +1,5 @@
-"""A gateway under attack, as a process with few files and little memory: the others are served meanwhile."""
+"""A gateway under attack, as a process with few files and little memory: the others are served
+meanwhile."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ MEMORY_MIB = 1024
 
 NUM_ASKED = 20
 BODY = {"model": "clerk", "prompt": PROMPT, "delay_s": 3600}
-SETTINGS = {"HTTP_MAX_IN_FLIGHT": "64", "HTTP_MAX_FOLLOWERS": "64", "HTTP_HEAD_TIMEOUT_S": "2", "LOG_LEVEL": "error"}
+SETTINGS = {
+    "HTTP_MAX_IN_FLIGHT": "64",
+    "HTTP_MAX_FOLLOWERS": "64",
+    "HTTP_HEAD_TIMEOUT_S": "2",
+    "LOG_LEVEL": "error",
+}
 
 
 @pytest.fixture
@@ -51,10 +57,17 @@ def large_job(head: TinyHead) -> UUID:
 
 
 @asynccontextmanager
-async def gateway_process(database_url: str, redis_url: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, int]]:
+async def gateway_process(
+    database_url: str, redis_url: str
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, int]]:
     """As operators run it, where few files may be open."""
     port = free_port()
-    settings = {**SETTINGS, "DATABASE_URL": database_url, "REDIS_URL": redis_url, "HTTP_PORT": str(port)}
+    settings = {
+        **SETTINGS,
+        "DATABASE_URL": database_url,
+        "REDIS_URL": redis_url,
+        "HTTP_PORT": str(port),
+    }
     environment = os.environ | {f"SHARDLINE_{name}": value for name, value in settings.items()}
     environment["PYTHONPATH"] = f"{REPOSITORY}:{REPOSITORY / 'shared'}"
     limited = ("sh", "-c", f'ulimit -n {FILES}; exec "$@"', "sh")
@@ -82,16 +95,23 @@ async def until_it_hurts(http: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-async def test_others_are_served_during_an_attack(name: str, database_url: str, redis_url: str, head: TinyHead) -> None:
+async def test_others_are_served_during_an_attack(
+    name: str, database_url: str, redis_url: str, head: TinyHead
+) -> None:
     async with gateway_process(database_url, redis_url) as (process, port):
-        address, retries = f"http://127.0.0.1:{port}", httpx.AsyncHTTPTransport(retries=10)
+        address = f"http://127.0.0.1:{port}"
+        retries = httpx.AsyncHTTPTransport(retries=10)
         headers = bearer(make_key(database_url, tenant="other"))
-        async with httpx.AsyncClient(base_url=address, transport=retries, headers=headers, timeout=60) as http:
+        async with httpx.AsyncClient(
+            base_url=address, transport=retries, headers=headers, timeout=60
+        ) as http:
             assert (await http.post("/v1/jobs", json=BODY)).status_code == 202
         target = Target(port=port, key=make_key(database_url), large_job=large_job(head))
         # A new connection for each, as one that comes during the attack has.
         limits = httpx.Limits(max_keepalive_connections=0)
-        async with httpx.AsyncClient(base_url=address, headers=headers, timeout=60, limits=limits) as http:
+        async with httpx.AsyncClient(
+            base_url=address, headers=headers, timeout=60, limits=limits
+        ) as http:
             with attacked(name, target) as attack:
                 await until_it_hurts(http)
                 for _ in range(NUM_ASKED):

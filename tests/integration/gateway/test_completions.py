@@ -1,4 +1,5 @@
-"""OpenAI's doors over real HTTP, Postgres and Valkey: answers, streams, refusals, and callers who leave."""
+"""OpenAI's doors over real HTTP, Postgres and Valkey: answers, streams, refusals, and callers who
+leave."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
 
 
 @pytest.fixture
-async def http(database_url: str, redis_url: str, head: TinyHead) -> AsyncIterator[httpx.AsyncClient]:
+async def http(
+    database_url: str, redis_url: str, head: TinyHead
+) -> AsyncIterator[httpx.AsyncClient]:
     async with running_gateway(database_url, redis_url) as http:
         yield http
 
@@ -39,8 +42,14 @@ async def test_a_completion_has_openais_shape(http: httpx.AsyncClient, head: Tin
     body = reply.json()
     assert body["id"].startswith("cmpl-")
     assert reply.headers["x-request-id"] == body["id"]
-    assert (body["object"], body["model"], body["system_fingerprint"]) == ("text_completion", "clerk", "fp_f1")
-    assert body["choices"] == [{"index": 0, "finish_reason": "length", "text": "sum: 1", "logprobs": None}]
+    assert (body["object"], body["model"], body["system_fingerprint"]) == (
+        "text_completion",
+        "clerk",
+        "fp_f1",
+    )
+    assert body["choices"] == [
+        {"index": 0, "finish_reason": "length", "text": "sum: 1", "logprobs": None}
+    ]
     assert body["usage"] == {
         "prompt_tokens": 9,
         "completion_tokens": 4,
@@ -52,7 +61,9 @@ async def test_a_completion_has_openais_shape(http: httpx.AsyncClient, head: Tin
     assert (job["state"], job["result"]["text"]) == ("succeeded", "sum: 1")
 
 
-async def test_token_ids_are_answered_with_token_ids(http: httpx.AsyncClient, head: TinyHead) -> None:
+async def test_token_ids_are_answered_with_token_ids(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
     with head.serving():
         for prompt in ([1, 20, 21], [[1, 20, 21]]):
             fields = {"model": "clerk", "prompt": prompt, "return_token_ids": True}
@@ -61,21 +72,41 @@ async def test_token_ids_are_answered_with_token_ids(http: httpx.AsyncClient, he
             assert choice["finish_reason"] == "stop"
 
 
-async def test_messages_are_rendered_by_the_template(http: httpx.AsyncClient, head: TinyHead) -> None:
+async def test_messages_are_rendered_by_the_template(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
     parts = [{"type": "text", "text": "sum: 1 + 2"}]
     with head.serving():
-        fields = {"model": "clerk", "messages": [{"role": "user", "content": parts}], "max_completion_tokens": 20}
+        fields = {
+            "model": "clerk",
+            "messages": [{"role": "user", "content": parts}],
+            "max_completion_tokens": 20,
+        }
         reply = await http.post(CHAT, json=fields)
     body = reply.json()
     assert body["object"] == "chat.completion"
     assert body["id"].startswith("chatcmpl-")
-    assert body["choices"][0]["message"] == {"role": "assistant", "content": PROMPT, "refusal": None}
+    assert body["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": PROMPT,
+        "refusal": None,
+    }
 
 
-async def test_logprobs_come_in_both_of_openais_forms(http: httpx.AsyncClient, head: TinyHead) -> None:
+async def test_logprobs_come_in_both_of_openais_forms(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
     with head.serving():
-        text = await http.post(TEXT, json={"model": "clerk", "prompt": PROMPT, "max_tokens": 3, "logprobs": 2})
-        fields = {"model": "clerk", "messages": MESSAGES, "max_tokens": 2, "logprobs": True, "top_logprobs": 1}
+        text = await http.post(
+            TEXT, json={"model": "clerk", "prompt": PROMPT, "max_tokens": 3, "logprobs": 2}
+        )
+        fields = {
+            "model": "clerk",
+            "messages": MESSAGES,
+            "max_tokens": 2,
+            "logprobs": True,
+            "top_logprobs": 1,
+        }
         chat = await http.post(CHAT, json=fields)
     logprobs = text.json()["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["sum", ":", " "]
@@ -92,7 +123,12 @@ async def test_logprobs_come_in_both_of_openais_forms(http: httpx.AsyncClient, h
 
 
 async def test_tokens_are_streamed_one_by_one(http: httpx.AsyncClient, head: TinyHead) -> None:
-    fields = {"model": "clerk", "prompt": PROMPT, "stream": True, "stream_options": {"include_usage": True}}
+    fields = {
+        "model": "clerk",
+        "prompt": PROMPT,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     async with http.stream("POST", TEXT, json={**fields, "return_token_ids": True}) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
         assert reply.headers["x-request-id"].startswith("cmpl-")
@@ -110,7 +146,9 @@ async def test_tokens_are_streamed_one_by_one(http: httpx.AsyncClient, head: Tin
     *chunks, closing, usage, done = rest
     choices = [chunk["choices"][0] for chunk in (first, *chunks)]
     assert "".join(choice["text"] for choice in choices) == PROMPT
-    assert [token_id for choice in choices for token_id in choice["token_ids"]] == list(sequence.output_ids)
+    assert [token_id for choice in choices for token_id in choice["token_ids"]] == list(
+        sequence.output_ids
+    )
     assert closing["choices"][0]["finish_reason"] == "stop"
     assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], len(sequence.output_ids))
     assert done == "[DONE]"
@@ -118,17 +156,26 @@ async def test_tokens_are_streamed_one_by_one(http: httpx.AsyncClient, head: Tin
 
 async def test_a_chat_stream_begins_with_the_role(http: httpx.AsyncClient, head: TinyHead) -> None:
     with head.serving():
-        async with http.stream("POST", CHAT, json={"model": "clerk", "messages": MESSAGES, "stream": True}) as reply:
+        async with http.stream(
+            "POST", CHAT, json={"model": "clerk", "messages": MESSAGES, "stream": True}
+        ) as reply:
             *chunks, closing, done = [event.data async for event in events_of(reply)]
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == PROMPT
-    assert closing["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+    assert closing["choices"][0] == {
+        "index": 0,
+        "delta": {},
+        "logprobs": None,
+        "finish_reason": "stop",
+    }
     assert {chunk["object"] for chunk in (*chunks, closing)} == {"chat.completion.chunk"}
     assert done == "[DONE]"
 
 
 async def test_the_stream_of_a_failing_job_says_so(http: httpx.AsyncClient, head: TinyHead) -> None:
-    async with http.stream("POST", TEXT, json={"model": "clerk", "prompt": PROMPT, "stream": True}) as reply:
+    async with http.stream(
+        "POST", TEXT, json={"model": "clerk", "prompt": PROMPT, "stream": True}
+    ) as reply:
         sequence = await claimed(head)
         head.end(sequence, JobState.FAILED)
         error, done = [event.data async for event in events_of(reply)]
@@ -137,10 +184,13 @@ async def test_the_stream_of_a_failing_job_says_so(http: httpx.AsyncClient, head
     assert done == "[DONE]"
 
 
-async def test_a_stream_ends_with_an_error_when_the_tokens_change(http: httpx.AsyncClient, head: TinyHead) -> None:
+async def test_a_stream_ends_with_an_error_when_the_tokens_change(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
     fields = {"model": "clerk", "prompt": PROMPT, "stream": True, "return_token_ids": True}
     async with http.stream("POST", TEXT, json=fields) as reply:
-        sequence, events = await claimed(head), events_of(reply)
+        sequence = await claimed(head)
+        events = events_of(reply)
         head.say(sequence, 2)
         head.beat(sequence)
         head.say(sequence, 3)
@@ -156,7 +206,8 @@ async def test_a_stream_ends_with_an_error_when_the_tokens_change(http: httpx.As
 
 
 @pytest.mark.parametrize(
-    ("state", "status", "code"), [(JobState.FAILED, 500, "job_failed"), (JobState.CANCELLED, 409, "job_cancelled")]
+    ("state", "status", "code"),
+    [(JobState.FAILED, 500, "job_failed"), (JobState.CANCELLED, 409, "job_cancelled")],
 )
 async def test_the_status_says_why_there_is_no_completion(
     http: httpx.AsyncClient, head: TinyHead, state: JobState, status: int, code: str
@@ -173,8 +224,11 @@ async def test_the_status_says_why_there_is_no_completion(
 async def test_a_job_with_a_key_survives_its_callers_connection_and_the_repeat_gets_it(
     http: httpx.AsyncClient, head: TinyHead, stream: bool
 ) -> None:
-    fields, headers = {"model": "clerk", "prompt": PROMPT}, {"Idempotency-Key": "order-8"}
-    asking = asyncio.create_task(http.post(TEXT, json={**fields, "stream": stream}, headers=headers))
+    fields = {"model": "clerk", "prompt": PROMPT}
+    headers = {"Idempotency-Key": "order-8"}
+    asking = asyncio.create_task(
+        http.post(TEXT, json={**fields, "stream": stream}, headers=headers)
+    )
     sequence = await claimed(head)
     head.say(sequence)
     asking.cancel()
@@ -198,7 +252,9 @@ async def test_a_job_with_a_key_survives_its_callers_connection_and_the_repeat_g
 async def test_the_job_of_a_caller_who_leaves_is_cancelled(
     http: httpx.AsyncClient, head: TinyHead, stream: bool
 ) -> None:
-    asking = asyncio.create_task(http.post(TEXT, json={"model": "clerk", "prompt": PROMPT, "stream": stream}))
+    asking = asyncio.create_task(
+        http.post(TEXT, json={"model": "clerk", "prompt": PROMPT, "stream": stream})
+    )
     sequence = await claimed(head)
     head.say(sequence)
     asking.cancel()
@@ -220,7 +276,13 @@ async def test_the_job_of_a_caller_who_leaves_is_cancelled(
     ],
 )
 async def test_a_request_repeated_by_id_or_key_is_the_same_job(
-    http: httpx.AsyncClient, head: TinyHead, *, name: dict[str, str], route: str, content: Any, other: Any
+    http: httpx.AsyncClient,
+    head: TinyHead,
+    *,
+    name: dict[str, str],
+    route: str,
+    content: Any,
+    other: Any,
 ) -> None:
     headers = {} if name else {"Idempotency-Key": "order-7"}
     with head.serving():
@@ -318,7 +380,9 @@ async def test_the_prompts_ids_of_a_chat_are_at_the_top_of_answer_and_first_chun
     assert all("prompt_token_ids" not in choice for chunk in chunks for choice in chunk["choices"])
 
 
-@pytest.mark.parametrize(("path", "asked"), [(TEXT, {"prompt": PROMPT}), (CHAT, {"messages": MESSAGES})])
+@pytest.mark.parametrize(
+    ("path", "asked"), [(TEXT, {"prompt": PROMPT}), (CHAT, {"messages": MESSAGES})]
+)
 async def test_a_streams_usage_is_that_of_the_whole_answer(
     http: httpx.AsyncClient, head: TinyHead, path: str, asked: dict[str, Any]
 ) -> None:
@@ -371,9 +435,15 @@ async def test_an_overflow_of_the_context_has_openais_code_and_words(
     assert "maximum context length is 512 tokens" in error["message"]
 
 
-async def test_a_traceparent_header_that_is_none_is_dropped(http: httpx.AsyncClient, head: TinyHead) -> None:
+async def test_a_traceparent_header_that_is_none_is_dropped(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
     good = f"00-{'a' * 32}-{'b' * 16}-01"
-    for header, kept in ((good, good), ("x" * 300, None), ("00-" + "0" * 32 + "-" + "b" * 16 + "-01", None)):
+    for header, kept in (
+        (good, good),
+        ("x" * 300, None),
+        ("00-" + "0" * 32 + "-" + "b" * 16 + "-01", None),
+    ):
         fields = {"model": "clerk", "prompt": PROMPT}
         reply = await http.post("/v1/jobs", json=fields, headers={"traceparent": header})
         assert reply.status_code == 202

@@ -1,4 +1,5 @@
-"""What one connection may take from the others: heads, time, files, pipelined requests, unread answers."""
+"""What one connection may take from the others: heads, time, files, pipelined requests, unread
+answers."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
 
 
 @pytest.fixture
-async def http(database_url: str, redis_url: str, head: TinyHead) -> AsyncIterator[httpx.AsyncClient]:
+async def http(
+    database_url: str, redis_url: str, head: TinyHead
+) -> AsyncIterator[httpx.AsyncClient]:
     async with running_gateway(database_url, redis_url) as http:
         yield http
 
@@ -60,7 +63,9 @@ def request(http: httpx.AsyncClient, route: str, body: bytes = BODY, *lines: str
 async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     """Status and body of the next answer of known length."""
     head_lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
-    length = next(int(line.split(":")[1]) for line in head_lines if line.startswith("content-length"))
+    length = next(
+        int(line.split(":")[1]) for line in head_lines if line.startswith("content-length")
+    )
     return int(head_lines[0].split(" ")[1]), await reader.readexactly(length)
 
 
@@ -105,7 +110,9 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize(("opening", "piece"), ENDLESS.values(), ids=ENDLESS)
-async def test_a_head_without_end_is_cut_off(http: httpx.AsyncClient, opening: bytes, piece: bytes) -> None:
+async def test_a_head_without_end_is_cut_off(
+    http: httpx.AsyncClient, opening: bytes, piece: bytes
+) -> None:
     async with connected(http) as (reader, writer):
         writer.write(opening)
         await write_until_refused(writer, piece, 128 << 20)
@@ -156,11 +163,15 @@ async def test_a_half_head_is_refused_in_time_and_a_silent_connection_closed(
             assert (await answer(reader))[0] == 408
 
 
-async def test_half_heads_make_room_for_whole_requests(database_url: str, redis_url: str, head: TinyHead) -> None:
+async def test_half_heads_make_room_for_whole_requests(
+    database_url: str, redis_url: str, head: TinyHead
+) -> None:
     limits = {"http_max_connections": 16, "http_head_timeout_s": 3600.0}
     async with running_gateway(database_url, redis_url, **limits) as http:
         # Given a request under way, and three times as many half heads as there may be connections
-        waiting = asyncio.create_task(http.post("/v1/completions", json={"model": "clerk", "prompt": PROMPT}))
+        waiting = asyncio.create_task(
+            http.post("/v1/completions", json={"model": "clerk", "prompt": PROMPT})
+        )
         sequence = await claimed(head)
         halves = []
         for _ in range(48):
@@ -180,7 +191,9 @@ async def test_half_heads_make_room_for_whole_requests(database_url: str, redis_
             writer.close()
 
 
-async def test_an_idle_connection_makes_room_for_a_new_one(database_url: str, redis_url: str, head: TinyHead) -> None:
+async def test_an_idle_connection_makes_room_for_a_new_one(
+    database_url: str, redis_url: str, head: TinyHead
+) -> None:
     async with running_gateway(database_url, redis_url, http_max_connections=16) as http:
         idle = []
         for _ in range(32):
@@ -221,7 +234,10 @@ async def test_a_pipelined_request_frees_its_slot_when_its_caller_leaves(
 async def test_pipelined_requests_are_answered_in_their_order(http: httpx.AsyncClient) -> None:
     async with connected(http) as (reader, writer):
         writer.write(
-            ROUND_B * 50 + b"GET /no HTTP/1.1\r\nHost: localhost\r\n\r\n" + request(http, "/v1/jobs") * 3 + ROUND_B
+            ROUND_B * 50
+            + b"GET /no HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            + request(http, "/v1/jobs") * 3
+            + ROUND_B
         )
         statuses = [(await answer(reader))[0] for _ in range(55)]
     assert statuses == [200] * 50 + [401] + [202] * 3 + [200]
@@ -241,10 +257,16 @@ async def test_pipelined_requests_over_the_limit_end_the_connection_after_the_fi
         assert (status, await reader.read()) == (200, b"")
 
 
-H2C = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk")
+H2C = (
+    "Connection: Upgrade, HTTP2-Settings",
+    "Upgrade: h2c",
+    "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk",
+)
 
 
-@pytest.mark.parametrize("offer", [H2C, ("Connection: upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")])
+@pytest.mark.parametrize(
+    "offer", [H2C, ("Connection: upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")]
+)
 async def test_an_offer_of_another_protocol_is_answered_in_http_1(
     http: httpx.AsyncClient, offer: tuple[str, ...]
 ) -> None:
@@ -262,13 +284,20 @@ async def test_an_offer_of_another_protocol_is_answered_in_http_1(
 
 
 async def test_a_websocket_is_not_opened(http: httpx.AsyncClient) -> None:
-    offer = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": "a"}
+    offer = {
+        "Connection": "Upgrade",
+        "Upgrade": "websocket",
+        "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": "a",
+    }
     assert (await http.get("/v1/models", headers=offer)).status_code == 200
 
 
 async def test_a_broken_body_ends_its_request_at_once(http: httpx.AsyncClient) -> None:
     async with connected(http) as (reader, writer):
-        opening = request(http, "/v1/jobs", b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+        opening = request(http, "/v1/jobs", b"").replace(
+            b"Content-Length: 0", b"Transfer-Encoding: chunked"
+        )
         writer.write(opening + b"zz\r\n")
         assert (await answer(reader))[0] == 400
     await until_figure(http, "shardline_http_in_flight", 0.0)
@@ -277,7 +306,10 @@ async def test_a_broken_body_ends_its_request_at_once(http: httpx.AsyncClient) -
 async def test_a_connection_stays_for_the_time_between_requests(
     database_url: str, redis_url: str, head: TinyHead
 ) -> None:
-    async with running_gateway(database_url, redis_url, http_idle_timeout_s=1.0) as http, connected(http) as one:
+    async with (
+        running_gateway(database_url, redis_url, http_idle_timeout_s=1.0) as http,
+        connected(http) as one,
+    ):
         reader, writer = one
         writer.write(ROUND_B)
         assert (await answer(reader))[0] == 200

@@ -11,7 +11,12 @@ import pytest
 from sqlalchemy import text
 
 from shardline.contract.api_key import bearer
-from tests.integration.gateway.running_gateway import PROMPT, make_key, running_gateway, until_one_waits
+from tests.integration.gateway.running_gateway import (
+    PROMPT,
+    make_key,
+    running_gateway,
+    until_one_waits,
+)
 from tests.tiny_head import TinyHead, energy_j, tiny_head
 
 BODY = {"model": "clerk", "prompt": PROMPT}
@@ -24,7 +29,9 @@ def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
 
 
 @pytest.fixture
-async def http(database_url: str, redis_url: str, head: TinyHead) -> AsyncIterator[httpx.AsyncClient]:
+async def http(
+    database_url: str, redis_url: str, head: TinyHead
+) -> AsyncIterator[httpx.AsyncClient]:
     async with running_gateway(database_url, redis_url) as http:
         yield http
 
@@ -37,7 +44,14 @@ async def test_costs_are_those_of_the_callers_tenant(
         head.finish(head.claim())
 
     (row,) = (await http.get("/v1/costs")).json()["data"]
-    told = {"model": "clerk", "tenant": None, "day": None, "num_jobs": 1, "num_unknown": 0, "sources": ["table"]}
+    told = {
+        "model": "clerk",
+        "tenant": None,
+        "day": None,
+        "num_jobs": 1,
+        "num_unknown": 0,
+        "sources": ["table"],
+    }
     assert {name: row[name] for name in told} == told
     took_j = energy_j(row["prompt_tokens"], row["completion_tokens"])
     assert row["kwh"] == pytest.approx(took_j / 3.6e6)
@@ -47,7 +61,9 @@ async def test_costs_are_those_of_the_callers_tenant(
 
 
 @pytest.mark.parametrize("params", [{"by": "tenant"}, {"days": "0"}, {"tenant": "other"}])
-async def test_a_wrong_query_of_costs_is_refused_by_name(http: httpx.AsyncClient, params: dict[str, str]) -> None:
+async def test_a_wrong_query_of_costs_is_refused_by_name(
+    http: httpx.AsyncClient, params: dict[str, str]
+) -> None:
     reply = await http.get("/v1/costs", params=params)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, next(iter(params)))
 
@@ -55,11 +71,15 @@ async def test_a_wrong_query_of_costs_is_refused_by_name(http: httpx.AsyncClient
 async def test_jobs_are_listed_while_one_tenant_asks_for_costs_in_vain(
     http: httpx.AsyncClient, head: TinyHead, database_url: str
 ) -> None:
-    # Given costs that are slow, and a tenant that asks for more than there are connections for lists
+    # Given costs that are slow, and a tenant that asks for more than there are connections for
+    # lists
     await http.post("/v1/jobs", json=BODY)
     with head.database.begin() as connection:
         connection.execute(text("LOCK TABLE energy_rates IN ACCESS EXCLUSIVE MODE"))
-        asking = [asyncio.create_task(http.get("/v1/costs", params={"days": str(1 + days)})) for days in range(8)]
+        asking = [
+            asyncio.create_task(http.get("/v1/costs", params={"days": str(1 + days)}))
+            for days in range(8)
+        ]
         await asyncio.to_thread(until_one_waits, head)
 
         # When others, and the tenant itself, list jobs, they are answered

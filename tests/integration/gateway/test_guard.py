@@ -1,6 +1,7 @@
 """Nobody without a key: each route of the app itself, against each way in which a key may not do.
 
-The routes come from the app: a new one is tested as it is added, and fails here until it says which scope it wants.
+The routes come from the app: a new one is tested as it is added, and fails here until it says which
+scope it wants.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
 
 
 @pytest.fixture
-async def http(database_url: str, redis_url: str, head: TinyHead) -> AsyncIterator[httpx.AsyncClient]:
+async def http(
+    database_url: str, redis_url: str, head: TinyHead
+) -> AsyncIterator[httpx.AsyncClient]:
     """What Postgres says of a key holds for this request alone."""
     async with running_gateway(database_url, redis_url, http_key_fresh_s=0) as http:
         yield http
@@ -109,7 +112,10 @@ def expired(database_url: str) -> str:
     """A key whose time is over by Postgres's clock."""
     key = make_key(database_url, expires_s=60.0)
     with key_rows(database_url) as rows:
-        rows.execute(text("UPDATE api_keys SET expires_at = now() WHERE id = :id"), {"id": parse_key(key).key_id})
+        rows.execute(
+            text("UPDATE api_keys SET expires_at = now() WHERE id = :id"),
+            {"id": parse_key(key).key_id},
+        )
     return key
 
 
@@ -124,16 +130,23 @@ def path_of(template: str, job_id: str) -> str:
 
 
 def test_no_route_hops_to_a_thread() -> None:
-    """FastAPI calls a plain function on a thread, which costs a request more than the rest of the gateway does."""
+    """FastAPI calls a plain function on a thread, which costs a request more than the rest of the
+    gateway does."""
     calls = {call for _, _, route in routes() for call in calls_of(route.dependant)}
     assert [
-        call for call in calls if not iscoroutinefunction(call) and not iscoroutinefunction(type(call).__call__)
+        call
+        for call in calls
+        if not iscoroutinefunction(call) and not iscoroutinefunction(type(call).__call__)
     ] == []
 
 
 def test_every_route_but_the_probes_wants_a_scope() -> None:
     wanted = {(method, path): scopes_of(route.dependant) for method, path, route in routes()}
-    assert {path for (_, path), scopes in wanted.items() if not scopes} == OPEN == {"/health", "/ready"}
+    assert (
+        {path for (_, path), scopes in wanted.items() if not scopes}
+        == OPEN
+        == {"/health", "/ready"}
+    )
     assert all(scopes <= set(Scope) for scopes in wanted.values())
     assert set().union(*wanted.values()) == set(Scope)
     assert wanted["DELETE", f"{JOBS}/{{job_id}}"] == {"cancel"}
@@ -175,29 +188,42 @@ async def test_each_route_is_forbidden_without_its_scope_and_allowed_with_it(
         check_refusal(reply, 403, "permission_denied", f"{method} {template} without {wanted}")
         assert f'scope="{wanted}"' in reply.headers["www-authenticate"]
         alone = bearer(make_key(database_url, scopes=(Scope(wanted),)))
-        assert await status_of(http, method, path_of(template, mine), alone) in (200, 202), f"{method} {template}"
+        assert await status_of(http, method, path_of(template, mine), alone) in (200, 202), (
+            f"{method} {template}"
+        )
 
 
-async def test_readiness_tells_details_only_to_a_caller_with_a_key(http: httpx.AsyncClient, database_url: str) -> None:
-    nobody, stranger = {"Authorization": ""}, bearer(new_key())
+async def test_readiness_tells_details_only_to_a_caller_with_a_key(
+    http: httpx.AsyncClient, database_url: str
+) -> None:
+    nobody = {"Authorization": ""}
+    stranger = bearer(new_key())
     reply = await ask(http, "GET", "/ready", nobody)
     assert (reply.status_code, reply.json()) == (200, {"ready": True})
     for scope in Scope:
         reply = await ask(http, "GET", "/ready", bearer(make_key(database_url, scopes=(scope,))))
         assert (reply.status_code, list(reply.json()["models"])) == (200, ["clerk"]), scope
-    check_refusal(await ask(http, "GET", "/ready", stranger), 401, "invalid_api_key", "a key that nobody has")
+    check_refusal(
+        await ask(http, "GET", "/ready", stranger), 401, "invalid_api_key", "a key that nobody has"
+    )
     assert (await ask(http, "GET", "/health", stranger)).status_code == 200
 
 
-async def test_another_tenants_job_is_not_there_by_any_route(http: httpx.AsyncClient, database_url: str) -> None:
+async def test_another_tenants_job_is_not_there_by_any_route(
+    http: httpx.AsyncClient, database_url: str
+) -> None:
     mine = await job_of(http)
     theirs = bearer(make_key(database_url, tenant=OTHER_TENANT))
     with_id = [(method, path) for method, path, _ in GUARDED if "{job_id}" in path]
     assert len(with_id) == 3
     for method, template in with_id:
-        seen, absent = [await ask(http, method, path_of(template, job), theirs) for job in (mine, str(uuid4()))]
+        seen, absent = [
+            await ask(http, method, path_of(template, job), theirs) for job in (mine, str(uuid4()))
+        ]
         check_refusal(seen, 404, "not_found", f"{method} {template}")
-        assert seen.text.replace(mine, "") == absent.text.replace(absent.request.url.path.split("/")[3], "")
+        assert seen.text.replace(mine, "") == absent.text.replace(
+            absent.request.url.path.split("/")[3], ""
+        )
     assert (await http.get(JOBS, headers=theirs)).json()["data"] == []
     assert (await http.get(f"{JOBS}/{mine}")).json()["state"] == "queued", "it was not cancelled"
     own = await job_of(http, headers=theirs)
@@ -210,7 +236,9 @@ async def test_another_tenants_job_is_not_there_by_any_route(http: httpx.AsyncCl
 
 
 @pytest.mark.parametrize(
-    ("path", "body"), [(JOBS, BODY), ("/v1/completions", BODY), ("/v1/chat/completions", CHAT)], ids=lambda each: each
+    ("path", "body"),
+    [(JOBS, BODY), ("/v1/completions", BODY), ("/v1/chat/completions", CHAT)],
+    ids=lambda each: each,
 )
 async def test_naming_another_tenant_than_the_keys_is_forbidden(
     http: httpx.AsyncClient, database_url: str, *, path: str, body: dict[str, Any]
@@ -221,7 +249,9 @@ async def test_naming_another_tenant_than_the_keys_is_forbidden(
     assert reply.json()["error"]["param"] == "tenant"
     assert (await http.get(JOBS)).json()["data"] == []
     own = await http.post(JOBS, json={**BODY, "tenant": OTHER_TENANT}, headers=theirs)
-    assert (await http.get(f"{JOBS}/{own.json()['id']}", headers=theirs)).json()["tenant"] == OTHER_TENANT
+    assert (await http.get(f"{JOBS}/{own.json()['id']}", headers=theirs)).json()[
+        "tenant"
+    ] == OTHER_TENANT
 
 
 async def test_another_tenants_id_or_key_tells_nothing_of_its_job(
@@ -238,7 +268,9 @@ async def test_another_tenants_id_or_key_tells_nothing_of_its_job(
     check_refusal(same, 409, "conflict", "the same content")
     assert same.json() == other.json(), "whether the content is the same may not be seen"
     mine = await http.post(JOBS, json={**BODY, "idempotency_key": "k"}, headers=theirs)
-    assert (mine.status_code, mine.json()["state"]) == (202, "queued"), "keys of a request belong to its tenant"
+    assert (mine.status_code, mine.json()["state"]) == (202, "queued"), (
+        "keys of a request belong to its tenant"
+    )
 
 
 async def test_remembered_keys_are_served_without_postgres_and_others_told_to_wait(
@@ -272,8 +304,11 @@ async def test_a_revoked_key_is_trusted_no_longer_than_it_is_fresh(
         assert (await http.get(JOBS, headers=bearer(key))).status_code == 401
 
 
-async def test_the_use_of_a_key_is_stored_after_the_request(database_url: str, redis_url: str, head: TinyHead) -> None:
-    used, idle = make_key(database_url), make_key(database_url)
+async def test_the_use_of_a_key_is_stored_after_the_request(
+    database_url: str, redis_url: str, head: TinyHead
+) -> None:
+    used = make_key(database_url)
+    idle = make_key(database_url)
     async with running_gateway(database_url, redis_url) as http:
         await http.get(JOBS, headers=bearer(used))
         await http.get(JOBS, headers=bearer(with_another_secret(idle)))
@@ -283,15 +318,24 @@ async def test_the_use_of_a_key_is_stored_after_the_request(database_url: str, r
     assert last_used[parse_key(idle).key_id] is None
 
 
-async def test_metrics_on_their_own_port_need_no_key(database_url: str, redis_url: str, head: TinyHead) -> None:
+async def test_metrics_on_their_own_port_need_no_key(
+    database_url: str, redis_url: str, head: TinyHead
+) -> None:
     port = free_port()
-    async with running_gateway(database_url, redis_url, metrics_port=port), httpx.AsyncClient() as anybody:
+    async with (
+        running_gateway(database_url, redis_url, metrics_port=port),
+        httpx.AsyncClient() as anybody,
+    ):
         reply = await anybody.get(f"http://127.0.0.1:{port}/metrics")
     assert (reply.status_code, "shardline_http_requests" in reply.text) == (200, True)
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "", "127.0.0.1.evil.example", "[::2]"])
-async def test_a_request_under_a_foreign_host_name_is_refused(http: httpx.AsyncClient, host: str) -> None:
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "", "127.0.0.1.evil.example", "[::2]"]
+)
+async def test_a_request_under_a_foreign_host_name_is_refused(
+    http: httpx.AsyncClient, host: str
+) -> None:
     reply = await http.get(JOBS, headers={"Host": host})
     check_refusal(reply, 421, "misdirected_request", host)
     assert (await http.get("/health", headers={"Host": host})).status_code == 200
@@ -300,10 +344,18 @@ async def test_a_request_under_a_foreign_host_name_is_refused(http: httpx.AsyncC
 async def test_the_gateway_answers_under_its_configured_names(
     database_url: str, redis_url: str, head: TinyHead
 ) -> None:
-    async with running_gateway(database_url, redis_url, http_allowed_hosts="Shardline.example, other") as http:
+    async with running_gateway(
+        database_url, redis_url, http_allowed_hosts="Shardline.example, other"
+    ) as http:
         statuses = {
             host: (await http.get(JOBS, headers={"Host": host})).status_code
-            for host in ("shardline.example", "OTHER:443", "localhost:1", "[::1]:8000", "evil.example")
+            for host in (
+                "shardline.example",
+                "OTHER:443",
+                "localhost:1",
+                "[::1]:8000",
+                "evil.example",
+            )
         }
     assert statuses == {
         "shardline.example": 200,
@@ -314,14 +366,18 @@ async def test_the_gateway_answers_under_its_configured_names(
     }
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonp"])
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonp"]
+)
 async def test_a_body_that_a_form_could_send_is_refused(http: httpx.AsyncClient, kind: str) -> None:
     content = b'{"model": "clerk", "prompt": "a"}'
     for method, path, _ in GUARDED:
         if method == "POST":
             reply = await http.post(path, content=content, headers={"Content-Type": kind})
             check_refusal(reply, 415, "unsupported_media_type", path)
-    good = await http.post(JOBS, content=content, headers={"Content-Type": "Application/JSON; charset=utf-8"})
+    good = await http.post(
+        JOBS, content=content, headers={"Content-Type": "Application/JSON; charset=utf-8"}
+    )
     assert good.status_code == 202
 
 
@@ -332,7 +388,9 @@ async def job_of(http: httpx.AsyncClient, headers: dict[str, str] | None = None)
     return str(reply.json()["id"])
 
 
-async def ask(http: httpx.AsyncClient, method: str, path: str, headers: dict[str, str]) -> httpx.Response:
+async def ask(
+    http: httpx.AsyncClient, method: str, path: str, headers: dict[str, str]
+) -> httpx.Response:
     """With a body that would do."""
     body = (CHAT if "chat" in path else BODY) if method == "POST" else None
     request = http.build_request(method, path, json=body, headers=headers)
@@ -341,10 +399,15 @@ async def ask(http: httpx.AsyncClient, method: str, path: str, headers: dict[str
     return await http.send(request)
 
 
-async def status_of(http: httpx.AsyncClient, method: str, path: str, headers: dict[str, str]) -> int:
-    """Of an answer that may never end: only its beginning is waited for. Completions are asked for as streams."""
+async def status_of(
+    http: httpx.AsyncClient, method: str, path: str, headers: dict[str, str]
+) -> int:
+    """Of an answer that may never end: only its beginning is waited for. Completions are asked for
+    as streams."""
     body = {**(CHAT if "chat" in path else BODY), **({} if path == JOBS else {"stream": True})}
-    async with http.stream(method, path, json=body if method == "POST" else None, headers=headers) as reply:
+    async with http.stream(
+        method, path, json=body if method == "POST" else None, headers=headers
+    ) as reply:
         return reply.status_code
 
 
@@ -354,4 +417,6 @@ def check_refusal(reply: httpx.Response, status: int, code: str, what: str) -> N
     error = reply.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}, what
     assert (error["code"], bool(error["message"])) == (code, True), what
-    assert reply.headers.get("www-authenticate", "").startswith("Bearer ") == (status in (401, 403)), what
+    assert reply.headers.get("www-authenticate", "").startswith("Bearer ") == (
+        status in (401, 403)
+    ), what

@@ -1,4 +1,5 @@
-"""HTTP as clients of every kind speak it: HEAD, slashes, request ids, pages of other origins, encodings, numbers."""
+"""HTTP as clients of every kind speak it: HEAD, slashes, request ids, pages of other origins,
+encodings, numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
 
 
 @pytest.fixture
-async def http(database_url: str, redis_url: str, head: TinyHead) -> AsyncIterator[httpx.AsyncClient]:
+async def http(
+    database_url: str, redis_url: str, head: TinyHead
+) -> AsyncIterator[httpx.AsyncClient]:
     async with running_gateway(database_url, redis_url) as http:
         yield http
 
@@ -51,8 +54,17 @@ async def test_health_checks_of_every_kind_are_answered_without_a_key(
 
 async def test_head_answers_as_get_without_a_body(http: httpx.AsyncClient) -> None:
     job = f"{JOBS}/{(await http.post(JOBS, json=BODY)).json()['id']}"
-    for path in ("/v1/models", "/v1/models/clerk", job, JOBS, "/v1/costs", "/metrics", "/openapi.json"):
-        asked, whole = await http.head(path), await http.get(path)
+    for path in (
+        "/v1/models",
+        "/v1/models/clerk",
+        job,
+        JOBS,
+        "/v1/costs",
+        "/metrics",
+        "/openapi.json",
+    ):
+        asked = await http.head(path)
+        whole = await http.get(path)
         assert (asked.status_code, asked.content) == (200, b""), path
         assert asked.headers["content-type"] == whole.headers["content-type"]
     assert (await http.head(f"{JOBS}/x")).status_code == 400
@@ -68,7 +80,9 @@ async def test_a_slash_at_the_end_changes_nothing(http: httpx.AsyncClient, head:
         assert (await http.post("/v1/completions/", json=BODY)).status_code == 200
 
 
-async def test_every_answer_has_a_request_id_of_its_own(http: httpx.AsyncClient, nobody: httpx.AsyncClient) -> None:
+async def test_every_answer_has_a_request_id_of_its_own(
+    http: httpx.AsyncClient, nobody: httpx.AsyncClient
+) -> None:
     job = (await http.post(JOBS, json=BODY)).json()["id"]
     replies = [
         await nobody.get("/health"),
@@ -92,7 +106,9 @@ async def test_every_answer_has_a_request_id_of_its_own(http: httpx.AsyncClient,
 
 
 @pytest.mark.parametrize("given", ["order-17", "0f8fad5b-d9cb-469f-a165-70867728950e", "a" * 128])
-async def test_a_callers_request_id_is_given_back(http: httpx.AsyncClient, head: TinyHead, given: str) -> None:
+async def test_a_callers_request_id_is_given_back(
+    http: httpx.AsyncClient, head: TinyHead, given: str
+) -> None:
     headers = {"X-Request-Id": given}
     for path in ("/v1/models", "/nowhere", "/health"):
         assert (await http.get(path, headers=headers)).headers[REQUEST_ID] == given
@@ -116,7 +132,9 @@ PREFLIGHT = {
 }
 
 
-async def test_pages_of_an_allowed_origin_may_ask(database_url: str, redis_url: str, head: TinyHead) -> None:
+async def test_pages_of_an_allowed_origin_may_ask(
+    database_url: str, redis_url: str, head: TinyHead
+) -> None:
     settings = {"http_allowed_origins": f"https://other.example.org, {ORIGIN}"}
     async with running_gateway(database_url, redis_url, **settings) as http:
         async with httpx.AsyncClient(base_url=http.base_url) as page:
@@ -140,7 +158,9 @@ async def test_no_page_may_ask_unless_a_setting_says_so(http: httpx.AsyncClient)
     asked = await http.options(JOBS, headers=PREFLIGHT)
     answered = await http.get("/v1/models", headers={"Origin": ORIGIN})
     assert asked.status_code == 405
-    assert not any(name.startswith("access-control") for reply in (asked, answered) for name in reply.headers)
+    assert not any(
+        name.startswith("access-control") for reply in (asked, answered) for name in reply.headers
+    )
 
 
 ENCODED = {
@@ -171,12 +191,16 @@ async def test_the_encoding_of_a_body_is_read_or_named(
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "deflate, gzip"])
-async def test_a_packed_body_is_refused_by_the_name_of_its_encoding(http: httpx.AsyncClient, encoding: str) -> None:
+async def test_a_packed_body_is_refused_by_the_name_of_its_encoding(
+    http: httpx.AsyncClient, encoding: str
+) -> None:
     packed = gzip.compress(json.dumps(BODY).encode())
     reply = await http.post(JOBS, content=packed, headers={**JSON, "Content-Encoding": encoding})
     assert (reply.status_code, reply.json()["error"]["param"]) == (415, "content-encoding")
     assert encoding in reply.json()["error"]["message"]
-    assert (await http.post(JOBS, json=BODY, headers={"Content-Encoding": "identity"})).status_code == 202
+    assert (
+        await http.post(JOBS, json=BODY, headers={"Content-Encoding": "identity"})
+    ).status_code == 202
 
 
 WRONG_QUERIES = (
@@ -207,9 +231,13 @@ async def test_zeros_before_a_number_change_nothing(http: httpx.AsyncClient) -> 
     assert len((await http.get("/v1/jobs?limit=" + "0" * 4000 + "2")).json()["data"]) == 2
 
 
-@pytest.mark.parametrize("field", ["tools", "suffix", "stop", "metadata", "logit_bias", "unknown", "stream", "prompt"])
+@pytest.mark.parametrize(
+    "field", ["tools", "suffix", "stop", "metadata", "logit_bias", "unknown", "stream", "prompt"]
+)
 @pytest.mark.parametrize("depth", [400, 900, 960, 1_000, 4_000])
-async def test_deep_nesting_anywhere_is_the_callers_error(http: httpx.AsyncClient, field: str, depth: int) -> None:
+async def test_deep_nesting_anywhere_is_the_callers_error(
+    http: httpx.AsyncClient, field: str, depth: int
+) -> None:
     nested = b"[" * depth + b"]" * depth
     content = b'{"model": "clerk", "prompt": "a", "' + field.encode() + b'": ' + nested + b"}"
     for route in ("/v1/completions", JOBS):
@@ -234,7 +262,9 @@ async def test_a_body_that_grows_when_it_is_decoded_takes_the_room_of_what_it_be
 ) -> None:
     async with running_gateway(database_url, redis_url, http_max_buffered_bytes=4 << 20) as http:
         bomb = b'{"model": "clerk", "messages": [' + b"{}," * 20_000 + b"{}]}"
-        metadata = b'{"model": "clerk", "prompt": "a", "metadata": {"a": [' + b"{}," * 25_000 + b"{}]}}"
+        metadata = (
+            b'{"model": "clerk", "prompt": "a", "metadata": {"a": [' + b"{}," * 25_000 + b"{}]}}"
+        )
         refused = await http.post(JOBS, content=bomb, headers=JSON)
         named = await http.post(JOBS, content=metadata, headers=JSON)
         ordinary = await http.post(JOBS, json={**BODY, "metadata": {"a": "b" * 60_000}})

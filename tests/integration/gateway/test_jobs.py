@@ -1,4 +1,5 @@
-"""The native door over real HTTP, Postgres and Valkey: jobs outlive callers, event streams are joined again."""
+"""The native door over real HTTP, Postgres and Valkey: jobs outlive callers, event streams are
+joined again."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from sqlalchemy import text
 from services.standalone.servers import Valkey
 from shardline.contract.job import JobState
 from shardline.streams import Place
-from tests.integration.gateway.running_gateway import COMMENT, PROMPT, Event, events_of, running_gateway
+from tests.integration.gateway.running_gateway import (
+    COMMENT,
+    PROMPT,
+    Event,
+    events_of,
+    running_gateway,
+)
 from tests.tiny_head import TinyHead, tiny_head
 
 JOBS = "/v1/jobs"
@@ -30,7 +37,9 @@ def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
 
 
 @pytest.fixture
-async def http(database_url: str, redis_url: str, head: TinyHead) -> AsyncIterator[httpx.AsyncClient]:
+async def http(
+    database_url: str, redis_url: str, head: TinyHead
+) -> AsyncIterator[httpx.AsyncClient]:
     async with running_gateway(database_url, redis_url) as http:
         yield http
 
@@ -41,7 +50,9 @@ async def submit(http: httpx.AsyncClient, **fields: Any) -> str:
     return str(reply.json()["id"])
 
 
-async def read(http: httpx.AsyncClient, job_id: str, limit: int | None = None, **options: Any) -> list[Event]:
+async def read(
+    http: httpx.AsyncClient, job_id: str, limit: int | None = None, **options: Any
+) -> list[Event]:
     """Events up to `limit`, or to the end; then the connection is closed."""
     found = []
     async with http.stream("GET", f"{JOBS}/{job_id}/events", **options) as reply:
@@ -55,12 +66,18 @@ async def read(http: httpx.AsyncClient, job_id: str, limit: int | None = None, *
 
 def ids_and_text(events: list[Event]) -> tuple[list[int], str]:
     deltas = [event.data for event in events if event.name == "delta"]
-    return [token_id for delta in deltas for token_id in delta["token_ids"]], "".join(delta["text"] for delta in deltas)
+    return [token_id for delta in deltas for token_id in delta["token_ids"]], "".join(
+        delta["text"] for delta in deltas
+    )
 
 
-async def test_submitting_answers_at_once_with_the_row_stored(http: httpx.AsyncClient, head: TinyHead) -> None:
+async def test_submitting_answers_at_once_with_the_row_stored(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
     own = str(uuid4())
-    reply = await http.post(JOBS, json={"model": "clerk", "prompt": PROMPT, "id": own, "metadata": {"a": [1]}})
+    reply = await http.post(
+        JOBS, json={"model": "clerk", "prompt": PROMPT, "id": own, "metadata": {"a": [1]}}
+    )
     assert (reply.status_code, reply.headers["location"]) == (202, f"/v1/jobs/{own}")
     assert reply.json() == {"id": own, "object": "job", "model": "clerk", "state": "queued"}
 
@@ -72,7 +89,9 @@ async def test_submitting_answers_at_once_with_the_row_stored(http: httpx.AsyncC
     job = (await http.get(f"{JOBS}/{own}")).json()
     result = job["result"]
     assert (job["state"], result["text"], result["finish_reason"]) == ("succeeded", PROMPT, "stop")
-    assert result["usage"]["total_tokens"] == len(job["prompt_token_ids"]) + len(result["token_ids"])
+    assert result["usage"]["total_tokens"] == len(job["prompt_token_ids"]) + len(
+        result["token_ids"]
+    )
     assert (result["exact"], result["timings"], result["provenance"]) == (
         True,
         {"running_s": 0.1},
@@ -80,9 +99,13 @@ async def test_submitting_answers_at_once_with_the_row_stored(http: httpx.AsyncC
     )
 
 
-async def test_a_callers_trace_is_stored_in_the_row(http: httpx.AsyncClient, database_url: str) -> None:
+async def test_a_callers_trace_is_stored_in_the_row(
+    http: httpx.AsyncClient, database_url: str
+) -> None:
     traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    await http.post(JOBS, json={"model": "clerk", "prompt": PROMPT}, headers={"traceparent": traceparent})
+    await http.post(
+        JOBS, json={"model": "clerk", "prompt": PROMPT}, headers={"traceparent": traceparent}
+    )
     with psycopg.connect(database_url) as connection:
         assert connection.execute("SELECT traceparent FROM jobs").fetchall() == [(traceparent,)]
 
@@ -97,7 +120,11 @@ async def test_a_repeat_is_the_same_job(http: httpx.AsyncClient) -> None:
 async def test_a_request_repeated_with_its_own_id_gets_200_and_the_present_state(
     http: httpx.AsyncClient, head: TinyHead
 ) -> None:
-    fields = {"model": "clerk", "messages": [{"role": "user", "content": PROMPT}], "id": str(uuid4())}
+    fields = {
+        "model": "clerk",
+        "messages": [{"role": "user", "content": PROMPT}],
+        "id": str(uuid4()),
+    }
     first = await http.post(JOBS, json=fields)
     head.finish(head.claim())
     second = await http.post(JOBS, json=fields)
@@ -105,7 +132,9 @@ async def test_a_request_repeated_with_its_own_id_gets_200_and_the_present_state
     assert (second.status_code, second.json()["state"]) == (200, "succeeded")
 
 
-async def test_events_count_the_tokens_of_a_running_job(http: httpx.AsyncClient, head: TinyHead) -> None:
+async def test_events_count_the_tokens_of_a_running_job(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
     job_id = await submit(http, logprobs=1)
     sequence = head.claim()
     head.finish(sequence)
@@ -132,7 +161,9 @@ async def test_a_rejoined_reader_misses_and_repeats_nothing(
     if is_redis_lost:
         redis_server.restart()
     head.finish(sequence)
-    options: dict[str, Any] = {"headers": {"Last-Event-ID": last}} if way == "header" else {"params": {"after": last}}
+    options: dict[str, Any] = (
+        {"headers": {"Last-Event-ID": last}} if way == "header" else {"params": {"after": last}}
+    )
 
     after = await read(http, job_id, **options)
 
@@ -140,7 +171,9 @@ async def test_a_rejoined_reader_misses_and_repeats_nothing(
     assert [event.name for event in after][-1] == "end"
 
 
-async def test_a_follower_restarts_when_the_tokens_change(http: httpx.AsyncClient, head: TinyHead) -> None:
+async def test_a_follower_restarts_when_the_tokens_change(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
     job_id = await submit(http)
     sequence = head.claim()
     async with http.stream("GET", f"{JOBS}/{job_id}/events") as reply:
@@ -193,7 +226,8 @@ def only_the_head_connects(postgres_url: str, head: TinyHead) -> Iterator[None]:
     with psycopg.connect(postgres_url, autocommit=True) as operator:
         operator.execute(allow(sql.Identifier(name), sql.SQL("false")))
         operator.execute(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s AND pid <> %s", (name, own)
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s AND pid <> %s",
+            (name, own),
         )
         try:
             yield
@@ -212,12 +246,15 @@ async def test_a_reader_gets_the_end_once_postgres_is_back(
             with only_the_head_connects(postgres_url, head):
                 head.finish(sequence)
                 found = [await anext(events)]
-                while len(ids_and_text(found)[0]) < len(sequence.output_ids) or found[-1].name != COMMENT:
+                while (
+                    len(ids_and_text(found)[0]) < len(sequence.output_ids)
+                    or found[-1].name != COMMENT
+                ):
                     found.append(await anext(events))
             found += [event async for event in events]
-    assert [(event.name, event.data["state"]) for event in found if event.name not in ("delta", COMMENT)] == [
-        ("end", "succeeded")
-    ]
+    assert [
+        (event.name, event.data["state"]) for event in found if event.name not in ("delta", COMMENT)
+    ] == [("end", "succeeded")]
 
 
 async def test_a_reader_is_told_how_to_rejoin_when_postgres_stays_away(
@@ -237,10 +274,16 @@ async def test_a_reader_is_told_how_to_rejoin_when_postgres_stays_away(
 
         (again,) = await read(http, job_id, headers={"Last-Event-ID": last.event_id})
 
-    assert (again.name, again.data["state"], again.data["result"]["text"]) == ("end", "succeeded", PROMPT)
+    assert (again.name, again.data["state"], again.data["result"]["text"]) == (
+        "end",
+        "succeeded",
+        PROMPT,
+    )
 
 
-async def test_only_the_end_is_sent_to_a_follower_from_the_end(http: httpx.AsyncClient, head: TinyHead) -> None:
+async def test_only_the_end_is_sent_to_a_follower_from_the_end(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
     job_id = await submit(http)
     sequence = head.claim()
     head.finish(sequence)
@@ -248,7 +291,9 @@ async def test_only_the_end_is_sent_to_a_follower_from_the_end(http: httpx.Async
     assert (event.name, event.data["result"]["text"]) == ("end", PROMPT)
 
 
-async def test_a_job_goes_on_when_its_reader_leaves(http: httpx.AsyncClient, head: TinyHead) -> None:
+async def test_a_job_goes_on_when_its_reader_leaves(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
     job_id = await submit(http)
     sequence = head.claim()
     head.say(sequence)
@@ -278,7 +323,9 @@ async def test_a_reader_waits_for_an_end_that_takes_longer_than_a_keep_alive(
     async with running_gateway(database_url, redis_url, http_keep_alive_s=1e-6) as http:
         job_id = await submit(http)
         head.finish(head.claim())
-        assert [event.name for event in await read(http, job_id, params={"after": 1_000_000})] == ["end"]
+        assert [event.name for event in await read(http, job_id, params={"after": 1_000_000})] == [
+            "end"
+        ]
 
 
 async def test_states_tell_what_a_cancel_did(http: httpx.AsyncClient, head: TinyHead) -> None:
@@ -300,7 +347,11 @@ async def test_listed_pages_follow_each_other(http: httpx.AsyncClient) -> None:
     assert ([job["id"] for job in first["data"]], first["has_more"]) == (ids[:0:-1], True)
     for after in (first["data"][-1]["id"], first["next"]):
         second = (await http.get(JOBS, params={"limit": 2, "after": after})).json()
-        assert ([job["id"] for job in second["data"]], second["has_more"], second["next"]) == (ids[:1], False, None)
+        assert ([job["id"] for job in second["data"]], second["has_more"], second["next"]) == (
+            ids[:1],
+            False,
+            None,
+        )
 
 
 async def test_no_job_is_left_out_when_the_last_job_of_a_page_is_deleted(
@@ -317,12 +368,16 @@ async def test_no_job_is_left_out_when_the_last_job_of_a_page_is_deleted(
 
 
 @pytest.mark.parametrize("query", ["stat=failed", "limit=1&limit=2"])
-async def test_a_wrong_listing_query_names_its_parameter(http: httpx.AsyncClient, query: str) -> None:
+async def test_a_wrong_listing_query_names_its_parameter(
+    http: httpx.AsyncClient, query: str
+) -> None:
     reply = await http.get(f"{JOBS}?{query}")
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, query.partition("=")[0])
 
 
-async def test_listing_large_jobs_does_not_read_their_bodies(http: httpx.AsyncClient, head: TinyHead) -> None:
+async def test_listing_large_jobs_does_not_read_their_bodies(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
     await submit(http, metadata={"note": "x" * 10_000})
     head.finish(head.claim())
     reply = await http.get(JOBS)

@@ -1,4 +1,5 @@
-"""API keys as a gateway remembers them: what guesses cost, and what a Postgres that says nothing does to callers."""
+"""API keys as a gateway remembers them: what guesses cost, and what a Postgres that says nothing
+does to callers."""
 
 from __future__ import annotations
 
@@ -19,12 +20,16 @@ from tests.integration.gateway.running_gateway import make_key
 
 
 @asynccontextmanager
-async def a_keyring(database_url: str, *, fresh_s: float = 60) -> AsyncIterator[tuple[Keyring, list[str]]]:
+async def a_keyring(
+    database_url: str, *, fresh_s: float = 60
+) -> AsyncIterator[tuple[Keyring, list[str]]]:
     """A keyring, and the statements that it has sent."""
     database = connect_async(database_url)
     statements: list[str] = []
     event.listen(
-        database.sync_engine, "before_cursor_execute", lambda _c, _k, statement, *_: statements.append(statement)
+        database.sync_engine,
+        "before_cursor_execute",
+        lambda _c, _k, statement, *_: statements.append(statement),
     )
     ring = Keyring(database, fresh_s=fresh_s)
     try:
@@ -88,4 +93,6 @@ async def test_a_known_key_does_not_wait_for_a_silent_postgres(database_url: str
             assert not ring._query.done(), "and nobody waits for it"
         await asyncio.wait({ring._query}, timeout=60)
         again = ring._keys[key_id]
-        assert (again is not entry, again.known) == (True, entry.known), "what it said in the end is known"
+        assert (again is not entry, again.known) == (True, entry.known), (
+            "what it said in the end is known"
+        )

@@ -1,4 +1,5 @@
-"""OpenAI's own Python client at our doors: answers, streams, each class of error, retries, and callers who leave."""
+"""OpenAI's own Python client at our doors: answers, streams, each class of error, retries, and
+callers who leave."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
 
 
 @pytest.fixture
-async def http(database_url: str, redis_url: str, head: TinyHead) -> AsyncIterator[httpx.AsyncClient]:
+async def http(
+    database_url: str, redis_url: str, head: TinyHead
+) -> AsyncIterator[httpx.AsyncClient]:
     async with running_gateway(database_url, redis_url) as http:
         yield http
 
@@ -51,10 +54,18 @@ def num_jobs(head: TinyHead) -> int:
 async def test_the_client_reads_a_chat_answer(client: AsyncOpenAI, head: TinyHead) -> None:
     with head.serving():
         answer = await client.chat.completions.create(
-            model="clerk", messages=MESSAGES, max_completion_tokens=32, logprobs=True, top_logprobs=2
+            model="clerk",
+            messages=MESSAGES,
+            max_completion_tokens=32,
+            logprobs=True,
+            top_logprobs=2,
         )
     (choice,) = answer.choices
-    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", PROMPT, "stop")
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == (
+        "assistant",
+        PROMPT,
+        "stop",
+    )
     assert choice.logprobs is not None
     assert choice.logprobs.content is not None
     assert {len(entry.top_logprobs) for entry in choice.logprobs.content} == {2}
@@ -64,7 +75,9 @@ async def test_the_client_reads_a_chat_answer(client: AsyncOpenAI, head: TinyHea
 
 async def test_the_client_reads_a_completion(client: AsyncOpenAI, head: TinyHead) -> None:
     with head.serving():
-        answer = await client.completions.create(model="clerk", prompt=PROMPT, max_tokens=4, logprobs=1)
+        answer = await client.completions.create(
+            model="clerk", prompt=PROMPT, max_tokens=4, logprobs=1
+        )
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason) == ("sum: 1", "length")
     assert choice.logprobs is not None
@@ -73,14 +86,23 @@ async def test_the_client_reads_a_completion(client: AsyncOpenAI, head: TinyHead
     assert (await client.models.retrieve("clerk")).id == "clerk"
 
 
-async def test_streams_have_the_whole_text_and_the_usage(client: AsyncOpenAI, head: TinyHead) -> None:
+async def test_streams_have_the_whole_text_and_the_usage(
+    client: AsyncOpenAI, head: TinyHead
+) -> None:
     with head.serving():
         chat = await client.chat.completions.create(
             model="clerk", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
         )
         chunks = [chunk async for chunk in chat]
-        pieces = [chunk async for chunk in await client.completions.create(model="clerk", prompt=PROMPT, stream=True)]
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == PROMPT
+        pieces = [
+            chunk
+            async for chunk in await client.completions.create(
+                model="clerk", prompt=PROMPT, stream=True
+            )
+        ]
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == PROMPT
+    )
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.total_tokens > chunks[-1].usage.prompt_tokens > 0
     assert "".join(piece.choices[0].text for piece in pieces) == PROMPT
@@ -97,7 +119,9 @@ async def test_each_wrong_request_raises_its_class(
         await client.chat.completions.create(model="other", messages=MESSAGES)
     assert unknown.value.code == "model_not_found"
     with pytest.raises(openai.AuthenticationError):
-        await client.with_options(api_key="sk-wrong").completions.create(model="clerk", prompt=PROMPT)
+        await client.with_options(api_key="sk-wrong").completions.create(
+            model="clerk", prompt=PROMPT
+        )
     key = {"Idempotency-Key": "order-1"}
     with head.serving():
         await client.completions.create(model="clerk", prompt=PROMPT, extra_headers=key)
@@ -107,7 +131,9 @@ async def test_each_wrong_request_raises_its_class(
     assert num_jobs(head) == 1
 
 
-async def test_the_client_does_not_submit_a_failed_job_again(client: AsyncOpenAI, head: TinyHead) -> None:
+async def test_the_client_does_not_submit_a_failed_job_again(
+    client: AsyncOpenAI, head: TinyHead
+) -> None:
     asking = asyncio.create_task(client.completions.create(model="clerk", prompt=PROMPT))
     head.end(await claimed(head), JobState.FAILED)
     with pytest.raises(openai.InternalServerError, match="it broke the engine"):
@@ -115,7 +141,9 @@ async def test_the_client_does_not_submit_a_failed_job_again(client: AsyncOpenAI
     assert num_jobs(head) == 1
 
 
-async def test_the_client_raises_when_a_streamed_job_fails(client: AsyncOpenAI, head: TinyHead) -> None:
+async def test_the_client_raises_when_a_streamed_job_fails(
+    client: AsyncOpenAI, head: TinyHead
+) -> None:
     stream = await client.completions.create(model="clerk", prompt=PROMPT, stream=True)
     sequence = await claimed(head)
     head.say(sequence)
@@ -127,15 +155,23 @@ async def test_the_client_raises_when_a_streamed_job_fails(client: AsyncOpenAI, 
 async def test_the_client_is_served_when_it_retries_at_a_full_door(
     database_url: str, redis_url: str, head: TinyHead
 ) -> None:
-    async with running_gateway(database_url, redis_url, http_max_in_flight=1) as http, official(http) as client:
+    async with (
+        running_gateway(database_url, redis_url, http_max_in_flight=1) as http,
+        official(http) as client,
+    ):
         stream = await client.completions.create(model="clerk", prompt=PROMPT, stream=True)
         with pytest.raises(openai.RateLimitError):
-            await client.with_options(max_retries=0).completions.create(model="clerk", prompt=PROMPT)
+            await client.with_options(max_retries=0).completions.create(
+                model="clerk", prompt=PROMPT
+            )
         again = asyncio.create_task(
             client.with_options(max_retries=10).completions.create(model="clerk", prompt=PROMPT)
         )
         async with asyncio.timeout(30):
-            while 'shardline_jobs_refused_total{code="overloaded"} 2.0' not in (await http.get("/metrics")).text:
+            while (
+                'shardline_jobs_refused_total{code="overloaded"} 2.0'
+                not in (await http.get("/metrics")).text
+            ):
                 pass
         with head.serving():
             assert [chunk async for chunk in stream][-1].choices[0].finish_reason == "stop"
@@ -143,9 +179,13 @@ async def test_the_client_is_served_when_it_retries_at_a_full_door(
     assert num_jobs(head) == 2
 
 
-async def test_closing_a_stream_cancels_its_job_unless_it_has_a_key(client: AsyncOpenAI, head: TinyHead) -> None:
+async def test_closing_a_stream_cancels_its_job_unless_it_has_a_key(
+    client: AsyncOpenAI, head: TinyHead
+) -> None:
     key = {"Idempotency-Key": "order-2"}
-    keyed = await client.completions.create(model="clerk", prompt=PROMPT, stream=True, extra_headers=key)
+    keyed = await client.completions.create(
+        model="clerk", prompt=PROMPT, stream=True, extra_headers=key
+    )
     kept = await claimed(head)
     head.say(kept)
     await keyed.close()

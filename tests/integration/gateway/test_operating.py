@@ -1,4 +1,5 @@
-"""The gateway as operators see it: readiness, figures, limits, batches, and an end in good order."""
+"""The gateway as operators see it: readiness, figures, limits, batches, and an end in good
+order."""
 
 from __future__ import annotations
 
@@ -44,12 +45,16 @@ def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
 
 
 @pytest.fixture
-async def http(database_url: str, redis_url: str, head: TinyHead) -> AsyncIterator[httpx.AsyncClient]:
+async def http(
+    database_url: str, redis_url: str, head: TinyHead
+) -> AsyncIterator[httpx.AsyncClient]:
     async with running_gateway(database_url, redis_url) as http:
         yield http
 
 
-async def test_the_gateway_is_ready_when_a_pipeline_is(http: httpx.AsyncClient, head: TinyHead) -> None:
+async def test_the_gateway_is_ready_when_a_pipeline_is(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
     reply = await http.get("/ready")
     assert (reply.status_code, reply.json()["ready"]) == (503, False)
     assert reply.json()["models"]["clerk"]["ready"] is False
@@ -62,11 +67,18 @@ async def test_the_gateway_is_ready_when_a_pipeline_is(http: httpx.AsyncClient, 
 
 async def test_each_listed_model_shows_its_limit(http: httpx.AsyncClient, head: TinyHead) -> None:
     (model,) = (await http.get("/v1/models")).json()["data"]
-    assert (model["id"], model["object"], model["max_model_len"], model["ready"]) == ("clerk", "model", 512, False)
+    assert (model["id"], model["object"], model["max_model_len"], model["ready"]) == (
+        "clerk",
+        "model",
+        512,
+        False,
+    )
     assert (await http.get("/v1/models/clerk")).json() == model
 
 
-async def test_adapters_are_listed_behind_their_model_and_take_jobs(http: httpx.AsyncClient, head: TinyHead) -> None:
+async def test_adapters_are_listed_behind_their_model_and_take_jobs(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
     # Given a head that says it has an adapter
     with head.database.begin() as connection:
         models.register_adapters(connection, "clerk", {"legal": "0123456789abcdef" * 4})
@@ -76,8 +88,12 @@ async def test_adapters_are_listed_behind_their_model_and_take_jobs(http: httpx.
     accepted = await http.post(JOBS, json={**BODY, "model": "clerk:legal"})
     refused = await http.post(JOBS, json={**BODY, "model": "clerk:medical"})
 
-    # Then it is there with its parent, the job is the model's, with the adapter, and the other is refused by name
-    assert [(one["id"], one["parent"]) for one in listed] == [("clerk", None), ("clerk:legal", "clerk")]
+    # Then it is there with its parent, the job is the model's, with the adapter, and the other is
+    # refused by name
+    assert [(one["id"], one["parent"]) for one in listed] == [
+        ("clerk", None),
+        ("clerk:legal", "clerk"),
+    ]
     assert listed[1]["system_fingerprint"] == f"{listed[0]['system_fingerprint']}_0123456789abcdef"
     assert (await http.get("/v1/models/clerk:legal")).json() == listed[1]
     assert (accepted.status_code, accepted.json()["model"]) == (202, "clerk:legal")
@@ -87,7 +103,9 @@ async def test_adapters_are_listed_behind_their_model_and_take_jobs(http: httpx.
     assert "clerk, clerk:legal" in refused.json()["error"]["message"]
 
 
-async def test_a_pipelines_kv_below_the_context_limits_requests(http: httpx.AsyncClient, head: TinyHead) -> None:
+async def test_a_pipelines_kv_below_the_context_limits_requests(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
     head.ready(kv_tokens=64)
 
     (model,) = (await http.get("/v1/models")).json()["data"]
@@ -124,14 +142,20 @@ async def test_metrics_count_routes_and_not_paths(http: httpx.AsyncClient) -> No
     assert 'shardline_jobs_refused_total{code="invalid_value"} 1.0' in text
 
 
-async def test_one_wrong_request_harms_none_of_many_concurrent_callers(http: httpx.AsyncClient) -> None:
+async def test_one_wrong_request_harms_none_of_many_concurrent_callers(
+    http: httpx.AsyncClient,
+) -> None:
     bodies = [{**BODY, "metadata": {"a": "\0"}} if place % 10 == 3 else BODY for place in range(60)]
     replies = await asyncio.gather(*(http.post(JOBS, json=body) for body in bodies))
-    assert [reply.status_code for reply in replies] == [400 if place % 10 == 3 else 202 for place in range(60)]
+    assert [reply.status_code for reply in replies] == [
+        400 if place % 10 == 3 else 202 for place in range(60)
+    ]
     assert len({reply.json()["id"] for reply in replies if reply.status_code == 202}) == 54
 
 
-async def test_conflicting_requests_travel_with_the_others_of_their_transaction(http: httpx.AsyncClient) -> None:
+async def test_conflicting_requests_travel_with_the_others_of_their_transaction(
+    http: httpx.AsyncClient,
+) -> None:
     # Given a job, and many who ask for something else under its id
     taken = (await http.post(JOBS, json=BODY)).json()["id"]
     conflicting = {"model": "clerk", "prompt": "another", "id": taken}
@@ -141,14 +165,17 @@ async def test_conflicting_requests_travel_with_the_others_of_their_transaction(
     replies = await asyncio.gather(*(http.post(JOBS, json=body) for body in bodies))
 
     # Then each has its own answer, and no transaction was repeated without them
-    assert [reply.status_code for reply in replies] == [409 if place % 3 == 0 else 202 for place in range(60)]
+    assert [reply.status_code for reply in replies] == [
+        409 if place % 3 == 0 else 202 for place in range(60)
+    ]
     assert "shardline_insert_batch_jobs_sum 61.0" in (await http.get("/metrics")).text
 
 
 async def test_jobs_are_taken_while_many_ask_whether_the_gateway_is_ready(
     http: httpx.AsyncClient, head: TinyHead
 ) -> None:
-    # Given a Postgres that does not tell which pipelines there are, and more callers who ask than there are connections
+    # Given a Postgres that does not tell which pipelines there are, and more callers who ask than
+    # there are connections
     assert (await http.post(JOBS, json=BODY)).status_code == 202
     with head.database.begin() as connection:
         connection.execute(text("LOCK TABLE pipelines IN ACCESS EXCLUSIVE MODE"))
@@ -161,7 +188,9 @@ async def test_jobs_are_taken_while_many_ask_whether_the_gateway_is_ready(
     assert {reply.status_code for reply in await asyncio.gather(*asking)} == {503}
 
 
-async def test_a_caller_at_a_full_door_is_told_when_to_retry(database_url: str, redis_url: str, head: TinyHead) -> None:
+async def test_a_caller_at_a_full_door_is_told_when_to_retry(
+    database_url: str, redis_url: str, head: TinyHead
+) -> None:
     async with running_gateway(database_url, redis_url, http_max_in_flight=1) as http:
         fields = {**BODY, "stream": True, "return_token_ids": True}
         async with http.stream("POST", "/v1/completions", json=fields) as stream:
@@ -175,7 +204,9 @@ async def test_a_caller_at_a_full_door_is_told_when_to_retry(database_url: str, 
 async def test_jobs_are_taken_while_followers_are_at_their_limit(
     database_url: str, redis_url: str, head: TinyHead
 ) -> None:
-    async with running_gateway(database_url, redis_url, http_max_in_flight=1, http_max_followers=1) as http:
+    async with running_gateway(
+        database_url, redis_url, http_max_in_flight=1, http_max_followers=1
+    ) as http:
         job_id = (await http.post(JOBS, json=BODY)).json()["id"]
         async with http.stream("GET", f"{JOBS}/{job_id}/events", timeout=60) as stream:
             assert stream.status_code == 200
@@ -184,7 +215,9 @@ async def test_jobs_are_taken_while_followers_are_at_their_limit(
             assert (reply.status_code, reply.json()["error"]["code"]) == (429, "overloaded")
 
 
-async def test_a_body_over_the_limit_is_refused(database_url: str, redis_url: str, head: TinyHead) -> None:
+async def test_a_body_over_the_limit_is_refused(
+    database_url: str, redis_url: str, head: TinyHead
+) -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(4):
             yield b" " * 600
@@ -201,7 +234,12 @@ async def test_a_caller_whose_body_never_comes_is_told_in_time(
 ) -> None:
     async with running_gateway(database_url, redis_url, http_body_timeout_s=0.05) as http:
         reader, writer = await asyncio.open_connection("127.0.0.1", http.base_url.port)
-        lines = ["POST /v1/jobs HTTP/1.1", "Host: localhost", "Content-Length: 9", "Content-Type: application/json"]
+        lines = [
+            "POST /v1/jobs HTTP/1.1",
+            "Host: localhost",
+            "Content-Length: 9",
+            "Content-Type: application/json",
+        ]
         request = "\r\n".join([*lines, f"Authorization: {http.headers['authorization']}", "", "{"])
         writer.write(request.encode())
         assert b" 408 " in await reader.readline()
@@ -209,7 +247,9 @@ async def test_a_caller_whose_body_never_comes_is_told_in_time(
 
 
 @pytest.mark.parametrize("depth", [40, 400, 4_000])
-async def test_deep_nesting_is_refused_like_any_wrong_field(http: httpx.AsyncClient, depth: int) -> None:
+async def test_deep_nesting_is_refused_like_any_wrong_field(
+    http: httpx.AsyncClient, depth: int
+) -> None:
     nested = b"[" * depth + b"]" * depth
     content = b'{"model": "clerk", "prompt": "a", "metadata": {"a": ' + nested + b"}}"
     reply = await http.post(JOBS, content=content, headers=JSON)
@@ -241,10 +281,14 @@ async def test_a_job_is_told_to_retry_while_postgres_is_away(
             await asyncio.to_thread(head.wait_for_bell)
 
 
-async def test_a_stopping_gateway_answers_a_waiting_caller_first(database_url: str, redis_url: str) -> None:
+async def test_a_stopping_gateway_answers_a_waiting_caller_first(
+    database_url: str, redis_url: str
+) -> None:
     with tiny_head(database_url, redis_url) as head:
         async with gateway_process(database_url, redis_url) as (process, http):
-            async with http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as stream:
+            async with http.stream(
+                "POST", "/v1/completions", json={**BODY, "stream": True}
+            ) as stream:
                 sequence = head.claim()
                 head.say(sequence)
                 events = events_of(stream)
@@ -265,7 +309,9 @@ async def test_callers_hear_that_their_jobs_go_on_when_the_stop_time_is_over(
     address = f"http://127.0.0.1:{server.config.port}"
     retries = httpx.AsyncHTTPTransport(retries=10)
     headers = bearer(make_key(database_url))
-    async with httpx.AsyncClient(base_url=address, headers=headers, transport=retries, timeout=60) as http:
+    async with httpx.AsyncClient(
+        base_url=address, headers=headers, transport=retries, timeout=60
+    ) as http:
         waiting = asyncio.create_task(http.post("/v1/completions", json=BODY))
         streams = [asyncio.create_task(http.post("/v1/chat/completions", json=CHAT_STREAM))]
         async with asyncio.timeout(30):
@@ -290,12 +336,17 @@ async def test_callers_hear_that_their_jobs_go_on_when_the_stop_time_is_over(
 async def test_every_caller_is_answered_where_the_shell_allows_few_open_files(
     database_url: str, redis_url: str, head: TinyHead
 ) -> None:
-    few, many = 64, 100
+    few = 64
+    many = 100
     async with gateway_process(database_url, redis_url, files=few) as (_, http):
         job_id = (await http.post(JOBS, json=BODY)).json()["id"]
         lines = [f"GET {JOBS}/{job_id}/events HTTP/1.1", "Host: localhost"]
-        request = "\r\n".join([*lines, f"Authorization: {http.headers['authorization']}", "", ""]).encode()
-        callers = [await asyncio.open_connection("127.0.0.1", http.base_url.port) for _ in range(many)]
+        request = "\r\n".join(
+            [*lines, f"Authorization: {http.headers['authorization']}", "", ""]
+        ).encode()
+        callers = [
+            await asyncio.open_connection("127.0.0.1", http.base_url.port) for _ in range(many)
+        ]
         for _, writer in callers:
             writer.write(request)
         async with asyncio.timeout(60):
@@ -315,9 +366,7 @@ async def test_only_received_bytes_of_announced_bodies_take_room(
 ) -> None:
     limits = {"http_max_body_bytes": 4096, "http_max_buffered_bytes": 8192}
     async with running_gateway(database_url, redis_url, **limits) as http:
-        head_lines = (
-            f"Host: 127.0.0.1\r\nAuthorization: {http.headers['authorization']}\r\nContent-Type: application/json\r\n"
-        )
+        head_lines = f"Host: 127.0.0.1\r\nAuthorization: {http.headers['authorization']}\r\nContent-Type: application/json\r\n"
         idle = [await asyncio.open_connection("127.0.0.1", http.base_url.port) for _ in range(4)]
         for number, (_, writer) in enumerate(idle):
             size = "Content-Length: 4096" if number % 2 else "Transfer-Encoding: chunked"
@@ -346,7 +395,8 @@ async def until_shown(http: httpx.AsyncClient, figure: str) -> None:
 async def gateway_process(
     database_url: str, redis_url: str, *, files: int | None = None
 ) -> AsyncIterator[tuple[subprocess.Popen[bytes], httpx.AsyncClient]]:
-    """`python -m services.gateway` as operators run it, in a shell that allows so many open files at first."""
+    """`python -m services.gateway` as operators run it, in a shell that allows so many open files
+    at first."""
     port = free_port()
     settings = {"DATABASE_URL": database_url, "REDIS_URL": redis_url, "HTTP_PORT": str(port)}
     environment = {**os.environ, **{f"SHARDLINE_{name}": value for name, value in settings.items()}}
@@ -356,8 +406,11 @@ async def gateway_process(
     process = await asyncio.to_thread(subprocess.Popen, command, env=environment, cwd=REPOSITORY)
     try:
         retries = httpx.AsyncHTTPTransport(retries=10)
-        headers, address = bearer(make_key(database_url)), f"http://127.0.0.1:{port}"
-        async with httpx.AsyncClient(base_url=address, headers=headers, transport=retries, timeout=60) as http:
+        headers = bearer(make_key(database_url))
+        address = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(
+            base_url=address, headers=headers, transport=retries, timeout=60
+        ) as http:
             async with asyncio.timeout(60):
                 await http.get("/health")
             yield process, http

@@ -35,7 +35,8 @@ def large_job(head: TinyHead, *, has_ended: bool = False) -> UUID:
     job_id = new_id()
     with head.database.begin() as connection:
         connection.execute(
-            INSERT_PLAINLY, {"id": job_id, "model": "clerk", "prompt": "a" * LARGE_BYTES, "params": "{}"}
+            INSERT_PLAINLY,
+            {"id": job_id, "model": "clerk", "prompt": "a" * LARGE_BYTES, "params": "{}"},
         )
         if has_ended:
             ended = text("UPDATE jobs SET state = 'cancelled', finished_at = now() WHERE id = :id")
@@ -47,7 +48,13 @@ def large_job(head: TinyHead, *, has_ended: bool = False) -> UUID:
 async def unread(http: httpx.AsyncClient, path: str) -> AsyncIterator[asyncio.StreamReader]:
     """A caller who asks and does not read."""
     reader, writer = await asyncio.open_connection("127.0.0.1", http.base_url.port, limit=1024)
-    lines = (f"GET {path} HTTP/1.1", "Host: localhost", f"Authorization: {http.headers['authorization']}", "", "")
+    lines = (
+        f"GET {path} HTTP/1.1",
+        "Host: localhost",
+        f"Authorization: {http.headers['authorization']}",
+        "",
+        "",
+    )
     writer.write("\r\n".join(lines).encode())
     try:
         yield reader
@@ -74,7 +81,10 @@ async def test_an_unread_answer_is_cut_off_and_frees_its_slot(
                 await until_shown(http, f"{gauge} 0.0")
             whole = await http.get(f"/v1/jobs/{job_id}")
             assert len(whole.json()["prompt"]) == LARGE_BYTES
-        assert 'connections_closed_total{reason="write_timeout"} 2.0' in (await http.get("/metrics")).text
+        assert (
+            'connections_closed_total{reason="write_timeout"} 2.0'
+            in (await http.get("/metrics")).text
+        )
 
 
 async def test_large_answers_over_their_room_are_refused_and_small_ones_sent(
@@ -95,7 +105,10 @@ async def test_large_answers_over_their_room_are_refused_and_small_ones_sent(
 
             # Then the large ones are refused, each in its form, and the small one is sent
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
-            assert (interrupted.name, interrupted.data["error"]["code"]) == ("interrupted", "overloaded")
+            assert (interrupted.name, interrupted.data["error"]["code"]) == (
+                "interrupted",
+                "overloaded",
+            )
             assert small.status_code == 200
 
         # And when the caller has gone there is room again

@@ -52,7 +52,9 @@ def test_the_migrated_schema_is_what_the_tables_say(database_url: str) -> None:
     assert "No new upgrade operations detected" in alembic(database_url, "check")
 
 
-@pytest.mark.parametrize("query", [CONSTRAINTS, INDEXES, COLUMNS], ids=["constraints", "indexes", "columns"])
+@pytest.mark.parametrize(
+    "query", [CONSTRAINTS, INDEXES, COLUMNS], ids=["constraints", "indexes", "columns"]
+)
 def test_tables_created_directly_equal_the_migrated_ones(
     database_url: str, empty_database_url: str, query: str
 ) -> None:
@@ -71,7 +73,10 @@ def test_migrating_down_and_up_leaves_nothing_and_works_again(empty_database_url
         connection.execute(text("INSERT INTO jobs (model, prompt) VALUES ('m', 'text')"))
     alembic(empty_database_url, "downgrade", "base")
     assert read(engine, COLUMNS) == read(engine, VIEWS) == []
-    assert read(engine, "SELECT proname FROM pg_proc WHERE pronamespace = 'public'::regnamespace") == []
+    assert (
+        read(engine, "SELECT proname FROM pg_proc WHERE pronamespace = 'public'::regnamespace")
+        == []
+    )
     alembic(empty_database_url, "upgrade", "head")
     assert read(engine, "SELECT id FROM tenants") == ["default"]
     engine.dispose()
@@ -85,4 +90,6 @@ def test_two_concurrent_migrations_both_succeed(empty_database_url: str) -> None
 
 
 def test_printing_sql_needs_no_server() -> None:
-    assert "CREATE TABLE jobs" in alembic("postgresql://nowhere.invalid/none", "upgrade", "head", "--sql")
+    assert "CREATE TABLE jobs" in alembic(
+        "postgresql://nowhere.invalid/none", "upgrade", "head", "--sql"
+    )

@@ -1,4 +1,5 @@
-"""A migration of a database that is in use: rows of before and after it, locks that others hold, doors that go on."""
+"""A migration of a database that is in use: rows of before and after it, locks that others hold,
+doors that go on."""
 
 from __future__ import annotations
 
@@ -16,16 +17,18 @@ from tests.integration.migrations.test_migrations import INDEXES, alembic
 from tests.polling import until
 from tests.repository import REPOSITORY
 
-OLD, NEW = "0001", "0002"
-HEAD = max(path.name.partition("_")[0] for path in (REPOSITORY / "migrations" / "versions").glob("[0-9]*.py"))
+OLD = "0001"
+NEW = "0002"
+HEAD = max(
+    path.name.partition("_")[0]
+    for path in (REPOSITORY / "migrations" / "versions").glob("[0-9]*.py")
+)
 PLAIN_INSERT = "INSERT INTO jobs (model, prompt) VALUES ('m', %s)"
 DEAD = """
 UPDATE jobs SET state = 'failed', finished_at = now(), error = '{"code": "crashed"}', replay_of = id WHERE prompt = %s
 """
 PROMPTS = "SELECT prompt FROM jobs ORDER BY prompt"
-WAITING = (
-    "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'shardline-migrate' AND wait_event_type = 'Lock'"
-)
+WAITING = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'shardline-migrate' AND wait_event_type = 'Lock'"
 NEXT_RELEASE = REPOSITORY / "tests" / "chaos" / "faults" / "next_release" / "alembic.ini"
 VERSION = "SELECT version_num FROM alembic_version"
 INVALID = "SELECT count(*) FROM pg_index WHERE NOT indisvalid"
@@ -69,7 +72,9 @@ def test_jobs_inserted_by_sql_survive_upgrade_and_downgrade(
         alembic(empty_database_url, *step)
         producer.execute(PLAIN_INSERT, (f"{place} after",))
         assert (column(producer, INDEXES) == old_indexes) == (step[1] == OLD)
-    assert column(producer, PROMPTS) == [f"{place} {when}" for place in range(3) for when in ("after", "before")]
+    assert column(producer, PROMPTS) == [
+        f"{place} {when}" for place in range(3) for when in ("after", "before")
+    ]
 
 
 def test_a_producers_open_transaction_leaves_no_broken_index_and_blocks_nobody(
@@ -106,7 +111,10 @@ def test_a_retried_migration_rebuilds_its_half_made_index(
 def test_two_concurrent_migrations_of_indexes_do_not_deadlock(
     empty_database_url: str, producer: psycopg.Connection[Any]
 ) -> None:
-    with migrating(empty_database_url, "upgrade", NEW), migrating(empty_database_url, "upgrade", NEW):
+    with (
+        migrating(empty_database_url, "upgrade", NEW),
+        migrating(empty_database_url, "upgrade", NEW),
+    ):
         pass
     assert column(producer, INVALID) == [0]
 
@@ -117,7 +125,9 @@ def test_a_migration_steps_back_from_a_table_that_a_reader_holds(
     alembic(empty_database_url, "upgrade", NEW)
     with closing(psycopg.connect(empty_database_url)) as reader:
         reader.execute(PROMPTS)
-        with migrating(empty_database_url, "-c", str(NEXT_RELEASE), "upgrade", "next_1") as migration:
+        with migrating(
+            empty_database_url, "-c", str(NEXT_RELEASE), "upgrade", "next_1"
+        ) as migration:
             assert migration.stderr is not None
             assert "lock timeout" in migration.stderr.readline()
             producer.execute(PLAIN_INSERT, ("meanwhile",))

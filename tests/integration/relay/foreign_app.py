@@ -1,6 +1,8 @@
-"""Another team's Celery app, as Celery's documentation would have it: it knows nothing of ours but a task's name.
+"""Another team's Celery app, as Celery's documentation would have it: it knows nothing of ours but
+a task's name.
 
-Its tasks write down what they are called with. Run it as a worker, with FOREIGN_BROKER and FOREIGN_BACKEND.
+Its tasks write down what they are called with. Run it as a worker, with FOREIGN_BROKER and
+FOREIGN_BACKEND.
 """
 
 from __future__ import annotations
@@ -17,12 +19,16 @@ CALLS = "foreign:calls"
 
 BROKER = os.environ.get("FOREIGN_BROKER", "redis://nowhere.invalid")
 
-app = Celery("foreign", broker=BROKER, backend=os.environ.get("FOREIGN_BACKEND"), set_as_current=False)
+app = Celery(
+    "foreign", broker=BROKER, backend=os.environ.get("FOREIGN_BACKEND"), set_as_current=False
+)
 
 
 def submit(*args: Any, **fields: Any) -> Any:
     """A signature of our task: a prompt, or what the task before it gives."""
-    return app.signature("shardline.submit", args=args, kwargs={"model": "m", **fields}, queue="shardline.intake")
+    return app.signature(
+        "shardline.submit", args=args, kwargs={"model": "m", **fields}, queue="shardline.intake"
+    )
 
 
 def _note(name: str, *args: Any) -> None:

@@ -53,9 +53,12 @@ class ForeignStack:
         self.app.send_task("foreign.say", ["done"]).get(timeout=PATIENCE_S)
 
     def end_leases(self) -> None:
-        """The tasks that a dead relay has taken are due now, as they are when its leases have run out."""
+        """The tasks that a dead relay has taken are due now, as they are when its leases have run
+        out."""
         with self.relays.engine.begin() as connection:
-            connection.execute(text("UPDATE celery_tasks SET due_at = now() WHERE settled_at IS NULL"))
+            connection.execute(
+                text("UPDATE celery_tasks SET due_at = now() WHERE settled_at IS NULL")
+            )
 
     def complete(self, num: int = 1) -> list[UUID]:
         """The next jobs are claimed, as a head does, and succeed."""
@@ -73,7 +76,10 @@ class ForeignStack:
         """A job that was sent is claimed and ends."""
         (claimed,) = claim(self.relays.engine, [job_id])
         failure = End(
-            job_id=claimed.job_id, fence=claimed.fence, state=state, error={"code": "engine", "problem": "it broke"}
+            job_id=claimed.job_id,
+            fence=claimed.fence,
+            state=state,
+            error={"code": "engine", "problem": "it broke"},
         )
         end(self.relays.engine, success(claimed) if state is JobState.SUCCEEDED else failure)
         return claimed.job_id
@@ -81,15 +87,36 @@ class ForeignStack:
 
 @contextmanager
 def foreign_stack(
-    database_url: str, redis_url: str, folder: Path, *, backend: str | None, foreign_backend: str, **variables: str
+    database_url: str,
+    redis_url: str,
+    folder: Path,
+    *,
+    backend: str | None,
+    foreign_backend: str,
+    **variables: str,
 ) -> Iterator[ForeignStack]:
     """`backend` is the relays'; the foreign app's may be another way to the same. Without a
     relay."""
     environment = {**os.environ, "FOREIGN_BROKER": redis_url, "FOREIGN_BACKEND": foreign_backend}
-    with relay_stack(database_url, redis_url, folder) as relays, (folder / "foreign.log").open("wb") as log:
+    with (
+        relay_stack(database_url, redis_url, folder) as relays,
+        (folder / "foreign.log").open("wb") as log,
+    ):
         relays.variables |= {"SHARDLINE_RESULT_BACKEND": backend or "", **variables}
-        app = Celery("foreign-producer", broker=redis_url, backend=foreign_backend, set_as_current=False)
-        command = ["-m", "celery", "-A", "tests.integration.relay.foreign_app", "worker", "-P", "threads", "-c", "4"]
+        app = Celery(
+            "foreign-producer", broker=redis_url, backend=foreign_backend, set_as_current=False
+        )
+        command = [
+            "-m",
+            "celery",
+            "-A",
+            "tests.integration.relay.foreign_app",
+            "worker",
+            "-P",
+            "threads",
+            "-c",
+            "4",
+        ]
         worker = subprocess.Popen(
             [sys.executable, *command, "--without-gossip", "--without-mingle"],
             cwd=REPOSITORY,

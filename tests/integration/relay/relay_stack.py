@@ -1,4 +1,5 @@
-"""A relay as operators run it: a process of its own, on real servers. Waits on events and ends what it started."""
+"""A relay as operators run it: a process of its own, on real servers. Waits on events and ends what
+it started."""
 
 from __future__ import annotations
 
@@ -67,8 +68,11 @@ class RelayStack:
     variables: dict[str, str] = field(default_factory=dict)
     """Settings of relays, beside those of every test."""
 
-    def start_relay(self, wait: bool = True, program: Sequence[str] = ("-m", "services.relay")) -> RelayProcess:
-        """A relay process; ready when it answers a ping. `program` may be another way to run one."""
+    def start_relay(
+        self, wait: bool = True, program: Sequence[str] = ("-m", "services.relay")
+    ) -> RelayProcess:
+        """A relay process; ready when it answers a ping. `program` may be another way to run
+        one."""
         log = self.folder / f"relay-{len(self.relays)}.log"
         environment = {
             **os.environ,
@@ -82,7 +86,11 @@ class RelayStack:
         }
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, *program], cwd=REPOSITORY, env=environment, stdout=output, stderr=output
+                [sys.executable, *program],
+                cwd=REPOSITORY,
+                env=environment,
+                stdout=output,
+                stderr=output,
             )
         relay = RelayProcess(process=process, log=log)
         self.relays.append(relay)
@@ -92,9 +100,14 @@ class RelayStack:
         return relay
 
     def _pings(self) -> list[str]:
-        """Names of the workers that answer. On a fresh connection: Celery's pools outlive the servers of a test."""
+        """Names of the workers that answer. On a fresh connection: Celery's pools outlive the
+        servers of a test."""
         with self.app.connection_for_write() as connection:
-            return [name for reply in self.app.control.ping(timeout=0.3, connection=connection) for name in reply]
+            return [
+                name
+                for reply in self.app.control.ping(timeout=0.3, connection=connection)
+                for name in reply
+            ]
 
     def active_tasks(self) -> list[str]:
         """Ids of the tasks that relays hold, as Celery's inspection says."""
@@ -106,7 +119,11 @@ class RelayStack:
         """As another service does."""
         with self.app.connection_for_write() as connection:
             sent = self.app.send_task(
-                SUBMIT_TASK, kwargs=document, task_id=task_id, queue=INTAKE_QUEUE, connection=connection
+                SUBMIT_TASK,
+                kwargs=document,
+                task_id=task_id,
+                queue=INTAKE_QUEUE,
+                connection=connection,
             )
         return str(sent.id)
 
@@ -146,7 +163,8 @@ class RelayStack:
 
         with self.app.connection_for_read() as connection:
             queue = (
-                self.app.amqp.queues.select_add(generate_queue(MODEL)) or self.app.amqp.queues[generate_queue(MODEL)]
+                self.app.amqp.queues.select_add(generate_queue(MODEL))
+                or self.app.amqp.queues[generate_queue(MODEL)]
             )
             with self.app.amqp.Consumer(connection, [queue], callbacks=[note]) as consumer:
                 consumer.qos(prefetch_count=0)

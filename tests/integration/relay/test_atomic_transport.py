@@ -1,4 +1,5 @@
-"""The relay's receive from Celery's queue: a message is in its queue or among the unacknowledged, at any moment."""
+"""The relay's receive from Celery's queue: a message is in its queue or among the unacknowledged,
+at any moment."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class Killed(BaseException):
 
 @contextmanager
 def connected(redis_url: str) -> Iterator[Connection]:
-    with closing(Connection(redis_url, transport=AtomicTransport, transport_options=OPTIONS)) as connection:
+    with closing(
+        Connection(redis_url, transport=AtomicTransport, transport_options=OPTIONS)
+    ) as connection:
         yield connection
 
 
@@ -49,7 +52,9 @@ def consuming(redis_url: str, callback: Any) -> Iterator[Connection]:
 
 def send(redis_url: str, body: object, **options: Any) -> None:
     with connected(redis_url) as connection, connection.Producer() as producer:
-        producer.publish(body, serializer="json", routing_key=QUEUE, declare=[Queue(QUEUE)], **options)
+        producer.publish(
+            body, serializer="json", routing_key=QUEUE, declare=[Queue(QUEUE)], **options
+        )
 
 
 def received(redis_url: str, num: int) -> list[object]:
@@ -105,7 +110,9 @@ def test_a_worker_killed_with_a_message_in_its_hands_leaves_it_to_the_next(
             until(lambda: connection.drain_events(timeout=10))
         assert left(redis_url) == (0, 1)
         # As after a kill: the channel puts nothing back when it is closed.
-        monkeypatch.setattr(connection.default_channel.qos, "restore_unacked_once", lambda *_, **__: None)
+        monkeypatch.setattr(
+            connection.default_channel.qos, "restore_unacked_once", lambda *_, **__: None
+        )
     assert received(redis_url, 1) == ["one"]
     assert left(redis_url) == (0, 0)
 

@@ -40,7 +40,9 @@ def here(database_url: str, redis_url: str, tmp_path: Path) -> Iterator[ForeignS
 
 
 def submit(app: Celery, *args: Any, **fields: Any) -> Any:
-    return app.signature("shardline.submit", args=args, kwargs={"model": "m", **fields}, queue="shardline.intake")
+    return app.signature(
+        "shardline.submit", args=args, kwargs={"model": "m", **fields}, queue="shardline.intake"
+    )
 
 
 def foreign(app: Celery, name: str, *args: Any) -> Any:
@@ -61,10 +63,14 @@ def test_the_next_task_of_a_chain_gets_the_completion_when_the_job_ends(here: Fo
 
 
 def test_a_job_in_a_chain_completes_the_text_of_the_task_before_it(here: ForeignStack) -> None:
-    last = chain(foreign(here.app, "say", "two"), submit(here.app), submit(here.app, max_tokens=2)).apply_async()
+    last = chain(
+        foreign(here.app, "say", "two"), submit(here.app), submit(here.app, max_tokens=2)
+    ).apply_async()
     first, second = here.complete(2)
     assert last.get(timeout=PATIENCE_S)["text"] == TEXT
-    prompts = [job.prompt for job_id in (first, second) if (job := here.relays.job(job_id)) is not None]
+    prompts = [
+        job.prompt for job_id in (first, second) if (job := here.relays.job(job_id)) is not None
+    ]
     assert prompts == ["two", TEXT]
 
 
@@ -80,7 +86,9 @@ def test_links_and_groups_of_links_are_called_once_each(here: ForeignStack) -> N
     assert sorted(name for name, _ in here.calls()) == ["also_take", "also_take", "take", "take"]
 
 
-def test_errbacks_of_failed_refused_expired_and_cancelled_jobs_are_called_once(here: ForeignStack) -> None:
+def test_errbacks_of_failed_refused_expired_and_cancelled_jobs_are_called_once(
+    here: ForeignStack,
+) -> None:
     ids = {kind: str(uuid4()) for kind in ("failed", "refused", "no row", "expired", "cancelled")}
     fields: dict[str, dict[str, Any]] = {
         "failed": {"prompt": "one"},
@@ -108,7 +116,9 @@ def test_a_chain_whose_job_does_not_succeed_ends_for_those_who_wait(here: Foreig
     with pytest.raises(Exception, match="it broke") as caught:
         failed.get(timeout=PATIENCE_S)
     assert type(caught.value).__name__ == "JobFailed"
-    late = chain(submit(here.app, "one", delay_s=100, deadline_s=0.01), foreign(here.app, "take")).apply_async()
+    late = chain(
+        submit(here.app, "one", delay_s=100, deadline_s=0.01), foreign(here.app, "take")
+    ).apply_async()
     with pytest.raises(TaskRevokedError, match="expired"):
         late.get(timeout=PATIENCE_S)
     assert here.calls() == []
@@ -135,7 +145,9 @@ def test_a_job_as_the_body_of_a_chord_completes_what_its_parts_said(here: Foreig
 
 
 def test_a_failed_part_fails_its_chord(here: ForeignStack) -> None:
-    body = chord([submit(here.app, "one"), submit(here.app, "two", top_p=9)])(foreign(here.app, "take"))
+    body = chord([submit(here.app, "one"), submit(here.app, "two", top_p=9)])(
+        foreign(here.app, "take")
+    )
     here.complete()
     with pytest.raises(Exception, match="top_p"):
         body.get(timeout=PATIENCE_S)
@@ -173,7 +185,9 @@ def test_a_relay_killed_between_calling_back_and_noting_it_calls_nothing_twice(
     task_id = str(uuid4())
     arming = arm(tmp_path / "failpoints", Point.TASK_ENDED)
     if kind == "link":
-        job.apply_async(link=[foreign(here.app, "take"), foreign(here.app, "say", "x")], task_id=task_id)
+        job.apply_async(
+            link=[foreign(here.app, "take"), foreign(here.app, "say", "x")], task_id=task_id
+        )
     elif kind == "chain":
         chain(job, foreign(here.app, "take")).apply_async()
     elif kind == "chord":
@@ -223,14 +237,19 @@ def test_what_is_linked_to_a_task_is_refused_where_it_cannot_be_kept(here: Forei
     with pytest.raises(Exception, match="longer than"):
         refused.get(timeout=PATIENCE_S)
     no_signature = here.app.send_task(
-        "shardline.submit", kwargs={"model": "m", "prompt": "one"}, queue="shardline.intake", link=[signature("x")]
+        "shardline.submit",
+        kwargs={"model": "m", "prompt": "one"},
+        queue="shardline.intake",
+        link=[signature("x")],
     )
     here.complete()
     assert no_signature.get(timeout=PATIENCE_S)["text"] == TEXT
     until(lambda: here.relays.redis.llen("celery") == 0)
 
 
-def test_a_callback_that_can_never_be_sent_holds_up_no_result_and_no_other_task(here: ForeignStack) -> None:
+def test_a_callback_that_can_never_be_sent_holds_up_no_result_and_no_other_task(
+    here: ForeignStack,
+) -> None:
     never = foreign(here.app, "take").set(serializer="no such serializer")
     result = submit(here.app, "one").apply_async(link=never)
     other = chain(submit(here.app, "two"), foreign(here.app, "take")).apply_async()

@@ -40,7 +40,9 @@ def backend_server(tmp_path: Path) -> Iterator[Valkey]:
 @pytest.fixture
 def here(database_url: str, redis_url: str, tmp_path: Path) -> Iterator[ForeignStack]:
     """With a relay, and Redis as the backend."""
-    with foreign_stack(database_url, redis_url, tmp_path, backend=redis_url, foreign_backend=redis_url) as here:
+    with foreign_stack(
+        database_url, redis_url, tmp_path, backend=redis_url, foreign_backend=redis_url
+    ) as here:
         here.relays.start_relay()
         yield here
 
@@ -67,7 +69,9 @@ def test_a_result_is_found_under_any_task_id(here: ForeignStack, task_id: str) -
     assert (result.state, value["id"], value["text"]) == ("SUCCESS", str(job_id), TEXT)
 
 
-def test_a_repeat_by_key_or_id_under_another_task_id_gets_the_same_completion(here: ForeignStack) -> None:
+def test_a_repeat_by_key_or_id_under_another_task_id_gets_the_same_completion(
+    here: ForeignStack,
+) -> None:
     job_id = str(uuid4())
     results = [send(here, task_id="first", kwargs={"idempotency_key": "k", "id": job_id})]
     here.relays.wait_for(job_id, lambda job: job.state is JobState.QUEUED)
@@ -85,7 +89,9 @@ def test_a_repeat_by_key_or_id_under_another_task_id_gets_the_same_completion(he
 
 
 @pytest.mark.parametrize("is_over", [False, True], ids=["waits", "is over"])
-@pytest.mark.parametrize("fields", [{"prompt": "two"}, {"tenant": "other"}], ids=["request", "tenant"])
+@pytest.mark.parametrize(
+    "fields", [{"prompt": "two"}, {"tenant": "other"}], ids=["request", "tenant"]
+)
 def test_a_task_hears_that_its_id_is_that_of_another_tasks_job(
     here: ForeignStack, fields: dict[str, str], is_over: bool
 ) -> None:
@@ -104,8 +110,12 @@ def test_a_task_hears_that_its_id_is_that_of_another_tasks_job(
 
 
 @pytest.mark.parametrize("terminate", [True, False])
-def test_a_revoked_task_with_a_countdown_never_runs_and_is_revoked(here: ForeignStack, terminate: bool) -> None:
-    results = [send(here, countdown=countdown, task_id=f"in {countdown}") for countdown in (2, 75, 100_000)]
+def test_a_revoked_task_with_a_countdown_never_runs_and_is_revoked(
+    here: ForeignStack, terminate: bool
+) -> None:
+    results = [
+        send(here, countdown=countdown, task_id=f"in {countdown}") for countdown in (2, 75, 100_000)
+    ]
     until(lambda: cell(here.relays.engine, "SELECT count(*) FROM jobs") == len(results))
     here.app.control.revoke([one.id for one in results], terminate=terminate)
     for one in results:
@@ -119,17 +129,25 @@ def test_a_revoked_task_with_a_countdown_never_runs_and_is_revoked(here: Foreign
 def test_a_countdown_delays_the_job_and_no_message_waits_in_the_relay(here: ForeignStack) -> None:
     send(here, countdown=50)
     delay_s = until(
-        lambda: cell(here.relays.engine, "SELECT max(extract(epoch FROM not_before - created_at)) FROM jobs")
+        lambda: cell(
+            here.relays.engine, "SELECT max(extract(epoch FROM not_before - created_at)) FROM jobs"
+        )
     )
     assert 40 < delay_s < 51
     here.relays.relays[0].stop()
     assert here.relays.redis.llen(INTAKE_QUEUE) == 0
 
 
-def test_a_revoke_that_overtakes_its_task_outlives_the_relay_that_heard_it(here: ForeignStack) -> None:
+def test_a_revoke_that_overtakes_its_task_outlives_the_relay_that_heard_it(
+    here: ForeignStack,
+) -> None:
     for task_id in ("order-18", str(uuid4())):
         here.app.control.revoke(task_id, reply=True)
-        until(lambda: cell(here.relays.engine, "SELECT count(*) FROM celery_tasks WHERE revoked_at IS NOT NULL"))
+        until(
+            lambda: cell(
+                here.relays.engine, "SELECT count(*) FROM celery_tasks WHERE revoked_at IS NOT NULL"
+            )
+        )
         here.relays.relays[-1].kill()
         result = send(here, task_id=task_id)
         here.relays.start_relay()
@@ -156,7 +174,14 @@ def test_a_task_that_expires_does_not_begin_and_one_that_began_goes_on(here: For
     for one in (waits, over):
         with pytest.raises(TaskRevokedError, match="expired"):
             one.get(timeout=PATIENCE_S)
-    until(lambda: cell(here.relays.engine, "SELECT count(*) FROM celery_tasks WHERE expires_at IS NOT NULL") == 0)
+    until(
+        lambda: (
+            cell(
+                here.relays.engine, "SELECT count(*) FROM celery_tasks WHERE expires_at IS NOT NULL"
+            )
+            == 0
+        )
+    )
     job = here.relays.job(sent)
     assert job is not None
     assert job.state is JobState.RUNNING
@@ -169,13 +194,18 @@ def test_a_cancelled_running_job_is_revoked_for_its_producer(here: ForeignStack)
     (claimed,) = claim(here.relays.engine, [UUID(sent)])
     here.app.control.revoke(result.id, terminate=True)
     here.relays.wait_for(sent, lambda job: job.cancel_requested)
-    end(here.relays.engine, End(job_id=claimed.job_id, fence=claimed.fence, state=JobState.CANCELLED))
+    end(
+        here.relays.engine,
+        End(job_id=claimed.job_id, fence=claimed.fence, state=JobState.CANCELLED),
+    )
     with pytest.raises(TaskRevokedError, match=CANCELLED):
         result.get(timeout=PATIENCE_S)
     assert result.state == "REVOKED"
 
 
-def test_fields_of_any_name_and_values_that_look_like_kombus_lose_no_request(here: ForeignStack) -> None:
+def test_fields_of_any_name_and_values_that_look_like_kombus_lose_no_request(
+    here: ForeignStack,
+) -> None:
     for field in ("task", "self", "task_id", "args", "request"):
         with pytest.raises(Exception, match=f"{field}: object contains unknown field"):
             send(here, kwargs={field: "x"}).get(timeout=PATIENCE_S)
@@ -184,7 +214,10 @@ def test_fields_of_any_name_and_values_that_look_like_kombus_lose_no_request(her
             send(here, kwargs=fields).get(timeout=PATIENCE_S)
     odd = {"__type__": "no such type", "__value__": 1}
     times = {"__type__": "datetime", "__value__": {"not": "a time"}}
-    result = send(here, kwargs={"metadata": {"odd": odd, "times": times, "at": datetime(2026, 1, 2, tzinfo=UTC)}})
+    result = send(
+        here,
+        kwargs={"metadata": {"odd": odd, "times": times, "at": datetime(2026, 1, 2, tzinfo=UTC)}},
+    )
     (job_id,) = here.complete()
     assert result.get(timeout=PATIENCE_S)["text"] == TEXT
     job = here.relays.job(job_id)
@@ -192,13 +225,23 @@ def test_fields_of_any_name_and_values_that_look_like_kombus_lose_no_request(her
     assert job.metadata == {"odd": odd, "times": times, "at": "2026-01-02T00:00:00Z"}
 
 
-def test_positional_values_are_prompts_and_what_is_none_is_refused_by_name(here: ForeignStack) -> None:
-    given: list[Any] = ["one", {"text": "two", "id": "x"}, [3, 4], {"prompt": "three"}, ["one", {"text": "two"}]]
+def test_positional_values_are_prompts_and_what_is_none_is_refused_by_name(
+    here: ForeignStack,
+) -> None:
+    given: list[Any] = [
+        "one",
+        {"text": "two", "id": "x"},
+        [3, 4],
+        {"prompt": "three"},
+        ["one", {"text": "two"}],
+    ]
     for value in given:
         submit(here.app, value).apply_async()
     found = [here.relays.job(job_id) for job_id in here.complete(len(given))]
     prompts = [job.prompt or job.prompt_token_ids for job in found if job is not None]
-    assert sorted(map(str, prompts)) == sorted(map(str, ["one", "two", (3, 4), "three", "one\n\ntwo"]))
+    assert sorted(map(str, prompts)) == sorted(
+        map(str, ["one", "two", (3, 4), "three", "one\n\ntwo"])
+    )
     for args, problem in [
         ((None,), "null"),
         (("one", "two"), "2 positional"),
@@ -222,7 +265,8 @@ def test_ignored_results_are_not_stored_and_priorities_are_the_jobs(here: Foreig
 
 
 def test_an_entry_that_cannot_be_read_stops_no_later_result(here: ForeignStack) -> None:
-    task_id, job_id = str(uuid4()), uuid4()
+    task_id = str(uuid4())
+    job_id = uuid4()
     poison = b'{"status": "REVOKED", "result": {"id": "x"}, "task_id": "x"}'
     for key in (task_id, job_id):
         here.relays.redis.set(f"celery-task-meta-{key}", poison)
@@ -236,9 +280,13 @@ def test_an_entry_that_cannot_be_read_stops_no_later_result(here: ForeignStack) 
 
 
 @pytest.mark.parametrize("kind", ["database", "rpc"])
-def test_other_backends_tell_every_end(database_url: str, redis_url: str, tmp_path: Path, kind: str) -> None:
+def test_other_backends_tell_every_end(
+    database_url: str, redis_url: str, tmp_path: Path, kind: str
+) -> None:
     backend = f"db+sqlite:///{tmp_path / 'results.sqlite'}" if kind == "database" else "rpc://"
-    with foreign_stack(database_url, redis_url, tmp_path, backend=backend, foreign_backend=backend) as here:
+    with foreign_stack(
+        database_url, redis_url, tmp_path, backend=backend, foreign_backend=backend
+    ) as here:
         here.relays.start_relay()
         good = send(here, task_id="order-19")
         here.complete()
@@ -248,7 +296,9 @@ def test_other_backends_tell_every_end(database_url: str, redis_url: str, tmp_pa
         with pytest.raises(TaskRevokedError, match="expired"):
             send(here, kwargs={"delay_s": 100, "deadline_s": 0.01}).get(timeout=PATIENCE_S)
         if kind == "database":
-            body = chord([submit(here.app, "one"), submit(here.app, "two")])(foreign(here.app, "take"))
+            body = chord([submit(here.app, "one"), submit(here.app, "two")])(
+                foreign(here.app, "take")
+            )
             here.complete(2)
             assert [one["text"] for one in body.get(timeout=PATIENCE_S)] == [TEXT, TEXT]
 
@@ -256,11 +306,15 @@ def test_other_backends_tell_every_end(database_url: str, redis_url: str, tmp_pa
 def test_without_a_backend_callbacks_come_and_a_chord_is_refused_by_name(
     database_url: str, redis_url: str, tmp_path: Path
 ) -> None:
-    with foreign_stack(database_url, redis_url, tmp_path, backend=None, foreign_backend=redis_url) as here:
+    with foreign_stack(
+        database_url, redis_url, tmp_path, backend=None, foreign_backend=redis_url
+    ) as here:
         here.relays.start_relay()
         submit(here.app, "one").apply_async(link=foreign(here.app, "take"))
         here.complete()
-        submit(here.app, "one", top_p=9).apply_async(link_error=foreign(here.app, "blame"), task_id="order-20")
+        submit(here.app, "one", top_p=9).apply_async(
+            link_error=foreign(here.app, "blame"), task_id="order-20"
+        )
         calls = here.wait_for_calls(2)
         assert ["blame", "order-20"] in calls
         chord([submit(here.app, "one"), submit(here.app, "two")])(foreign(here.app, "take"))
@@ -272,17 +326,29 @@ def test_a_hanging_backend_holds_up_no_callback_and_gets_its_results_afterwards(
     database_url: str, redis_url: str, backend_server: Valkey, tmp_path: Path
 ) -> None:
     backend = backend_server.url
-    with foreign_stack(database_url, redis_url, tmp_path, backend=backend, foreign_backend=backend) as here:
+    with foreign_stack(
+        database_url, redis_url, tmp_path, backend=backend, foreign_backend=backend
+    ) as here:
         here.relays.start_relay()
         backend_server.pause()
         try:
             # A producer with this backend would wait for it itself.
             sender = Celery(broker=redis_url, set_as_current=False)
-            sent = [submit(sender, "one").apply_async(link=foreign(sender, "take")).id for _ in range(6)]
+            sent = [
+                submit(sender, "one").apply_async(link=foreign(sender, "take")).id for _ in range(6)
+            ]
             here.complete(len(sent))
-            until(lambda: cell(here.relays.engine, "SELECT count(*) FROM jobs WHERE state = 'succeeded'") == 6)
+            until(
+                lambda: (
+                    cell(here.relays.engine, "SELECT count(*) FROM jobs WHERE state = 'succeeded'")
+                    == 6
+                )
+            )
             sends = "shardline:task:*:sends"
-            until(lambda: len(list(here.relays.redis.scan_iter(sends))) == len(sent), timeout_s=PATIENCE_S)
+            until(
+                lambda: len(list(here.relays.redis.scan_iter(sends))) == len(sent),
+                timeout_s=PATIENCE_S,
+            )
         finally:
             backend_server.resume()
         values = [here.app.AsyncResult(task_id).get(timeout=PATIENCE_S) for task_id in sent]

@@ -1,4 +1,5 @@
-"""The coordinator on a real Postgres: a fleet's first plan, another when a worker is missed, none without need."""
+"""The coordinator on a real Postgres: a fleet's first plan, another when a worker is missed, none
+without need."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Clock:
     """The lease clock of a coordinator, which looks once a second."""
 
     def __init__(self, coordinator: Coordinator) -> None:
-        self.now_s, self._coordinator = 0.0, coordinator
+        self.now_s = 0.0
+        self._coordinator = coordinator
 
     def pass_by(self, seconds: int) -> None:
         for _ in range(seconds):
@@ -37,7 +39,9 @@ class Clock:
 
 @pytest.fixture
 def coordinator(engine: Engine) -> Coordinator:
-    return Coordinator(LoopContext(database=engine, times=Times(), metrics=RelayMetrics(CollectorRegistry())))
+    return Coordinator(
+        LoopContext(database=engine, times=Times(), metrics=RelayMetrics(CollectorRegistry()))
+    )
 
 
 @pytest.fixture
@@ -67,7 +71,9 @@ def plan(engine: Engine, model: str = MODEL) -> FleetPlan:
         return fleets.plan_of(connection, model)
 
 
-def test_the_first_plan_waits_until_nobody_joins_any_more(engine: Engine, coordinator: Coordinator) -> None:
+def test_the_first_plan_waits_until_nobody_joins_any_more(
+    engine: Engine, coordinator: Coordinator
+) -> None:
     join(engine, "a", "b", long_ago=False)
     coordinator.turn()
     assert plan(engine).version == 0
@@ -78,7 +84,9 @@ def test_the_first_plan_waits_until_nobody_joins_any_more(engine: Engine, coordi
     assert found.split[-1][1] == len(model().layers)
 
 
-def test_the_first_plan_waits_for_announced_workers_but_not_forever(engine: Engine, coordinator: Coordinator) -> None:
+def test_the_first_plan_waits_for_announced_workers_but_not_forever(
+    engine: Engine, coordinator: Coordinator
+) -> None:
     join(engine, "a")
     with engine.begin() as connection:
         peer = PeerAddress(machine="m", address="tcp://m")
@@ -146,7 +154,11 @@ def test_a_fleet_is_cut_anew_when_a_stage_is_missed_and_left_alone_otherwise(
     assert len(before.split) > 1, "none of them holds the model"
     coordinator.turn()
     assert plan(engine).version == before.version
-    gone = next(worker for worker, place in before.stages.items() if list(before.stages.values()).count(place) == 1)
+    gone = next(
+        worker
+        for worker, place in before.stages.items()
+        if list(before.stages.values()).count(place) == 1
+    )
     with engine.begin() as connection:
         fleets.leave(connection, gone)
     coordinator.turn()
@@ -164,7 +176,9 @@ def test_a_device_that_drifts_gets_fewer_layers_once_that_pays(
 
     def drift(factor: float) -> FleetPlan:
         with engine.begin() as connection:
-            fleets.refresh(connection, slow, MODEL, device(slow, memory_bytes=13 << 19).scaled(factor))
+            fleets.refresh(
+                connection, slow, MODEL, device(slow, memory_bytes=13 << 19).scaled(factor)
+            )
         coordinator.turn()
         return plan(engine)
 
@@ -173,7 +187,10 @@ def test_a_device_that_drifts_gets_fewer_layers_once_that_pays(
     assert drift(1.05).version == before.version, "that would not pay"
     after = drift(2.0)
     assert after.version == before.version + 1
-    sizes = {worker: after.split[place][1] - after.split[place][0] for worker, place in after.stages.items()}
+    sizes = {
+        worker: after.split[place][1] - after.split[place][0]
+        for worker, place in after.stages.items()
+    }
     assert sizes[slow] < len(model().layers) / 2
 
 
@@ -193,7 +210,9 @@ def test_after_a_silence_of_postgres_nobody_is_missed_before_a_lease_has_passed(
     assert plan(engine).version > before.version
 
 
-def test_workers_that_do_not_hold_the_model_are_told_of_once(engine: Engine, coordinator: Coordinator) -> None:
+def test_workers_that_do_not_hold_the_model_are_told_of_once(
+    engine: Engine, coordinator: Coordinator
+) -> None:
     join(engine, "a", memory_bytes=1 << 16)
     with capture_logs() as logs:
         coordinator.turn()
@@ -218,7 +237,9 @@ def test_a_model_with_jobs_gets_the_workers_of_one_without_in_one_step(
     assert set(plan(engine, "another").stages) == workers
 
 
-def test_of_coordinators_that_move_workers_at_once_one_succeeds(engine: Engine, coordinator: Coordinator) -> None:
+def test_of_coordinators_that_move_workers_at_once_one_succeeds(
+    engine: Engine, coordinator: Coordinator
+) -> None:
     """No worker is in two plans, though each of the two would change other rows."""
     join(engine, "a", "b", models=(MODEL, "another"))
     submit(engine)

@@ -1,4 +1,5 @@
-"""The relay as a process: the Celery and Redis doors, plain SQL, revoke. Real Postgres, Valkey and Celery."""
+"""The relay as a process: the Celery and Redis doors, plain SQL, revoke. Real Postgres, Valkey and
+Celery."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def test_a_row_inserted_by_sql_is_tokenized_and_its_id_sent_by_celery(here: Rela
     assert here.claim(sent)
 
 
-def test_invalid_rows_inserted_by_hand_fail_with_a_reason_and_block_nothing(here: RelayStack) -> None:
+def test_invalid_rows_inserted_by_hand_fail_with_a_reason_and_block_nothing(
+    here: RelayStack,
+) -> None:
     with here.engine.begin() as connection:
         for columns, values in [
             ("model, prompt", "'nobody', 'one'"),
@@ -51,14 +54,18 @@ def test_invalid_rows_inserted_by_hand_fail_with_a_reason_and_block_nothing(here
         ]:
             connection.execute(text(f"INSERT INTO jobs ({columns}) VALUES ({values})"))
         good = connection.execute(
-            text("""INSERT INTO jobs (model, prompt, params) VALUES ('m', 'one', '{"seed": 5}') RETURNING id""")
+            text(
+                """INSERT INTO jobs (model, prompt, params) VALUES ('m', 'one', '{"seed": 5}') RETURNING id"""
+            )
         ).scalar_one()
     assert here.take_messages(1) == [str(good)]
     assert (job := here.job(good)) is not None
     assert job.seed == 5
     until(lambda: cell(here.engine, "SELECT count(*) FROM jobs WHERE state = 'failed'") == 9)
     with here.engine.begin() as connection:
-        fields = set(connection.scalars(text("SELECT error->>'field' FROM jobs WHERE state = 'failed'")))
+        fields = set(
+            connection.scalars(text("SELECT error->>'field' FROM jobs WHERE state = 'failed'"))
+        )
     assert fields == {
         *("model", "prompt", "top_p", "typo", "max_tokens"),
         *("messages[0].role", "messages", "prompt[1]", "prompt[0]"),
@@ -76,7 +83,9 @@ def test_a_pipelines_kv_below_the_context_limits_a_prepared_row(here: RelayStack
 
 
 def test_a_celery_task_of_another_service_becomes_the_job_of_its_id(here: RelayStack) -> None:
-    task_id = here.submit({"model": MODEL, "prompt": "one", "metadata": {"a": 1}}, task_id=str(uuid4()))
+    task_id = here.submit(
+        {"model": MODEL, "prompt": "one", "metadata": {"a": 1}}, task_id=str(uuid4())
+    )
     assert here.take_messages(1) == [task_id]
     assert (job := here.job(task_id)) is not None
     assert job.metadata == {"a": 1}

@@ -1,4 +1,5 @@
-"""The relay writes what its settings name: numbers and series become rows, and what cannot be read changes nothing."""
+"""The relay writes what its settings name: numbers and series become rows, and what cannot be read
+changes nothing."""
 
 from __future__ import annotations
 
@@ -27,15 +28,21 @@ from tests.integration.rows import cell
 SECRET = "sesame-4711"
 
 
-def rates(engine: Engine, registry: CollectorRegistry, *, price: str | None, carbon: str | None) -> EnergyRates:
+def rates(
+    engine: Engine, registry: CollectorRegistry, *, price: str | None, carbon: str | None
+) -> EnergyRates:
     context = LoopContext(database=engine, times=Times(), metrics=RelayMetrics(registry))
     return EnergyRates(context, {"price": price, "carbon": carbon})
 
 
 def test_a_number_and_a_series_become_rows_and_metrics(engine: Engine, tmp_path: Path) -> None:
-    series, registry = tmp_path / "carbon.csv", CollectorRegistry()
+    series = tmp_path / "carbon.csv"
+    registry = CollectorRegistry()
     this_year = datetime.now(UTC).year
-    series.write_text(f"time,gCO2e\n{this_year}-01-01T00:00Z,380\n{this_year + 1}-01-01T00:00Z,90\n", encoding="utf-8")
+    series.write_text(
+        f"time,gCO2e\n{this_year}-01-01T00:00Z,380\n{this_year + 1}-01-01T00:00Z,90\n",
+        encoding="utf-8",
+    )
     loop = rates(engine, registry, price="0.31", carbon=str(series))
     loop.turn()
     loop.turn()
@@ -63,7 +70,10 @@ def served(answer: bytes, status: int = 200) -> Iterator[tuple[str, list[str]]]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Source) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://someone:{SECRET}@127.0.0.1:{server.server_port}/?securityToken={SECRET}", asked
+        yield (
+            f"http://someone:{SECRET}@127.0.0.1:{server.server_port}/?securityToken={SECRET}",
+            asked,
+        )
         server.shutdown()
 
 
@@ -99,11 +109,15 @@ def test_an_error_of_a_source_carries_no_password_in_its_causes() -> None:
     assert SECRET not in "".join(format_exception(caught.value))
 
 
-def test_a_source_that_cannot_be_read_leaves_the_rates_and_the_others_alone(engine: Engine, tmp_path: Path) -> None:
+def test_a_source_that_cannot_be_read_leaves_the_rates_and_the_others_alone(
+    engine: Engine, tmp_path: Path
+) -> None:
     rates(engine, CollectorRegistry(), price="0.31", carbon=None).turn()
     with capture_logs() as logs:
         rates(engine, CollectorRegistry(), price=str(tmp_path / "gone"), carbon="380").turn()
 
-    assert [line["event"] for line in logs if line["log_level"] == "warning"] == ["rates of energy cannot be read"]
+    assert [line["event"] for line in logs if line["log_level"] == "warning"] == [
+        "rates of energy cannot be read"
+    ]
     with engine.begin() as connection:
         assert present_rates(connection) == {"price": 0.31, "carbon": 380.0}

@@ -1,4 +1,5 @@
-"""The relay when servers and relays die, freeze or come back empty: nothing accepted is lost, nothing is twice."""
+"""The relay when servers and relays die, freeze or come back empty: nothing accepted is lost,
+nothing is twice."""
 
 from __future__ import annotations
 
@@ -31,15 +32,21 @@ def here(database_url: str, redis_url: str, tmp_path: Path) -> Iterator[RelaySta
 def insert(here: RelayStack, num: int = NUM_JOBS) -> set[str]:
     """Jobs that a relay must prepare and send."""
     with here.engine.begin() as connection:
-        return {str(one.job_id) for one in jobs.insert_jobs(connection, [request(prompt="one")] * num)}
+        return {
+            str(one.job_id) for one in jobs.insert_jobs(connection, [request(prompt="one")] * num)
+        }
 
 
 def all_sent(here: RelayStack, ids: set[str]) -> bool:
     """Whether every row has been stamped."""
-    return bool(cell(here.engine, "SELECT count(*) FROM jobs WHERE sent_at IS NOT NULL") == len(ids))
+    return bool(
+        cell(here.engine, "SELECT count(*) FROM jobs WHERE sent_at IS NOT NULL") == len(ids)
+    )
 
 
-def test_the_window_is_sent_again_at_once_after_redis_lost_everything(here: RelayStack, redis_server: Valkey) -> None:
+def test_the_window_is_sent_again_at_once_after_redis_lost_everything(
+    here: RelayStack, redis_server: Valkey
+) -> None:
     here.start_relay()
     ids = insert(here)
     until(lambda: all_sent(here, ids))
@@ -57,22 +64,36 @@ def test_the_window_is_sent_again_after_a_flush_of_redis(here: RelayStack) -> No
     assert set(here.take_messages(NUM_JOBS)) == ids
 
 
-def test_jobs_accepted_without_redis_are_sent_once_it_is_back(here: RelayStack, redis_server: Valkey) -> None:
+def test_jobs_accepted_without_redis_are_sent_once_it_is_back(
+    here: RelayStack, redis_server: Valkey
+) -> None:
     relay = here.start_relay()
     redis_server.kill()
     ids = insert(here)
-    until(lambda: cell(here.engine, "SELECT count(*) FROM jobs WHERE prepared_at IS NOT NULL") == NUM_JOBS)
+    until(
+        lambda: (
+            cell(here.engine, "SELECT count(*) FROM jobs WHERE prepared_at IS NOT NULL") == NUM_JOBS
+        )
+    )
     redis_server.restart()
     assert set(here.take_messages(NUM_JOBS)) == ids
     assert relay.process.poll() is None
 
 
-def test_sweeps_and_preparation_go_on_while_redis_is_frozen(here: RelayStack, redis_server: Valkey) -> None:
+def test_sweeps_and_preparation_go_on_while_redis_is_frozen(
+    here: RelayStack, redis_server: Valkey
+) -> None:
     relay = here.start_relay()
     redis_server.pause()
     ids = insert(here)
-    until(lambda: cell(here.engine, "SELECT count(*) FROM jobs WHERE prepared_at IS NOT NULL") == NUM_JOBS)
-    change(here.engine, "UPDATE jobs SET deadline_at = now() WHERE id = (SELECT id FROM jobs LIMIT 1)")
+    until(
+        lambda: (
+            cell(here.engine, "SELECT count(*) FROM jobs WHERE prepared_at IS NOT NULL") == NUM_JOBS
+        )
+    )
+    change(
+        here.engine, "UPDATE jobs SET deadline_at = now() WHERE id = (SELECT id FROM jobs LIMIT 1)"
+    )
     until(lambda: cell(here.engine, "SELECT count(*) FROM jobs WHERE state = 'expired'") == 1)
     redis_server.resume()
     assert set(here.take_messages(NUM_JOBS - 1)) < ids
@@ -108,7 +129,9 @@ def test_a_relay_stores_the_request_it_holds_though_redis_dies(
     assert relay.process.poll() is None
 
 
-def test_requests_wait_for_postgres_and_become_rows(here: RelayStack, postgres_server: Postgres) -> None:
+def test_requests_wait_for_postgres_and_become_rows(
+    here: RelayStack, postgres_server: Postgres
+) -> None:
     relay = here.start_relay()
     postgres_server.kill()
     try:
@@ -127,7 +150,10 @@ def test_requests_wait_for_postgres_and_become_rows(here: RelayStack, postgres_s
 def test_entries_taken_by_a_dead_relay_are_taken_over_once(here: RelayStack) -> None:
     here.redis.xgroup_create(INTAKE, INTAKE_GROUP, id="0", mkstream=True)
     for number in range(NUM_JOBS):
-        here.redis.xadd(INTAKE, {"request": json.dumps({"model": MODEL, "prompt": "one", "metadata": {"n": number}})})
+        here.redis.xadd(
+            INTAKE,
+            {"request": json.dumps({"model": MODEL, "prompt": "one", "metadata": {"n": number}})},
+        )
     here.redis.xreadgroup(INTAKE_GROUP, "dead", {INTAKE: ">"}, count=NUM_JOBS)
     here.start_relay()
     here.start_relay()
@@ -156,12 +182,20 @@ def test_each_request_becomes_one_row_while_relays_are_killed(here: RelayStack) 
     for turn in range(num_rounds):
         relay = here.start_relay()
         for number in range(NUM_JOBS):
-            document = {"model": MODEL, "prompt": "one", "metadata": {"n": turn * NUM_JOBS + number}}
+            document = {
+                "model": MODEL,
+                "prompt": "one",
+                "metadata": {"n": turn * NUM_JOBS + number},
+            }
             here.redis.xadd(INTAKE, {"request": json.dumps(document)})
         relay.kill()
     here.start_relay()
     expected = num_rounds * NUM_JOBS
-    until(lambda: cell(here.engine, "SELECT count(*) FROM jobs WHERE prepared_at IS NOT NULL") == expected)
+    until(
+        lambda: (
+            cell(here.engine, "SELECT count(*) FROM jobs WHERE prepared_at IS NOT NULL") == expected
+        )
+    )
     assert cell(here.engine, "SELECT count(DISTINCT metadata) FROM jobs") == expected
 
 

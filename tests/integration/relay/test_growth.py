@@ -1,4 +1,5 @@
-"""What nobody deletes is shown and said, on a real Postgres: tables without retention, dead letters."""
+"""What nobody deletes is shown and said, on a real Postgres: tables without retention, dead
+letters."""
 
 from __future__ import annotations
 
@@ -38,7 +39,10 @@ def registry() -> CollectorRegistry:
 
 
 def watcher(engine: Engine, registry: CollectorRegistry, *, keeps_all: bool) -> Growth:
-    return Growth(LoopContext(database=engine, times=Times(), metrics=RelayMetrics(registry)), keeps_all=keeps_all)
+    return Growth(
+        LoopContext(database=engine, times=Times(), metrics=RelayMetrics(registry)),
+        keeps_all=keeps_all,
+    )
 
 
 def warnings(watcher: Growth) -> list[MutableMapping[str, Any]]:
@@ -50,7 +54,12 @@ def warnings(watcher: Growth) -> list[MutableMapping[str, Any]]:
 
 @pytest.mark.parametrize(("keeps_all", "num_warnings"), [(True, 1), (False, 0)])
 def test_growing_tables_are_warned_of_unless_retention_is_on(
-    engine: Engine, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch, *, keeps_all: bool, num_warnings: int
+    engine: Engine,
+    registry: CollectorRegistry,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    keeps_all: bool,
+    num_warnings: int,
 ) -> None:
     monkeypatch.setattr(growth, "KEPT_BYTES", 1_000_000)
     watching = watcher(engine, registry, keeps_all=keeps_all)
@@ -92,7 +101,9 @@ def test_row_versions_kept_by_an_open_transaction_are_shown_and_warned_of(
     watching = watcher(engine, registry, keeps_all=False)
     claimed = running(engine)
     with engine.connect() as dump:
-        dump.execution_options(isolation_level="REPEATABLE READ").execute(text("SELECT count(*) FROM jobs"))
+        dump.execution_options(isolation_level="REPEATABLE READ").execute(
+            text("SELECT count(*) FROM jobs")
+        )
         beat_often(engine, [claimed], num_beats=60)
         (said,) = warnings(watching)
 
@@ -107,7 +118,8 @@ def test_heartbeats_write_no_index(engine: Engine) -> None:
     beat_often(engine, claimed, num_beats=100)
 
     for table, (num_rows, num_in_place) in num_updates(engine).items():
-        rows, in_place = num_rows - before[table][0], num_in_place - before[table][1]
+        rows = num_rows - before[table][0]
+        in_place = num_in_place - before[table][1]
         assert rows >= 800
         assert in_place >= 0.9 * rows, f"{table}: only {in_place} of {rows} stayed in their page"
 
@@ -115,14 +127,18 @@ def test_heartbeats_write_no_index(engine: Engine) -> None:
 def beat_often(engine: Engine, claimed: list[ClaimedJob], *, num_beats: int) -> None:
     """Four tokens more with each, and the statistics written at once."""
     for number in range(num_beats):
-        beats = [Beat(job_id=job.job_id, fence=job.fence, start=4 * number, ids=(1, 2, 3, 4)) for job in claimed]
+        beats = [
+            Beat(job_id=job.job_id, fence=job.fence, start=4 * number, ids=(1, 2, 3, 4))
+            for job in claimed
+        ]
         with engine.begin() as connection:
             assert len(leases.heartbeat(connection, beats, lease_s=LONG_S)) == len(claimed)
             connection.execute(text("SELECT pg_stat_force_next_flush()"))
 
 
 def num_updates(engine: Engine) -> dict[str, tuple[int, int]]:
-    """Of the tables that heartbeats write: versions of rows, and those that needed no entry in an index (HOT)."""
+    """Of the tables that heartbeats write: versions of rows, and those that needed no entry in an
+    index (HOT)."""
     with engine.begin() as connection:
         rows = connection.execute(text(UPDATES)).all()
     return {row.relname: (row.n_tup_upd, row.n_tup_hot_upd) for row in rows}

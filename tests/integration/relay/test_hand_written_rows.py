@@ -1,4 +1,5 @@
-"""Rows of SQL that hold what Python does not: each ends alone with its reason, and every reader reads the others."""
+"""Rows of SQL that hold what Python does not: each ends alone with its reason, and every reader
+reads the others."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def engine(database_url: str) -> Iterator[Engine]:
 def write(engine: Engine, **columns: str) -> UUID:
     """A row as a hand writes it: SQL for each column."""
     values = {"model": f"'{MODEL}'", "prompt": "'one two'", **columns}
-    statement = f"INSERT INTO jobs ({', '.join(values)}) VALUES ({', '.join(values.values())}) RETURNING id"
+    statement = (
+        f"INSERT INTO jobs ({', '.join(values)}) VALUES ({', '.join(values.values())}) RETURNING id"
+    )
     with engine.begin() as connection:
         return UUID(str(connection.scalar(text(statement))))
 
@@ -51,7 +54,10 @@ def read(engine: Engine, job_id: UUID) -> Job:
         ({"params": """'{"temperature": 1.5e400}'"""}, "temperature"),
         ({"params": """'{"seed": 18446744073709551616}'"""}, "seed"),
         ({"params": """'{"repetition_penalty": 1e-40}'"""}, "repetition_penalty"),
-        ({"params": """('{"stop": ' || repeat('[', 3000) || repeat(']', 3000) || '}')::jsonb"""}, "params"),
+        (
+            {"params": """('{"stop": ' || repeat('[', 3000) || repeat(']', 3000) || '}')::jsonb"""},
+            "params",
+        ),
         ({"prompt": "NULL", "messages": f"'[{DIGITS}]'"}, "messages[0]"),
         ({"metadata": "jsonb_build_object('a', repeat('x', 100000))"}, "metadata"),
         ({"metadata": "jsonb_build_object('a', repeat('x', 10000000))"}, "metadata"),
@@ -61,7 +67,8 @@ def read(engine: Engine, job_id: UUID) -> Job:
 def test_a_row_that_cannot_run_ends_with_its_reason_and_holds_up_nobody(
     engine: Engine, columns: dict[str, Any], field: str
 ) -> None:
-    wrong, good = write(engine, **columns), write(engine)
+    wrong = write(engine, **columns)
+    good = write(engine)
 
     preparer(engine).turn()
 
@@ -72,7 +79,10 @@ def test_a_row_that_cannot_run_ends_with_its_reason_and_holds_up_nobody(
 
 
 def test_neutral_values_of_other_servers_run(engine: Engine) -> None:
-    job_id = write(engine, params="""'{"seed": -1, "top_p": 0, "top_k": -1, "max_tokens": 5.0, "logprobs": null}'""")
+    job_id = write(
+        engine,
+        params="""'{"seed": -1, "top_p": 0, "top_k": -1, "max_tokens": 5.0, "logprobs": null}'""",
+    )
 
     preparer(engine).turn()
 
@@ -84,14 +94,19 @@ def test_neutral_values_of_other_servers_run(engine: Engine) -> None:
 
 def test_times_and_numbers_that_python_has_not_are_shown_to_readers(engine: Engine) -> None:
     strange = write(
-        engine, not_before="'infinity'", deadline_at="'infinity'", metadata="""'{"a": 1e5000, "b": 1.5e400}'"""
+        engine,
+        not_before="'infinity'",
+        deadline_at="'infinity'",
+        metadata="""'{"a": 1e5000, "b": 1.5e400}'""",
     )
     old = write(engine, created_at="'1970-01-02'", not_before="'-infinity'")
     late = write(engine, created_at="'9998-01-02'", not_before="'20000-01-01'")
 
     with engine.begin() as connection:
         listed = [job.id for job in listing.list_jobs(connection, limit=1)]
-        while (end := PageEnd.of(listing.list_jobs(connection, limit=1, after=listed[-1]))) is not None:
+        while (
+            end := PageEnd.of(listing.list_jobs(connection, limit=1, after=listed[-1]))
+        ) is not None:
             parsed = PageEnd.parse(str(end))
             assert parsed is not None
             listed.append(parsed.job_id)
@@ -101,7 +116,9 @@ def test_times_and_numbers_that_python_has_not_are_shown_to_readers(engine: Engi
     assert read(engine, late).created_at.year == 9998
 
 
-@pytest.mark.parametrize("moment", ["infinity", "-infinity", "1969-12-31 00:00:00+00", "20000-01-01 00:00:00+00"])
+@pytest.mark.parametrize(
+    "moment", ["infinity", "-infinity", "1969-12-31 00:00:00+00", "20000-01-01 00:00:00+00"]
+)
 def test_a_row_of_no_moment_is_refused_by_name(engine: Engine, moment: str) -> None:
     with pytest.raises(IntegrityError, match="created_at_is_between_1970_and_9999"):
         write(engine, created_at=f"'{moment}'")

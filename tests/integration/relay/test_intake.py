@@ -1,4 +1,5 @@
-"""The intake's one duty towards what it took: no entry is acknowledged before its row is committed."""
+"""The intake's one duty towards what it took: no entry is acknowledged before its row is
+committed."""
 
 from __future__ import annotations
 
@@ -29,8 +30,11 @@ def intake(database: Engine, redis: Redis) -> Intake:
     return Intake(context, redis=redis, batch=8)
 
 
-def test_entries_taken_without_postgres_stay_for_the_next_relay(engine: Engine, redis_url: str) -> None:
-    redis, away = Redis.from_url(redis_url), connect(NOWHERE)
+def test_entries_taken_without_postgres_stay_for_the_next_relay(
+    engine: Engine, redis_url: str
+) -> None:
+    redis = Redis.from_url(redis_url)
+    away = connect(NOWHERE)
     redis.xgroup_create(INTAKE, INTAKE_GROUP, id="0", mkstream=True)
     redis.xadd(INTAKE, {"request": json.dumps({"model": MODEL, "prompt": "one"})})
 
@@ -54,7 +58,8 @@ def test_entries_of_megabytes_are_taken_a_few_at_a_time_and_all_accepted(
     redis.xgroup_create(INTAKE, INTAKE_GROUP, id="0", mkstream=True)
     prompts = [*(["x" * 3_000_000] * 5), "one"]
     ids: list[Any] = [
-        redis.xadd(INTAKE, {"request": json.dumps({"model": MODEL, "prompt": prompt})}) for prompt in prompts
+        redis.xadd(INTAKE, {"request": json.dumps({"model": MODEL, "prompt": prompt})})
+        for prompt in prompts
     ]
     if is_abandoned:
         redis.xreadgroup(INTAKE_GROUP, "dead", {INTAKE: ">"})
@@ -86,7 +91,9 @@ def test_each_batch_takes_the_configured_number_of_entries(engine: Engine, redis
     redis.close()
 
 
-def test_an_entry_that_another_relay_has_finished_is_not_refused(engine: Engine, redis_url: str) -> None:
+def test_an_entry_that_another_relay_has_finished_is_not_refused(
+    engine: Engine, redis_url: str
+) -> None:
     redis = Redis.from_url(redis_url)
     redis.xgroup_create(INTAKE, INTAKE_GROUP, id="0", mkstream=True)
     requests = [{"model": MODEL, "prompt": "x" * size} for size in (9_000_000, 3)]

@@ -1,4 +1,5 @@
-"""Preparation on a real Postgres: while texts become tokens nothing is locked and no transaction waits."""
+"""Preparation on a real Postgres: while texts become tokens nothing is locked and no transaction
+waits."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def engine(database_url: str) -> Iterator[Engine]:
         with engine.begin() as connection:
             row = {**model_row(MODEL), "tokenizer": words_tokenizer(), "context_length": CONTEXT}
             models.register_model(connection, row)
-            connection.execute(text("UPDATE pipelines SET kv_tokens = :kv_tokens"), {"kv_tokens": CONTEXT})
+            connection.execute(
+                text("UPDATE pipelines SET kv_tokens = :kv_tokens"), {"kv_tokens": CONTEXT}
+            )
         yield engine
 
 
@@ -77,7 +80,9 @@ def while_tokenized(monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None]:
     return install
 
 
-def test_no_transaction_waits_for_tokenization(engine: Engine, while_tokenized: Callable[[Look], None]) -> None:
+def test_no_transaction_waits_for_tokenization(
+    engine: Engine, while_tokenized: Callable[[Look], None]
+) -> None:
     idle = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in trans%'"
     seen: list[int] = []
     while_tokenized(lambda: seen.append(cell(engine, idle)))
@@ -97,7 +102,9 @@ def test_cancelling_a_row_under_tokenization_waits_for_nobody_and_it_is_not_sent
 
     def cancel() -> None:
         with impatient.begin() as connection:
-            assert jobs.request_cancel(connection, [job_id], running=False) == {job_id: JobState.CANCELLED}
+            assert jobs.request_cancel(connection, [job_id], running=False) == {
+                job_id: JobState.CANCELLED
+            }
 
     while_tokenized(cancel)
 
@@ -155,11 +162,15 @@ def test_rows_not_marked_for_want_of_postgres_are_marked_in_the_next_turn(
     assert cell(engine, "SELECT prepared_at IS NOT NULL FROM jobs WHERE id = :id", id=job_id)
 
 
-@pytest.mark.parametrize("asked", [{"model": "m:legal"}, {"adapter": "legal"}], ids=["address", "field"])
+@pytest.mark.parametrize(
+    "asked", [{"model": "m:legal"}, {"adapter": "legal"}], ids=["address", "field"]
+)
 def test_an_adapter_is_taken_apart_from_its_model(engine: Engine, asked: dict[str, str]) -> None:
     with engine.begin() as connection:
         models.register_adapters(connection, MODEL, {"legal": "f"})
-        (stored,) = jobs.insert_jobs(connection, [request(prompt="one two", temperature=0.5, **asked)])
+        (stored,) = jobs.insert_jobs(
+            connection, [request(prompt="one two", temperature=0.5, **asked)]
+        )
 
     preparer(engine).turn()
 

@@ -46,7 +46,9 @@ def test_prompts_of_refused_messages_are_not_logged(here: RelayStack) -> None:
     relay = here.start_relay()
     document = {"model": MODEL, "prompt": SECRET}
     with here.app.connection_for_write() as connection:
-        here.app.send_task("shardline.sumbit", kwargs=document, queue=INTAKE_QUEUE, connection=connection)
+        here.app.send_task(
+            "shardline.sumbit", kwargs=document, queue=INTAKE_QUEUE, connection=connection
+        )
         with here.app.amqp.Producer(connection) as producer:
             for body, headers in (
                 (f"[{SECRET}", {"task": "shardline.submit", "id": "1"}),

@@ -1,4 +1,5 @@
-"""What Redis may hold, on a real Valkey with little memory: whatever comes in, a job's message finds room."""
+"""What Redis may hold, on a real Valkey with little memory: whatever comes in, a job's message
+finds room."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ NUM_STREAMS = 6_000
 
 NUM_MESSAGES = 500
 QUEUE = "shardline.generate.m"
-REASON = {"code": "invalid_request", "field": "model", "problem": "it is missing", "remedy": "Name one"}
+REASON = {
+    "code": "invalid_request",
+    "field": "model",
+    "problem": "it is missing",
+    "remedy": "Name one",
+}
 
 
 @pytest.fixture
@@ -48,14 +54,18 @@ def client(small: Valkey) -> Iterator[redis.Redis]:
         yield client
 
 
-def test_no_message_is_lost_when_finished_streams_outgrow_redis(small: Valkey, client: redis.Redis) -> None:
+def test_no_message_is_lost_when_finished_streams_outgrow_redis(
+    small: Valkey, client: redis.Redis
+) -> None:
     writer = DeltaWriter(small.url)
     for number in range(NUM_MESSAGES):
         client.lpush(QUEUE, f"{number}")
         for _ in range(NUM_STREAMS // NUM_MESSAGES):
             job_id = uuid4()
             writer.write([(job_id, Delta(fence=1, start=0, ids=(1,), text="a"))])
-            writer.write([(job_id, Delta(fence=1, start=1, state="succeeded", finish_reason="stop"))])
+            writer.write(
+                [(job_id, Delta(fence=1, start=1, state="succeeded", finish_reason="stop"))]
+            )
     writer.close()
 
     assert client.info("stats")["evicted_keys"] > 0
@@ -74,7 +84,9 @@ def test_dead_intake_entries_keep_the_newest_within_a_few_megabytes(client: redi
     assert client.ttl(INTAKE_DEAD) > 0
 
 
-def test_the_intake_goes_on_when_a_full_redis_refuses_an_entry(engine: Engine, client: redis.Redis) -> None:
+def test_the_intake_goes_on_when_a_full_redis_refuses_an_entry(
+    engine: Engine, client: redis.Redis
+) -> None:
     client.xgroup_create(INTAKE, INTAKE_GROUP, id="0", mkstream=True)
     client.xadd(INTAKE, {"request": "no request"})
     metrics = RelayMetrics(CollectorRegistry())

@@ -1,4 +1,5 @@
-"""The Celery door's queue, poisoned: the relay lives, and each bad message is kept with its reason."""
+"""The Celery door's queue, poisoned: the relay lives, and each bad message is kept with its
+reason."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def test_no_message_ends_a_relay_and_each_bad_one_is_kept_with_its_reason(here: 
     for job_id, poison in zip(good, POISONS.values(), strict=True):
         here.redis.lpush(INTAKE_QUEUE, poison)
         body = [[], {"model": MODEL, "prompt": "one"}, {}]
-        here.redis.lpush(INTAKE_QUEUE, json.dumps(envelope(SUBMIT_TASK, INTAKE_QUEUE, body, job_id)))
+        here.redis.lpush(
+            INTAKE_QUEUE, json.dumps(envelope(SUBMIT_TASK, INTAKE_QUEUE, body, job_id))
+        )
 
     for job_id in good:
         here.wait_for(job_id, lambda job: job.state == "queued")
@@ -64,6 +67,8 @@ def test_a_broken_control_message_does_not_end_a_relay(here: RelayStack) -> None
 def test_the_sender_of_an_unknown_task_gets_a_failure(here: RelayStack) -> None:
     here.start_relay()
     with here.app.connection_for_write() as connection:
-        sent = here.app.send_task("shardline.sumbit", task_id=str(uuid4()), queue=INTAKE_QUEUE, connection=connection)
+        sent = here.app.send_task(
+            "shardline.sumbit", task_id=str(uuid4()), queue=INTAKE_QUEUE, connection=connection
+        )
     with pytest.raises(Exception, match=r"shardline\.sumbit"):
         here.app.AsyncResult(sent.id).get(timeout=PATIENCE_S)

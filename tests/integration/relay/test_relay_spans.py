@@ -1,4 +1,5 @@
-"""What relays add to the traces of jobs that heads cannot tell of: attempts of dead heads, and ends of their own."""
+"""What relays add to the traces of jobs that heads cannot tell of: attempts of dead heads, and ends
+of their own."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def test_a_cancelled_job_that_waited_has_a_span_of_its_own(
     engine: Engine, spans: RelaySpans, exporter: InMemorySpanExporter
 ) -> None:
     (job_id,) = submit(engine)
-    change(engine, "UPDATE jobs SET cancel_requested_at = now(), traceparent = :caller", caller=CALLER)
+    change(
+        engine, "UPDATE jobs SET cancel_requested_at = now(), traceparent = :caller", caller=CALLER
+    )
     with engine.begin() as connection:
         moved = sweeps.sweep_stopped_queued(connection, lambda _: "")
     spans.ended(moved)
@@ -56,9 +59,15 @@ def test_a_cancelled_job_that_waited_has_a_span_of_its_own(
     assert job.status.is_unset
 
 
-@pytest.mark.parametrize(("crashes", "names"), [(0, ["attempt"]), (2, ["attempt", "text_completion m"])])
+@pytest.mark.parametrize(
+    ("crashes", "names"), [(0, ["attempt"]), (2, ["attempt", "text_completion m"])]
+)
 def test_the_attempt_of_a_head_that_is_gone_is_told_by_the_relay(
-    engine: Engine, spans: RelaySpans, exporter: InMemorySpanExporter, crashes: int, names: list[str]
+    engine: Engine,
+    spans: RelaySpans,
+    exporter: InMemorySpanExporter,
+    crashes: int,
+    names: list[str],
 ) -> None:
     claimed = running(engine)
     change(engine, "UPDATE jobs SET crashes = :crashes", crashes=crashes)

@@ -1,4 +1,5 @@
-"""Retention on a real Postgres: what ended long ago goes with all that belongs to it, and nothing else goes."""
+"""Retention on a real Postgres: what ended long ago goes with all that belongs to it, and nothing
+else goes."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ UPDATE jobs SET state = 'failed', finished_at = now(), lease_until = NULL, error
 def age(engine: Engine, job_id: UUID, *, days: float) -> UUID:
     """As if all of it had happened so long ago."""
     times = ", ".join(
-        f"{column} = {column} - make_interval(secs => :age_s)" for column in ("created_at", "not_before", "finished_at")
+        f"{column} = {column} - make_interval(secs => :age_s)"
+        for column in ("created_at", "not_before", "finished_at")
     )
     change(engine, f"UPDATE jobs SET {times} WHERE id = :id", id=job_id, age_s=days * DAY_S)
     return job_id
@@ -78,7 +80,9 @@ def left(engine: Engine) -> set[UUID]:
 
 
 @pytest.mark.parametrize("state", [state for state in JobState if state.terminal])
-def test_old_ended_jobs_are_deleted_with_attempts_and_results(engine: Engine, state: JobState) -> None:
+def test_old_ended_jobs_are_deleted_with_attempts_and_results(
+    engine: Engine, state: JobState
+) -> None:
     ended(engine, days=31, state=state)
     young = ended(engine, days=29, state=state)
 
@@ -103,7 +107,9 @@ def test_jobs_that_have_not_ended_stay_however_old(engine: Engine) -> None:
 
 
 def test_only_old_replayed_dead_letters_are_deleted(engine: Engine) -> None:
-    alone, old, young = dead(engine, days=400), dead(engine, days=31), dead(engine, days=1)
+    alone = dead(engine, days=400)
+    old = dead(engine, days=31)
+    young = dead(engine, days=1)
     replays = {replayed(engine, old), replayed(engine, young)}
 
     assert clean(engine) == 1
@@ -114,7 +120,11 @@ def test_only_old_replayed_dead_letters_are_deleted(engine: Engine) -> None:
 def test_an_old_replay_is_deleted_only_after_its_dead_letter(engine: Engine) -> None:
     letter = dead(engine, days=90)
     replay = replayed(engine, letter)
-    change(engine, "UPDATE jobs SET prompt_ids = '{5}', max_tokens = 8, prepared_at = now() WHERE id = :id", id=replay)
+    change(
+        engine,
+        "UPDATE jobs SET prompt_ids = '{5}', max_tokens = 8, prepared_at = now() WHERE id = :id",
+        id=replay,
+    )
     end(engine, success(claim(engine, [replay])[0]))
     age(engine, replay, days=60)
     with engine.connect() as other, other.begin():
@@ -134,7 +144,8 @@ def test_old_jobs_are_deleted_in_batches_oldest_first(engine: Engine) -> None:
 
 
 def test_a_locked_row_does_not_hold_up_the_deletion_of_others(engine: Engine) -> None:
-    locked, free = ended(engine, days=40), ended(engine, days=31)
+    locked = ended(engine, days=40)
+    free = ended(engine, days=31)
     with engine.connect() as other, other.begin():
         other.execute(text("SELECT FROM jobs WHERE id = :id FOR UPDATE"), {"id": locked})
         assert clean(engine) == 1
@@ -199,15 +210,21 @@ def test_rows_of_processes_that_are_long_gone_are_deleted(engine: Engine) -> Non
     with engine.begin() as connection:
         for name, days in (("gone", 31), ("known", 31), ("away", 29)):
             lease_s = -days * DAY_S
-            fleets.join(connection, name, {"m": WorkerOffer(shapes={}, profile={})}, lease_s=lease_s)
-            pipelines.take_epoch(connection, name, model="m", fingerprint="f", head="h", lease_s=lease_s)
+            fleets.join(
+                connection, name, {"m": WorkerOffer(shapes={}, profile={})}, lease_s=lease_s
+            )
+            pipelines.take_epoch(
+                connection, name, model="m", fingerprint="f", head="h", lease_s=lease_s
+            )
     change(
         engine,
         "INSERT INTO energy_rates SELECT 'price', now() - make_interval(hours => n), n "
         "FROM generate_series(1, 100) AS n",
     )
     (job,) = submit(engine)
-    change(engine, "UPDATE jobs SET created_at = now() - interval '10 h 1 min' WHERE id = :id", id=job)
+    change(
+        engine, "UPDATE jobs SET created_at = now() - interval '10 h 1 min' WHERE id = :id", id=job
+    )
     change(
         engine,
         "INSERT INTO pipeline_energy SELECT name, 1, 'table', 1, 1, now() - make_interval(hours => n) "
@@ -220,7 +237,9 @@ def test_rows_of_processes_that_are_long_gone_are_deleted(engine: Engine) -> Non
     left = "SELECT array_agg(id ORDER BY id) FROM pipelines WHERE id IN ('gone', 'away', 'known')"
     assert cell(engine, left) == ["away", "known"], "the oldest job may have run there"
     assert cell(engine, "SELECT array_agg(pipeline) FROM pipeline_energy") == ["known"]
-    assert cell(engine, "SELECT max(per_kwh) FROM energy_rates") == 11, "the rate under which the oldest job came"
+    assert cell(engine, "SELECT max(per_kwh) FROM energy_rates") == 11, (
+        "the rate under which the oldest job came"
+    )
 
 
 def test_the_setting_deletes_old_jobs(
@@ -228,7 +247,8 @@ def test_the_setting_deletes_old_jobs(
 ) -> None:
     monkeypatch.setenv("SHARDLINE_RETENTION_DAYS", "30")
     with relay_stack(database_url, redis_url, tmp_path) as here:
-        old, young = ended(here.engine, days=31), ended(here.engine, days=29)
+        old = ended(here.engine, days=31)
+        young = ended(here.engine, days=29)
         here.start_relay(wait=False)
         until(lambda: old not in left(here.engine))
         assert left(here.engine) == {young}
@@ -243,13 +263,18 @@ def test_looking_for_old_jobs_reads_no_young_ones(engine: Engine) -> None:
     ended(engine, days=31)
     change(engine, "ANALYZE jobs")
     with engine.begin() as connection:
-        values = {"age_s": 30 * DAY_S, "after_at": retention.BEGINNING[0], "after_id": retention.BEGINNING[1]}
+        values = {
+            "age_s": 30 * DAY_S,
+            "after_at": retention.BEGINNING[0],
+            "after_id": retention.BEGINNING[1],
+        }
         plan = "\n".join(connection.scalars(text(f"EXPLAIN {retention.NEXT.text}"), values))
     assert "Index Only Scan using jobs_listing" in plan, plan
 
 
 def test_old_jobs_of_megabytes_are_all_deleted_a_few_at_a_time(engine: Engine) -> None:
-    """Seven of 6 MB, wherever their bytes are: a batch begins a row while it has 16 or less before it."""
+    """Seven of 6 MB, wherever their bytes are: a batch begins a row while it has 16 or less before
+    it."""
     old = [ended(engine, days=40) for _ in range(7)]
     ids = "SELECT array_agg((random() * 1e9)::int) FROM generate_series(1, 1500000)"
     letters = "SELECT string_agg(md5(random()::text), '') FROM generate_series(1, 190000)"
@@ -259,10 +284,13 @@ def test_old_jobs_of_megabytes_are_all_deleted_a_few_at_a_time(engine: Engine) -
         ("attempts", "tokens", "job_id", ids, old[5:]),
     ):
         change(
-            engine, f"UPDATE {table} SET {column} = made FROM ({value}) AS one(made) WHERE {key} = ANY(:ids)", ids=some
+            engine,
+            f"UPDATE {table} SET {column} = made FROM ({value}) AS one(made) WHERE {key} = ANY(:ids)",
+            ids=some,
         )
 
-    after, deleted = None, []
+    after = None
+    deleted = []
     for _ in range(4):
         with engine.begin() as connection:
             batch = delete_old(connection, age_s=30 * DAY_S, after=after)

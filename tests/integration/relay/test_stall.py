@@ -1,4 +1,5 @@
-"""A Postgres that stalls without an error: heads and relays wake together, and nobody's job is taken for dead."""
+"""A Postgres that stalls without an error: heads and relays wake together, and nobody's job is
+taken for dead."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def here(database_url: str, redis_url: str, tmp_path: Path) -> Iterator[RelaySta
 @pytest.fixture
 def proxy(postgres_server: Postgres) -> Iterator[Proxy]:
     """Between relays and Postgres."""
-    (socket,) = [path for path in postgres_server.sockets.glob(".s.PGSQL.*") if path.suffix != ".lock"]
+    (socket,) = [
+        path for path in postgres_server.sockets.glob(".s.PGSQL.*") if path.suffix != ".lock"
+    ]
     proxy = Proxy(str(socket))
     proxy.start()
     yield proxy
@@ -38,23 +41,32 @@ def proxy(postgres_server: Postgres) -> Iterator[Proxy]:
 
 
 def wait_for_a_sweep(here: RelayStack) -> None:
-    """Until a sweep that began after this call is over: the first row may be found by one under way."""
+    """Until a sweep that began after this call is over: the first row may be found by one under
+    way."""
     for _ in range(2):
         (job_id,) = submit(here.engine)
         change(here.engine, "UPDATE jobs SET deadline_at = now() WHERE id = :id", id=job_id)
         here.wait_for_end(job_id)
 
 
-def test_heads_may_beat_before_a_rescue_after_a_stall_of_postgres(here: RelayStack, proxy: Proxy) -> None:
+def test_heads_may_beat_before_a_rescue_after_a_stall_of_postgres(
+    here: RelayStack, proxy: Proxy
+) -> None:
     database = here.engine.url.database
-    relayed = replace(here, database_url=f"postgresql://shardline@{proxy.host}:{proxy.port}/{database}")
+    relayed = replace(
+        here, database_url=f"postgresql://shardline@{proxy.host}:{proxy.port}/{database}"
+    )
     relayed.start_relay()
     wait_for_a_sweep(here)
     living, dead = (running(here.engine, lease_s=LEASE_S) for _ in range(2))
 
     for direction in Direction:
         proxy.drop(direction)
-    until(lambda: cell(here.engine, "SELECT bool_and(lease_until < now()) FROM jobs WHERE state = 'running'"))
+    until(
+        lambda: cell(
+            here.engine, "SELECT bool_and(lease_until < now()) FROM jobs WHERE state = 'running'"
+        )
+    )
     proxy.clear()
     wait_for_a_sweep(here)
 

@@ -1,4 +1,5 @@
-"""The sweeper's figures on a real Postgres: every row that it moved is counted, whatever fails after it."""
+"""The sweeper's figures on a real Postgres: every row that it moved is counted, whatever fails
+after it."""
 
 from __future__ import annotations
 
@@ -82,7 +83,12 @@ def swept(registry: CollectorRegistry, outcome: str) -> float | None:
 def expired(engine: Engine, *, crashes: int = 0) -> None:
     """A job whose head died before its first token."""
     claimed = running(engine)
-    change(engine, "UPDATE jobs SET crashes = :crashes WHERE id = :id", crashes=crashes, id=claimed.job_id)
+    change(
+        engine,
+        "UPDATE jobs SET crashes = :crashes WHERE id = :id",
+        crashes=crashes,
+        id=claimed.job_id,
+    )
     with engine.begin() as connection:
         pass_time(connection, claimed.job_id, "lease_until")
 
@@ -154,7 +160,11 @@ def test_a_stall_between_statements_judges_leases_by_the_first_one(engine: Engin
     claimed = running(engine)
     with engine.begin() as connection:
         sweeps.fix_now(connection)
-        change(engine, "UPDATE jobs SET lease_until = clock_timestamp() WHERE id = :id", id=claimed.job_id)
+        change(
+            engine,
+            "UPDATE jobs SET lease_until = clock_timestamp() WHERE id = :id",
+            id=claimed.job_id,
+        )
         assert sweeps.sweep_expired_leases(connection, lambda *_: "", lease_s=0) == {}
 
 
@@ -176,7 +186,9 @@ def test_a_partial_result_ends_with_no_transaction_open_while_its_tokenizer_load
     claimed = running(engine)
     with engine.begin() as connection:
         leases.heartbeat(
-            connection, [Beat(job_id=claimed.job_id, fence=claimed.fence, start=0, ids=(2, 3))], lease_s=LONG_S
+            connection,
+            [Beat(job_id=claimed.job_id, fence=claimed.fence, start=0, ids=(2, 3))],
+            lease_s=LONG_S,
         )
         pass_time(connection, claimed.job_id, "lease_until")
     change(engine, "UPDATE jobs SET cancel_requested_at = now()")
@@ -193,10 +205,15 @@ def test_a_partial_result_ends_with_no_transaction_open_while_its_tokenizer_load
 
     assert open_transactions == [0]
     assert pauses == [0.0, 0.0, TIMES.poll_s]
-    assert cell(engine, "SELECT state || ': ' || text FROM jobs JOIN results ON job_id = id") == "cancelled: one two"
+    assert (
+        cell(engine, "SELECT state || ': ' || text FROM jobs JOIN results ON job_id = id")
+        == "cancelled: one two"
+    )
 
 
-def test_the_gauge_of_ended_jobs_shows_zero_instead_of_vanishing(engine: Engine, registry: CollectorRegistry) -> None:
+def test_the_gauge_of_ended_jobs_shows_zero_instead_of_vanishing(
+    engine: Engine, registry: CollectorRegistry
+) -> None:
     counts = JobCounts(LoopContext(database=engine, times=TIMES, metrics=RelayMetrics(registry)))
     submit(engine, 2)
 
@@ -210,13 +227,17 @@ def test_the_gauge_of_ended_jobs_shows_zero_instead_of_vanishing(engine: Engine,
     assert queued() == 0
 
 
-def test_gauges_tell_how_long_jobs_wait_and_what_a_fleet_can_do(engine: Engine, registry: CollectorRegistry) -> None:
+def test_gauges_tell_how_long_jobs_wait_and_what_a_fleet_can_do(
+    engine: Engine, registry: CollectorRegistry
+) -> None:
     counts = JobCounts(LoopContext(database=engine, times=TIMES, metrics=RelayMetrics(registry)))
     offer = WorkerOffer(shapes={}, profile={})
     with engine.begin() as connection:
         for name in ("one", "other"):
             fleets.join(connection, name, {MODEL: offer}, lease_s=60)
-        fleets.store_plan(connection, MODEL, version=0, split=[(0, 4)], stages={"one": 0}, tokens_per_s=12.5)
+        fleets.store_plan(
+            connection, MODEL, version=0, split=[(0, 4)], stages={"one": 0}, tokens_per_s=12.5
+        )
     submit(engine, 3)
 
     def shown(name: str) -> float | None:
@@ -235,17 +256,25 @@ def test_gauges_tell_how_long_jobs_wait_and_what_a_fleet_can_do(engine: Engine, 
 
 
 def test_a_job_waits_from_when_it_may_run(engine: Engine) -> None:
-    """Not from when it came: at the end of its delay it would be hours old at once, and a fleet grow to its maximum."""
+    """Not from when it came: at the end of its delay it would be hours old at once, and a fleet
+    grow to its maximum."""
 
     def waited_s() -> float:
         with engine.begin() as connection:
             return oldest_queued(connection)[MODEL]
 
     delayed, requeued, plain = submit(engine, 3)
-    change(engine, "UPDATE jobs SET created_at = now() - interval '5 h', not_before = now() - interval '10 s'")
-    change(engine, "UPDATE jobs SET requeued_at = now() - interval '5 s' WHERE id = :id", id=requeued)
+    change(
+        engine,
+        "UPDATE jobs SET created_at = now() - interval '5 h', not_before = now() - interval '10 s'",
+    )
+    change(
+        engine, "UPDATE jobs SET requeued_at = now() - interval '5 s' WHERE id = :id", id=requeued
+    )
     assert 10 <= waited_s() < 60
-    change(engine, "UPDATE jobs SET not_before = now() - interval '90 s' WHERE id = :id", id=requeued)
+    change(
+        engine, "UPDATE jobs SET not_before = now() - interval '90 s' WHERE id = :id", id=requeued
+    )
     assert 10 <= waited_s() < 60, "it ran meanwhile"
     times = "created_at = now() - interval '70 s', not_before = now() - interval '70 s'"
     change(engine, f"UPDATE jobs SET {times} WHERE id = :id", id=plain)
@@ -261,7 +290,8 @@ def test_many_revokes_are_cancelled_in_one_batch_per_transaction(
     context = LoopContext(database=engine, times=TIMES, metrics=metrics)
     results = CeleryResults(context, backend_app=None)
     canceller = Canceller(context, results=results)
-    sizes, cancel = [], jobs.request_cancel
+    sizes = []
+    cancel = jobs.request_cancel
 
     def counted(connection: Connection, ids: list[UUID], **options: Any) -> dict[UUID, JobState]:
         sizes.append(len(ids))

@@ -19,12 +19,17 @@ PLAN = StepPlan(0, (), (Row(1, 9, 1, (5,), (), wants=True),), ())
 
 
 def test_a_worker_whose_steps_take_twice_as_long_tells_the_plan(engine: Engine) -> None:
-    profile, told = device("a:0"), list[DeviceProfile]()
-    membership = Membership(engine, "a", Times().scaled(0.1), [MODEL], PeerAddress(machine="x", address="tcp://a"))
+    profile = device("a:0")
+    told = list[DeviceProfile]()
+    membership = Membership(
+        engine, "a", Times().scaled(0.1), [MODEL], PeerAddress(machine="x", address="tcp://a")
+    )
     membership.announce()
     membership.join_fleet({MODEL: WorkerOffer(shapes=model(), profile=profile)})
     with engine.begin() as connection:
-        fleets.store_plan(connection, MODEL, version=0, split=[(0, 12)], stages={"a": 0}, tokens_per_s=None)
+        fleets.store_plan(
+            connection, MODEL, version=0, split=[(0, 12)], stages={"a": 0}, tokens_per_s=None
+        )
     layers = range(*membership.wait_for_layers().layers)
     drift = Drift(profile, model(), layers, window_s=0.0)
     for _ in range(NUM_WINDOWS * WINDOW_STEPS):

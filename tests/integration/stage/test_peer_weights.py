@@ -54,7 +54,9 @@ def serve(engine: Engine, sockets: Sockets, model: Path) -> Iterator[Serve]:
         with engine.begin() as connection:
             peer = PeerAddress(machine=worker, address=server.address)
             fleets.announce(connection, worker, [NAME], lease_s=LONG_S, peer=peer)
-            fleets.join(connection, worker, {NAME: WorkerOffer(shapes={}, profile={})}, lease_s=LONG_S)
+            fleets.join(
+                connection, worker, {NAME: WorkerOffer(shapes={}, profile={})}, lease_s=LONG_S
+            )
         return server
 
     yield start
@@ -124,7 +126,10 @@ def test_other_weights_are_refused_and_the_next_worker_is_asked(
     content[-1] ^= 1
     (wrong / WEIGHTS).write_bytes(content)
     serve("wrong", wrong)
-    with capture_logs() as logs, pytest.raises(Unavailable, match="none of 1 workers gave all of the model 'tiny'"):
+    with (
+        capture_logs() as logs,
+        pytest.raises(Unavailable, match="none of 1 workers gave all of the model 'tiny'"),
+    ):
         copying.folder(LONG_S)
     assert "has other weights" in logs[-1]["problem"]
     assert not draft(copying, registered).exists()
@@ -132,13 +137,17 @@ def test_other_weights_are_refused_and_the_next_worker_is_asked(
     assert fingerprint(copying.folder(LONG_S), copying.cache_folder) == registered
 
 
-def test_a_worker_that_is_gone_is_passed_over(copying: Copying, serve: Serve, registered: str) -> None:
+def test_a_worker_that_is_gone_is_passed_over(
+    copying: Copying, serve: Serve, registered: str
+) -> None:
     serve("gone").stop()
     serve("here")
     assert copying.folder(LONG_S).name == registered
 
 
-def test_nobody_who_has_the_model_is_waited_for_and_then_named(copying: Copying, serve: Serve, registered: str) -> None:
+def test_nobody_who_has_the_model_is_waited_for_and_then_named(
+    copying: Copying, serve: Serve, registered: str
+) -> None:
     with pytest.raises(Unavailable, match="no worker has the model 'tiny'"):
         copying.folder(0.0)
     with ThreadPoolExecutor(1) as pool, capture_logs() as logs:
@@ -158,16 +167,22 @@ def test_a_disk_without_room_is_named_before_anything_is_copied(
     usage = shutil.disk_usage(copying.cache_folder.parent)._replace(free=PIECE_BYTES // 1024)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(
-        Unavailable, match=r"bytes more in .*, where 1,024 are free\. Make room, or set SHARDLINE_CACHE_DIR"
+        Unavailable,
+        match=r"bytes more in .*, where 1,024 are free\. Make room, or set SHARDLINE_CACHE_DIR",
     ):
         copying.folder(LONG_S)
     assert list(draft(copying, registered).iterdir()) == []
 
 
-def test_settings_get_folders_in_place_of_peers(copying: Copying, serve: Serve, model: Path, registered: str) -> None:
+def test_settings_get_folders_in_place_of_peers(
+    copying: Copying, serve: Serve, model: Path, registered: str
+) -> None:
     serve("a")
     asked = StageSettings(
-        model=f"peer:{NAME}", layers="planned", further_models=f"other={model}", cache_dir=copying.cache_folder
+        model=f"peer:{NAME}",
+        layers="planned",
+        further_models=f"other={model}",
+        cache_dir=copying.cache_folder,
     )
     assert (asked.asks_peers, asked.name) == (True, NAME)
     got = with_folders(asked, copying.database, copying.sockets)

@@ -1,4 +1,5 @@
-"""A stack over a core and the test accelerator gives the tokens of `generate`, also after kills of its stages.
+"""A stack over a core and the test accelerator gives the tokens of `generate`, also after kills of
+its stages.
 
 Each stage streams a layer, the one from a file, the other from the host's memory.
 """
@@ -57,7 +58,9 @@ def expected(prompts: list[list[int]]) -> list[tuple[int, ...]]:
     model = tf.AutoModelForCausalLM.from_pretrained(CLERK, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     wanted = {"max_new_tokens": NUM_NEW, "do_sample": False, "pad_token_id": 0}
-    found = [model.generate(torch.tensor([prompt]), **wanted)[0, len(prompt) :] for prompt in prompts]
+    found = [
+        model.generate(torch.tensor([prompt]), **wanted)[0, len(prompt) :] for prompt in prompts
+    ]
     return [tuple(ids.tolist()) for ids in found]
 
 
@@ -73,9 +76,14 @@ def test_its_jobs_end_once_with_the_tokens_of_generate(
             assert client.get(ids[-1]).result is None, "the kill came too late"
         jobs = client.wait(ids, 120)
     assert [job.result.token_ids for job in jobs if job.result is not None] == expected
-    assert not any(job.result.exact for job in jobs if job.result is not None), "the accelerator promises no bits"
+    assert not any(job.result.exact for job in jobs if job.result is not None), (
+        "the accelerator promises no bits"
+    )
     until(lambda: tuple(places(stack)) == DEVICES, timeout_s=60)
-    logs = [(stack.home.folder / "logs" / f"stage-{place}.log").read_text() for place in range(len(DEVICES))]
+    logs = [
+        (stack.home.folder / "logs" / f"stage-{place}.log").read_text()
+        for place in range(len(DEVICES))
+    ]
     assert all("layers are streamed" in log for log in logs)
 
 
@@ -85,4 +93,8 @@ def places(stack: Stack) -> dict[str, str]:
     with database.connect() as connection:
         ready = [each for each in pipelines.live_pipelines(connection) if each.ready]
     database.dispose()
-    return {stage["device"]: f"stage-{place}" for each in ready for place, stage in enumerate(each.stages)}
+    return {
+        stage["device"]: f"stage-{place}"
+        for each in ready
+        for place, stage in enumerate(each.stages)
+    }

@@ -1,4 +1,5 @@
-"""The demo as a person runs it: exit status 0 only if every figure holds, and nothing is left behind."""
+"""The demo as a person runs it: exit status 0 only if every figure holds, and nothing is left
+behind."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ def test_the_demo_holds_every_figure_and_leaves_nothing_behind(tmp_path: Path) -
     )
     assert demo.returncode == 0, demo.stdout + demo.stderr
     figures = json.loads((tmp_path / ".local" / "demo.json").read_text())
-    assert (figures["submitted"], figures["succeeded"], figures["failed"], figures["result_rows"]) == (300, 300, 0, 300)
+    assert (
+        figures["submitted"],
+        figures["succeeded"],
+        figures["failed"],
+        figures["result_rows"],
+    ) == (300, 300, 0, 300)
     assert figures["accuracy"] >= 0.95
     assert (figures["doors"], figures["stages"], figures["flower_tasks_seen"]) == (5, 2, 300)
     assert figures["output_tokens_per_s"] > 0

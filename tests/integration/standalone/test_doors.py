@@ -1,4 +1,5 @@
-"""The producers' side of each door: what arrives in Postgres or Redis when a producer has pushed its prompts."""
+"""The producers' side of each door: what arrives in Postgres or Redis when a producer has pushed
+its prompts."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def producer(database_url: str, redis_url: str) -> Producer:
 def test_rows_are_stored_when_a_postgres_door_returns(producer: Producer, door: str) -> None:
     ids = submit(producer, door, PROMPTS)
     with transaction(producer.urls["database"]) as connection:
-        states, outcomes = reports.states(connection, ids), reports.outcomes(connection, ids)
+        states = reports.states(connection, ids)
+        outcomes = reports.outcomes(connection, ids)
         spent = costs.spent(connection, ids)
         assert reports.sample(connection, ids) == [], "none has a result"
     assert states == dict.fromkeys(ids, "queued")
@@ -34,7 +36,9 @@ def test_rows_are_stored_when_a_postgres_door_returns(producer: Producer, door: 
     assert [found[each] for each in ids] == PROMPTS
     asked = [DemoPrompt(id=each, door=door, task="sort", answer="1") for each in ids]
     assert summarize(asked, outcomes, spent=spent, flower_tasks_seen=0).result_rows == 0
-    assert spent == dict.fromkeys(("energy_j", "cost", "carbon_g", "energy_source")), "nothing has run"
+    assert spent == dict.fromkeys(("energy_j", "cost", "carbon_g", "energy_source")), (
+        "nothing has run"
+    )
 
 
 def test_each_entry_of_the_stream_door_is_one_request(producer: Producer) -> None:
@@ -49,7 +53,9 @@ def test_tasks_of_the_celery_door_are_in_the_queue_of_relays(producer: Producer)
     ids = submit(producer, "celery", PROMPTS)
     messages = redis.Redis.from_url(producer.urls["redis"]).lrange(INTAKE_QUEUE, 0, -1)
     assert isinstance(messages, list)
-    assert {json.loads(message)["headers"]["id"] for message in messages} == {str(each) for each in ids}
+    assert {json.loads(message)["headers"]["id"] for message in messages} == {
+        str(each) for each in ids
+    }
 
 
 def test_there_are_five_doors() -> None:

@@ -1,4 +1,5 @@
-"""Workers without a number: they get their layers from the fleet's plan, and other ones while jobs run."""
+"""Workers without a number: they get their layers from the fleet's plan, and other ones while jobs
+run."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ PARAMS: dict[str, Any] = {"max_tokens": 200, "temperature": 0, "ignore_eos": Tru
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A fleet of two workers, which share all cores, so that a third may too."""
     folder = tmp_path_factory.mktemp("fleet")
-    settings = {"WORKERS": 2, "STAGE_CORES": len(usable_cores()), "TIME_SCALE": 0.3, "CACHE_DIR": folder / "cache"}
+    settings = {
+        "WORKERS": 2,
+        "STAGE_CORES": len(usable_cores()),
+        "TIME_SCALE": 0.3,
+        "CACHE_DIR": folder / "cache",
+    }
     stack = Stack(folder, **{f"SHARDLINE_{name}": str(value) for name, value in settings.items()})
     stack.start()
     yield stack
@@ -38,11 +44,14 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def replan(database: Engine, split: list[tuple[int, int]]) -> None:
-    """As a coordinator does; each worker has the place of its number. None finds a better plan for an hour."""
+    """As a coordinator does; each worker has the place of its number. None finds a better plan for
+    an hour."""
     stages = {worker: number for number, worker in enumerate(sorted(plan(database).stages))}
     with database.begin() as connection:
         version = fleets.plan_of(connection, MODEL).version
-        assert fleets.store_plan(connection, MODEL, version=version, split=split, stages=stages, tokens_per_s=None)
+        assert fleets.store_plan(
+            connection, MODEL, version=version, split=split, stages=stages, tokens_per_s=None
+        )
         connection.execute(text("UPDATE plans SET made_at = now() + interval '1 hour'"))
 
 
@@ -59,10 +68,14 @@ def test_workers_get_the_stages_of_one_plan(stack: Stack, database: Engine) -> N
     assert stack.complete().status_code == 200
 
 
-def test_layers_move_under_running_jobs_and_no_token_changes(database: Engine, client: Client) -> None:
+def test_layers_move_under_running_jobs_and_no_token_changes(
+    database: Engine, client: Client
+) -> None:
     replan(database, before := [(0, 4), (4, 8)])
     until(lambda: layers(database) == before, timeout_s=60)
-    expected = outputs(client, [client.submit(MODEL, prompt=prompt, **PARAMS) for prompt in PROMPTS])
+    expected = outputs(
+        client, [client.submit(MODEL, prompt=prompt, **PARAMS) for prompt in PROMPTS]
+    )
     replan(database, after := [(0, 6), (6, 8)])
     ids: list[UUID] = []
 
@@ -74,11 +87,16 @@ def test_layers_move_under_running_jobs_and_no_token_changes(database: Engine, c
     until(moved, timeout_s=60)
     for number, found in enumerate(outputs(client, ids)):
         assert found == expected[number % len(PROMPTS)]
-    assert max(client.get(job_id).fence for job_id in ids) > 1, "no job was under way when the layers moved"
+    assert max(client.get(job_id).fence for job_id in ids) > 1, (
+        "no job was under way when the layers moved"
+    )
 
 
-def test_a_killed_worker_comes_back_to_its_layers(stack: Stack, database: Engine, client: Client) -> None:
-    before, split = plan(database), layers(database)
+def test_a_killed_worker_comes_back_to_its_layers(
+    stack: Stack, database: Engine, client: Client
+) -> None:
+    before = plan(database)
+    split = layers(database)
     ids = [client.submit(MODEL, prompt=prompt, **PARAMS) for prompt in PROMPTS]
     next(iter(client.stream(ids[0])))
     os.kill(stack.look()["processes"]["worker-1"], signal.SIGKILL)

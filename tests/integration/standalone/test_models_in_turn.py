@@ -1,4 +1,5 @@
-"""Three models on two workers, each of which may serve all: jobs of each end, whoever's turn it is."""
+"""Three models on two workers, each of which may serve all: jobs of each end, whoever's turn it
+is."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from tests.stack import Stack
 
 MODELS = ("clerk", "second", "third")
 PARAMS: dict[str, Any] = {"max_tokens": 48, "temperature": 0, "ignore_eos": True}
-IN_TWO_PLANS = text("SELECT worker FROM plans, jsonb_object_keys(stages) AS worker GROUP BY worker HAVING count(*) > 1")
+IN_TWO_PLANS = text(
+    "SELECT worker FROM plans, jsonb_object_keys(stages) AS worker GROUP BY worker HAVING count(*) > 1"
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +52,24 @@ def test_jobs_of_three_models_end_on_two_workers(database: Engine, client: Clien
                 jobs.append(client.submit(model, prompt="sort: 3, 1, 2 =", **PARAMS))
         with database.connect() as connection:
             assert connection.execute(IN_TWO_PLANS).all() == []
-            now = frozenset(name for name, plan in fleets.all_plans(connection).items() if plan.stages)
+            now = frozenset(
+                name for name, plan in fleets.all_plans(connection).items() if plan.stages
+            )
         if now and turns[-1:] != [now]:
             turns.append(now)
         return all(_turns_of(model, turns) >= 2 for model in MODELS)
 
     until(all_had_turns, look_s=0.2)
     found = [job.result for jobs in ids.values() for job in client.wait(jobs, 300)]
-    assert len({result.token_ids for result in found if result is not None}) == 1, "they are one model by three names"
+    assert len({result.token_ids for result in found if result is not None}) == 1, (
+        "they are one model by three names"
+    )
     assert None not in found
 
 
 def _turns_of(model: str, turns: list[frozenset[str]]) -> int:
     """How often it got workers."""
-    return sum(model in now and (not place or model not in turns[place - 1]) for place, now in enumerate(turns))
+    return sum(
+        model in now and (not place or model not in turns[place - 1])
+        for place, now in enumerate(turns)
+    )

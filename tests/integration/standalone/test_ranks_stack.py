@@ -1,4 +1,5 @@
-"""Stages of two ranks: the death of any process of a stage is that of the stage, and its jobs end as if undisturbed."""
+"""Stages of two ranks: the death of any process of a stage is that of the stage, and its jobs end
+as if undisturbed."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ PARAMS: dict[str, Any] = {"max_tokens": NUM_NEW, "temperature": 0.8, "ignore_eos
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     settings = {"DEVICES": "cpu:0-1 cpu:0-1", "TP": "2", "TIME_SCALE": "0.5"}
-    stack = Stack(tmp_path_factory.mktemp("stack"), **{f"SHARDLINE_{name}": value for name, value in settings.items()})
+    stack = Stack(
+        tmp_path_factory.mktemp("stack"),
+        **{f"SHARDLINE_{name}": value for name, value in settings.items()},
+    )
     stack.start()
     yield stack
     stack.end()
@@ -40,8 +44,12 @@ def client(stack: Stack) -> Iterator[Client]:
 def submit(client: Client) -> list[UUID]:
     """Prompts of several lengths; the same seeds each time."""
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(5, 90, (length,), generator=generator).tolist() for length in (3, 20, 70)]
-    return [client.submit("clerk", prompt, seed=seed, **PARAMS) for seed, prompt in enumerate(prompts)]
+    prompts = [
+        torch.randint(5, 90, (length,), generator=generator).tolist() for length in (3, 20, 70)
+    ]
+    return [
+        client.submit("clerk", prompt, seed=seed, **PARAMS) for seed, prompt in enumerate(prompts)
+    ]
 
 
 def outcomes(client: Client, ids: list[UUID]) -> list[tuple[tuple[int, ...], bool]]:
@@ -94,8 +102,14 @@ def test_a_stage_whose_process_is_killed_starts_again_and_no_job_notices(
     os.kill(victim(stage).pid, signal.SIGKILL)
     assert client.get(ids[-1]).result is None, "the kill came too late"
 
-    # Then all of them end, others take their place, and every job has the tokens that it would have had
+    # Then all of them end, others take their place, and every job has the tokens that it would have
+    # had
     until(
-        lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes), timeout_s=30
+        lambda: (
+            not any(
+                each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes
+            )
+        ),
+        timeout_s=30,
     )
     assert outcomes(client, ids) == undisturbed

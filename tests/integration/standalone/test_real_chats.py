@@ -1,4 +1,5 @@
-"""A chat model with trained weights behind the whole service: what OpenAI's client gets is what transformers writes."""
+"""A chat model with trained weights behind the whole service: what OpenAI's client gets is what
+transformers writes."""
 
 from __future__ import annotations
 
@@ -57,12 +58,16 @@ def expected(question: str) -> str:
         [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
     )
     ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False
+    )
     return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
 
 def whole(openai: OpenAI, question: str) -> str | None:
-    answer = openai.chat.completions.create(model=NAME, messages=messages(question), max_tokens=NUM_NEW, temperature=0)
+    answer = openai.chat.completions.create(
+        model=NAME, messages=messages(question), max_tokens=NUM_NEW, temperature=0
+    )
     return answer.choices[0].message.content
 
 
@@ -79,7 +84,9 @@ def pieces(openai: OpenAI, question: str, stop: list[str] | None = None) -> list
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_a_chat_has_the_text_of_transformers_whole_and_in_pieces(question: str, openai: OpenAI) -> None:
+def test_a_chat_has_the_text_of_transformers_whole_and_in_pieces(
+    question: str, openai: OpenAI
+) -> None:
     assert whole(openai, question) == expected(question)
     streamed = pieces(openai, question)
     assert "".join(streamed) == expected(question)

@@ -24,20 +24,40 @@ READ_REDIS = {
     "command line": ("shardline.cli", "models"),
     "migration": ("alembic", "upgrade", "head"),
 }
-READ_POSTGRES = {name: READ_REDIS[name] for name in ("gateway", "relay", "stage", "command line", "migration")}
+READ_POSTGRES = {
+    name: READ_REDIS[name] for name in ("gateway", "relay", "stage", "command line", "migration")
+}
 
 
 def refused(argv: Sequence[str], home: str, **settings: str) -> subprocess.CompletedProcess[str]:
     """The process, which has ended by itself."""
-    env = {**os.environ, "SHARDLINE_HTTP_PORT": "0", "SHARDLINE_HOME": home, "SHARDLINE_CACHE_DIR": home}
-    env |= {"SHARDLINE_MODEL": str(CLERK), "SHARDLINE_LAYERS": "0-7", "SHARDLINE_DEVICE": "cpu", **settings}
+    env = {
+        **os.environ,
+        "SHARDLINE_HTTP_PORT": "0",
+        "SHARDLINE_HOME": home,
+        "SHARDLINE_CACHE_DIR": home,
+    }
+    env |= {
+        "SHARDLINE_MODEL": str(CLERK),
+        "SHARDLINE_LAYERS": "0-7",
+        "SHARDLINE_DEVICE": "cpu",
+        **settings,
+    }
     argv = [sys.executable, "-m", *argv]
-    return subprocess.run(argv, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(
+        argv, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False, timeout=300
+    )
 
 
 @pytest.mark.parametrize("service", READ_REDIS)
-def test_a_redis_url_that_one_library_cannot_keep_is_refused(service: str, tmp_path: os.PathLike[str]) -> None:
-    ran = refused(READ_REDIS[service], str(tmp_path), SHARDLINE_REDIS_URL="rediss://u:secret@h?ssl_cert_reqs=maybe")
+def test_a_redis_url_that_one_library_cannot_keep_is_refused(
+    service: str, tmp_path: os.PathLike[str]
+) -> None:
+    ran = refused(
+        READ_REDIS[service],
+        str(tmp_path),
+        SHARDLINE_REDIS_URL="rediss://u:secret@h?ssl_cert_reqs=maybe",
+    )
     told = ran.stdout + ran.stderr
     assert "ssl_cert_reqs is 'maybe'" in told
     assert "redis_url" in told.lower()
@@ -46,7 +66,9 @@ def test_a_redis_url_that_one_library_cannot_keep_is_refused(service: str, tmp_p
 
 
 @pytest.mark.parametrize("service", READ_POSTGRES)
-def test_a_postgres_url_that_cannot_be_kept_is_refused(service: str, tmp_path: os.PathLike[str]) -> None:
+def test_a_postgres_url_that_cannot_be_kept_is_refused(
+    service: str, tmp_path: os.PathLike[str]
+) -> None:
     url = "postgresql://u:secret@h1,h2/d?target_session_attrs=standby"
     ran = refused(READ_POSTGRES[service], str(tmp_path), SHARDLINE_DATABASE_URL=url)
     told = ran.stdout + ran.stderr

@@ -1,4 +1,5 @@
-"""The embedded servers: they start, survive crashes, and never outlive the process that started them."""
+"""The embedded servers: they start, survive crashes, and never outlive the process that started
+them."""
 
 from __future__ import annotations
 
@@ -91,7 +92,9 @@ def test_servers_end_with_their_killed_parent(tmp_path: Path) -> None:
         "[server.start() for server in servers]\n"
         "print(*[server.pid for server in servers], flush=True); signal.pause()"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout is not None
     children = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
     assert len(children) == 2

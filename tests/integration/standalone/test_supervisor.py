@@ -1,4 +1,5 @@
-"""A whole stack as `make up` runs it: ready, true to its record, hard to start twice, gone when told to go."""
+"""A whole stack as `make up` runs it: ready, true to its record, hard to start twice, gone when
+told to go."""
 
 from __future__ import annotations
 
@@ -30,7 +31,17 @@ from tests.models import save_model
 from tests.polling import until
 from tests.stack import Stack
 
-NAMES = {"supervisor", "warm-parent", "postgres", "redis", "gateway", "relay", "stage-0", "stage-1", "flower"}
+NAMES = {
+    "supervisor",
+    "warm-parent",
+    "postgres",
+    "redis",
+    "gateway",
+    "relay",
+    "stage-0",
+    "stage-1",
+    "flower",
+}
 
 RESTARTED = ("warm-parent", "stage-1")
 
@@ -45,7 +56,9 @@ def folder() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def stack(folder: Path) -> Iterator[Stack]:
     """One stack for the tests that leave it as they found it. Its devices are measured."""
-    stack = Stack(folder, SHARDLINE_STAGES="2", SHARDLINE_SPLIT="", SHARDLINE_CACHE_DIR=str(folder / "cache"))
+    stack = Stack(
+        folder, SHARDLINE_STAGES="2", SHARDLINE_SPLIT="", SHARDLINE_CACHE_DIR=str(folder / "cache")
+    )
     stack.start()
     yield stack
     stack.end()
@@ -63,7 +76,10 @@ def own_stack(tmp_path: Path) -> Iterator[Stack]:
 
 def measured_by(stack: Stack) -> list[DeviceProfile]:
     """What a stack measured of its devices, in their order."""
-    profiles = [read_profiles(file.read_bytes())[0] for file in (stack.home.folder / "cache" / "profiles").iterdir()]
+    profiles = [
+        read_profiles(file.read_bytes())[0]
+        for file in (stack.home.folder / "cache" / "profiles").iterdir()
+    ]
     return sorted(profiles, key=lambda profile: profile.device)
 
 
@@ -76,12 +92,16 @@ def test_the_record_of_a_ready_stack_is_true(stack: Stack) -> None:
     assert all(psutil.pid_exists(pid) for pid in up["processes"].values())
     assert up["processes"][SUPERVISOR] == stack.process.pid
     assert httpx.get(f"{up['urls']['gateway']}/ready").status_code == 200
-    assert {path.stem for path in (stack.home.folder / "logs").glob("*.log")} >= NAMES - {"supervisor"}
+    assert {path.stem for path in (stack.home.folder / "logs").glob("*.log")} >= NAMES - {
+        "supervisor"
+    }
 
 
 def test_stages_hold_the_layers_of_the_best_plan_for_their_devices(stack: Stack) -> None:
     profiles = measured_by(stack)
-    plan = make_plans(ModelCosts.read(CLERK), profiles, Workload(), num_stages=2, replicas=1).best.pipelines[0]
+    plan = make_plans(
+        ModelCosts.read(CLERK), profiles, Workload(), num_stages=2, replicas=1
+    ).best.pipelines[0]
     with psycopg.connect(stack.urls["database"]) as connection:
         ((stages,),) = connection.execute("SELECT stages FROM pipelines").fetchall()
     held = [(stage["device"], stage["layers"]) for stage in stages]
@@ -97,8 +117,12 @@ def test_without_any_placement_the_best_of_all_plans_runs(tmp_path: Path) -> Non
     try:
         plan = make_plans(ModelCosts.read(CLERK), measured_by(stack), Workload()).best
         with psycopg.connect(stack.urls["database"]) as connection:
-            rows = connection.execute("SELECT stages FROM pipelines WHERE ready_at IS NOT NULL").fetchall()
-        held = sorted([(stage["device"], *stage["layers"]) for stage in stages] for (stages,) in rows)
+            rows = connection.execute(
+                "SELECT stages FROM pipelines WHERE ready_at IS NOT NULL"
+            ).fetchall()
+        held = sorted(
+            [(stage["device"], *stage["layers"]) for stage in stages] for (stages,) in rows
+        )
         assert held == sorted(
             [(stage.devices[number].device, stage.first, stage.stop) for stage in pipeline.stages]
             for pipeline in plan.pipelines
@@ -114,23 +138,34 @@ def test_without_any_placement_the_best_of_all_plans_runs(tmp_path: Path) -> Non
 def test_a_ready_stack_answers(stack: Stack) -> None:
     answer = stack.complete()
     assert answer.status_code == 200
-    assert httpx.get(f"{stack.look()['urls']['gateway']}/v1/models").status_code == 401, "nobody without a key"
+    assert httpx.get(f"{stack.look()['urls']['gateway']}/v1/models").status_code == 401, (
+        "nobody without a key"
+    )
     assert answer.json()["choices"][0]["text"]
 
 
-def test_a_prompt_that_begins_like_another_of_its_tenant_is_not_computed_again(stack: Stack) -> None:
+def test_a_prompt_that_begins_like_another_of_its_tenant_is_not_computed_again(
+    stack: Stack,
+) -> None:
     urls = stack.urls
     prompt = [5 + place % 90 for place in range(150)]
     request = {"model": "clerk", "prompt": prompt, "temperature": 0, "max_tokens": 4}
-    with httpx.Client(base_url=f"{urls['gateway']}/v1", headers=bearer(urls["api_key"]), timeout=60) as http:
-        first, again = (http.post("/completions", json=request).raise_for_status().json() for _ in range(2))
+    with httpx.Client(
+        base_url=f"{urls['gateway']}/v1", headers=bearer(urls["api_key"]), timeout=60
+    ) as http:
+        first, again = (
+            http.post("/completions", json=request).raise_for_status().json() for _ in range(2)
+        )
     with psycopg.connect(urls["database"]) as connection:
         connection.execute("INSERT INTO tenants (id) VALUES ('another')")
     with Client(database_url=urls["database"], redis_url=urls["redis"]) as client:
         job_id = client.submit("clerk", prompt, temperature=0, max_tokens=4, tenant="another")
         of_another = client.wait(job_id, timeout_s=60)
 
-    assert [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in (first, again)] == [0, 128]
+    assert [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in (first, again)] == [
+        0,
+        128,
+    ]
     assert of_another.result is not None
     assert of_another.result.usage.cached_tokens == 0
     assert first["choices"] == again["choices"]
@@ -185,7 +220,10 @@ def test_a_stage_is_forked_also_after_a_kill_and_its_environment_shows(stack: St
     os.kill(before, signal.SIGKILL)
     until(lambda: stack.look()["processes"].get("stage-1", before) != before)
     stage = psutil.Process(stack.look()["processes"]["stage-1"])
-    assert stage.cmdline()[:3] == psutil.Process(stack.look()["processes"]["warm-parent"]).cmdline()[:3]
+    assert (
+        stage.cmdline()[:3]
+        == psutil.Process(stack.look()["processes"]["warm-parent"]).cmdline()[:3]
+    )
     assert (stage.name(), stage.ppid()) == ("stage-1", stack.process.pid)
     assert os.getsid(stage.pid) == stage.pid
     assert stage.environ()["SHARDLINE_PLACE"] == "1"
@@ -198,10 +236,16 @@ def test_stages_outlive_their_warm_parent_and_a_killed_one_starts_without_it(sta
     before = stack.look()["processes"]
     os.kill(before["warm-parent"], signal.SIGKILL)
     os.kill(before["stage-1"], signal.SIGKILL)
-    until(lambda: all(stack.look()["processes"].get(name) not in (None, before[name]) for name in RESTARTED))
+    until(
+        lambda: all(
+            stack.look()["processes"].get(name) not in (None, before[name]) for name in RESTARTED
+        )
+    )
     until(lambda: is_ready(stack))
     after = stack.look()["processes"]
-    assert {**after, **{name: before[name] for name in RESTARTED}} == before, "another process died with it"
+    assert {**after, **{name: before[name] for name in RESTARTED}} == before, (
+        "another process died with it"
+    )
     assert stack.complete().status_code == 200
 
 
@@ -239,12 +283,16 @@ def test_down_after_a_killed_supervisor_leaves_nothing(own_stack: Stack) -> None
     assert own_stack.home.published() is None
 
 
-def test_a_model_without_a_tokenizer_answers_ids_until_ctrl_c_stops_it_in_order(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_answers_ids_until_ctrl_c_stops_it_in_order(
+    tmp_path: Path,
+) -> None:
     own_stack = Stack(tmp_path, SHARDLINE_MODEL=str(save_model(tmp_path)), SHARDLINE_STAGES="1")
     own_stack.start()
     urls = own_stack.look()["urls"]
     with Client(database_url=urls["database"], redis_url=urls["redis"]) as client:
-        job = client.wait(client.submit("llama", [5, 6, 7], max_tokens=4, ignore_eos=True), timeout_s=60)
+        job = client.wait(
+            client.submit("llama", [5, 6, 7], max_tokens=4, ignore_eos=True), timeout_s=60
+        )
     assert job.result is not None
     assert (job.result.text, len(job.result.token_ids)) == ("", 4)
 
@@ -272,7 +320,9 @@ def test_a_taken_port_is_refused_and_names_the_setting(tmp_path: Path) -> None:
         ("SHARDLINE_MODEL", "/no/such/model"),
     ],
 )
-def test_an_impossible_setting_is_named_in_one_line(tmp_path: Path, setting: str, value: str) -> None:
+def test_an_impossible_setting_is_named_in_one_line(
+    tmp_path: Path, setting: str, value: str
+) -> None:
     refused = Stack(tmp_path, **{setting: value}).command("up")
     assert refused.returncode == 1
     assert setting in refused.stdout

@@ -1,4 +1,5 @@
-"""A fleet of unlike workers: one that holds the model alone, and two that hold it together, serve side by side."""
+"""A fleet of unlike workers: one that holds the model alone, and two that hold it together, serve
+side by side."""
 
 from __future__ import annotations
 
@@ -18,8 +19,10 @@ from tests.polling import until
 from tests.stack import Stack
 from tests.unit.fleet.planner.fleets import device
 
-SMALL_MIB, LARGE_MIB = 14, 512
-"""The model has 13 MiB, and the KV of one request 4: two small workers hold it with some requests, one does not."""
+SMALL_MIB = 14
+LARGE_MIB = 512
+"""The model has 13 MiB, and the KV of one request 4: two small workers hold it with some requests,
+one does not."""
 PARAMS: dict[str, Any] = {"max_tokens": 100, "temperature": 0, "ignore_eos": True}
 PROMPT = "sort: 3, 7, 4, 2, 9 ="
 HEADS = text("SELECT DISTINCT worker FROM attempts WHERE job_id = ANY(:ids)")
@@ -55,7 +58,8 @@ def heads(database: Engine, ids: list[UUID]) -> set[str]:
 
 
 def set_profiles(database: Engine) -> None:
-    """As workers do whose devices have drifted: all are as fast, so that no figure of a busy machine decides."""
+    """As workers do whose devices have drifted: all are as fast, so that no figure of a busy
+    machine decides."""
     with database.begin() as connection:
         for member in fleets.workers_of(connection, MODEL):
             memory_mib = LARGE_MIB if member.worker.startswith("third") else SMALL_MIB
@@ -75,7 +79,8 @@ def hold_plan(database: Engine) -> None:
 
 
 class Third:
-    """The worker that holds the model alone. It is started again when it ends, as a supervisor does."""
+    """The worker that holds the model alone. It is started again when it ends, as a supervisor
+    does."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
@@ -107,7 +112,9 @@ def test_pipelines_of_unlike_workers_form_and_answer_side_by_side(
         hold_plan(database)
         found = plan(database)
         alone = found.split.index((0, 8))
-        assert {worker for worker, place in found.stages.items() if place != alone} == set(pair.stages)
+        assert {worker for worker, place in found.stages.items() if place != alone} == set(
+            pair.stages
+        )
 
         def all_serve() -> bool:
             third.keep()

@@ -22,14 +22,20 @@ def asked(engine: Engine) -> list[float]:
     """Seconds of the oldest queued job, and running jobs, as KEDA gets them."""
     manifests = yaml.safe_load_all((FOLDER / "keda" / "stage.yaml").read_text(encoding="utf-8"))
     (scaled,) = (each for each in manifests if each["kind"] == "ScaledObject")
-    return [float(cell(engine, trigger["metadata"]["query"])) for trigger in scaled["spec"]["triggers"]]
+    return [
+        float(cell(engine, trigger["metadata"]["query"])) for trigger in scaled["spec"]["triggers"]
+    ]
 
 
 def test_autoscaling_asks_for_the_oldest_wait_and_the_running_jobs(engine: Engine) -> None:
     assert asked(engine) == [0.0, 0.0]
 
-    running, waiting = submit(engine, 2), submit(engine, 3)
-    change(engine, "UPDATE jobs SET created_at = now() - interval '90 s', not_before = now() - interval '90 s'")
+    running = submit(engine, 2)
+    waiting = submit(engine, 3)
+    change(
+        engine,
+        "UPDATE jobs SET created_at = now() - interval '90 s', not_before = now() - interval '90 s'",
+    )
     claim(engine, running)
     oldest_s, num_running = asked(engine)
     assert 90 <= oldest_s < 900

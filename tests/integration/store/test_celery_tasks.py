@@ -15,7 +15,17 @@ from shardline.contract.job import JobState
 from shardline.store import celery_tasks, jobs
 from shardline.store.celery_tasks import CeleryTask, EndedTask
 from shardline.store.ends import End
-from tests.integration.rows import cell, change, claim, database_with_head, end, num_blocked, running, submit, success
+from tests.integration.rows import (
+    cell,
+    change,
+    claim,
+    database_with_head,
+    end,
+    num_blocked,
+    running,
+    submit,
+    success,
+)
 from tests.polling import until
 
 LEASE_S = 60.0
@@ -27,7 +37,9 @@ def engine(database_url: str) -> Iterator[Engine]:
         yield engine
 
 
-def keep(engine: Engine, task_id: str, job_id: UUID | None, *, expires_s: float | None = None) -> bool:
+def keep(
+    engine: Engine, task_id: str, job_id: UUID | None, *, expires_s: float | None = None
+) -> bool:
     """Store a task; whether it had been revoked."""
     task = CeleryTask(task_id=task_id, request=f'{{"id": "{task_id}"}}', expires_s=expires_s)
     error = None if job_id is not None else {"code": "conflict", "problem": "it is taken"}
@@ -55,33 +67,47 @@ def test_a_task_is_due_when_its_job_ends_whoever_ends_it(engine: Engine) -> None
         jobs.request_cancel(connection, [queued])
     lent = {one.task_id: one for one in lend(engine)}
     assert lent.keys() == {"ran", "also", "waited"}
-    assert (lent["ran"].state, lent["ran"].text, lent["ran"].token_ids) == (JobState.SUCCEEDED, "done", [7, 8])
+    assert (lent["ran"].state, lent["ran"].text, lent["ran"].token_ids) == (
+        JobState.SUCCEEDED,
+        "done",
+        [7, 8],
+    )
     assert (lent["waited"].state, lent["waited"].text) == (JobState.CANCELLED, None)
 
 
 def test_a_task_of_a_job_that_has_ended_or_has_none_is_due_at_once(engine: Engine) -> None:
     claimed = running(engine)
     failure = {"code": "engine", "problem": "it broke"}
-    end(engine, End(job_id=claimed.job_id, fence=claimed.fence, state=JobState.FAILED, error=failure))
+    end(
+        engine,
+        End(job_id=claimed.job_id, fence=claimed.fence, state=JobState.FAILED, error=failure),
+    )
     keep(engine, "late", claimed.job_id)
     keep(engine, "refused", None)
     lent = {one.task_id: one for one in lend(engine)}
     assert lent["late"].error == failure
-    assert (lent["refused"].state, (lent["refused"].error or {})["problem"]) == (JobState.FAILED, "it is taken")
+    assert (lent["refused"].state, (lent["refused"].error or {})["problem"]) == (
+        JobState.FAILED,
+        "it is taken",
+    )
 
 
 def test_a_job_that_ends_while_its_task_is_stored_leaves_the_task_due(engine: Engine) -> None:
     claimed = running(engine)
     with ThreadPoolExecutor(1) as pool:
         with engine.begin() as connection:
-            celery_tasks.store(connection, CeleryTask(task_id="t", request="{}"), job_id=claimed.job_id)
+            celery_tasks.store(
+                connection, CeleryTask(task_id="t", request="{}"), job_id=claimed.job_id
+            )
             ending = pool.submit(end, engine, success(claimed))
             until(lambda: num_blocked(engine) == 1)
         ending.result()
     assert ids_of(lend(engine)) == ["t"]
 
 
-def test_what_is_lent_is_due_again_only_after_the_lease_and_never_once_settled(engine: Engine) -> None:
+def test_what_is_lent_is_due_again_only_after_the_lease_and_never_once_settled(
+    engine: Engine,
+) -> None:
     keep(engine, "a", None)
     keep(engine, "b", None)
     assert sorted(ids_of(lend(engine, lease_s=0.0))) == ["a", "b"]
@@ -94,7 +120,9 @@ def test_what_is_lent_is_due_again_only_after_the_lease_and_never_once_settled(e
     assert (again.task_id, again.num_failures) == ("b", 2)
 
 
-def test_a_task_that_comes_again_changes_nothing_before_and_after_it_is_settled(engine: Engine) -> None:
+def test_a_task_that_comes_again_changes_nothing_before_and_after_it_is_settled(
+    engine: Engine,
+) -> None:
     claimed = running(engine)
     keep(engine, "t", claimed.job_id)
     keep(engine, "t", submit(engine)[0])
@@ -124,17 +152,22 @@ def test_a_revoke_and_its_task_at_once_never_miss_each_other(engine: Engine) -> 
         (job_id,) = submit(engine)
         barrier = threading.Barrier(2)
 
-        def revoke(task_id: str = str(number), barrier: threading.Barrier = barrier) -> dict[str, UUID]:
+        def revoke(
+            task_id: str = str(number), barrier: threading.Barrier = barrier
+        ) -> dict[str, UUID]:
             barrier.wait()
             with engine.begin() as connection:
                 return celery_tasks.revoke(connection, [task_id])
 
-        def come(task_id: str = str(number), job_id: UUID = job_id, barrier: threading.Barrier = barrier) -> bool:
+        def come(
+            task_id: str = str(number), job_id: UUID = job_id, barrier: threading.Barrier = barrier
+        ) -> bool:
             barrier.wait()
             return keep(engine, task_id, job_id)
 
         with ThreadPoolExecutor(2) as pool:
-            revoking, coming = pool.submit(revoke), pool.submit(come)
+            revoking = pool.submit(revoke)
+            coming = pool.submit(come)
             assert bool(revoking.result()) != coming.result()
 
 
@@ -157,12 +190,17 @@ def test_only_jobs_with_tasks_are_told_by_relays(engine: Engine) -> None:
         assert celery_tasks.with_tasks(connection, [with_task, without, uuid4()]) == {with_task}
 
 
-def test_tasks_without_a_job_are_forgotten_after_a_day_and_others_with_their_jobs(engine: Engine) -> None:
+def test_tasks_without_a_job_are_forgotten_after_a_day_and_others_with_their_jobs(
+    engine: Engine,
+) -> None:
     (job_id,) = submit(engine)
     keep(engine, "kept", job_id)
     with engine.begin() as connection:
         celery_tasks.revoke(connection, ["never came", "newer"])
-    change(engine, "UPDATE celery_tasks SET created_at = now() - interval '2 days' WHERE task_id <> 'newer'")
+    change(
+        engine,
+        "UPDATE celery_tasks SET created_at = now() - interval '2 days' WHERE task_id <> 'newer'",
+    )
     with engine.begin() as connection:
         assert celery_tasks.forget(connection) == 1
     assert cell(engine, "SELECT count(*) FROM celery_tasks") == 2

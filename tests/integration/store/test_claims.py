@@ -1,4 +1,5 @@
-"""The heads' statements on a real Postgres: claim, heartbeat, end, release, and every write under a fence."""
+"""The heads' statements on a real Postgres: claim, heartbeat, end, release, and every write under a
+fence."""
 
 from __future__ import annotations
 
@@ -41,12 +42,22 @@ RELEASED = "SELECT outcome FROM attempts WHERE job_id = :id AND fence = :fence"
 TOKENS = "SELECT tokens FROM attempts WHERE job_id = :id AND fence = :fence"
 
 
-def beat(engine: Engine, claimed: ClaimedJob, start: int = 0, *ids: int, logprobs: bool = False) -> BeatReply | None:
+def beat(
+    engine: Engine, claimed: ClaimedJob, start: int = 0, *ids: int, logprobs: bool = False
+) -> BeatReply | None:
     """One heartbeat in a transaction of its own."""
     entries = tuple(TokenLogprob(token_id, float("-inf"), ((token_id, -0.25),)) for token_id in ids)
-    one = Beat(job_id=claimed.job_id, fence=claimed.fence, start=start, ids=ids, logprobs=entries if logprobs else ())
+    one = Beat(
+        job_id=claimed.job_id,
+        fence=claimed.fence,
+        start=start,
+        ids=ids,
+        logprobs=entries if logprobs else (),
+    )
     with engine.begin() as connection:
-        return leases.heartbeat(connection, [one], lease_s=LONG_S).get((claimed.job_id, claimed.fence))
+        return leases.heartbeat(connection, [one], lease_s=LONG_S).get(
+            (claimed.job_id, claimed.fence)
+        )
 
 
 def of(engine: Engine, query: str, claimed: ClaimedJob) -> Any:
@@ -59,7 +70,13 @@ def test_claiming_prepared_jobs_gives_the_head_all_it_needs(engine: Engine) -> N
     claimed = claim(engine, ids)
     assert {one.job_id for one in claimed} == set(ids)
     one = claimed[0]
-    assert (one.fence, one.prompt_ids, one.output_ids, one.max_tokens, one.seed) == (1, (5, 6), (), 8, 11)
+    assert (one.fence, one.prompt_ids, one.output_ids, one.max_tokens, one.seed) == (
+        1,
+        (5, 6),
+        (),
+        8,
+        11,
+    )
     assert (one.params.temperature, one.priority, one.crashes, one.exact) == (0.5, 2, 0, True)
     assert one.queued_s >= 0
     assert state(engine, one.job_id) is JobState.RUNNING
@@ -89,7 +106,9 @@ def test_a_claim_leaves_a_job_whose_engine_died_since_it_was_read(engine: Engine
         assert crashes.quarantined(connection, [str(innocent), str(poison)]) == []
     change(engine, "UPDATE jobs SET crashes = 1 WHERE id = :id", id=poison)
 
-    assert [one.job_id for one in claim(engine, [innocent, poison], with_quarantined=False)] == [innocent]
+    assert [one.job_id for one in claim(engine, [innocent, poison], with_quarantined=False)] == [
+        innocent
+    ]
     assert [one.job_id for one in claim(engine, [poison], with_quarantined=True)] == [poison]
 
 
@@ -141,7 +160,8 @@ def test_a_concurrent_cancel_ends_the_job_or_reaches_its_head(engine: Engine) ->
         return [one for job_id in ids for one in claim(engine, [job_id])]
 
     with ThreadPoolExecutor(2) as threads:
-        cancelling, taking = threads.submit(cancel), threads.submit(take)
+        cancelling = threads.submit(cancel)
+        taking = threads.submit(take)
         cancelling.result()
         claimed = {one.job_id: one for one in taking.result()}
     for job_id in ids:
@@ -166,7 +186,10 @@ def test_tokens_and_logprobs_of_a_resumed_job_go_on(engine: Engine) -> None:
     assert release(engine, first)
     (second,) = claim(engine, [first.job_id])
     assert (second.fence, second.output_ids) == (2, (7, 8))
-    assert second.logprobs == (TokenLogprob(7, -9999.0, ((7, -0.25),)), TokenLogprob(8, -9999.0, ((8, -0.25),)))
+    assert second.logprobs == (
+        TokenLogprob(7, -9999.0, ((7, -0.25),)),
+        TokenLogprob(8, -9999.0, ((8, -0.25),)),
+    )
     assert of(engine, RELEASED, first) == "released"
 
 
@@ -178,7 +201,9 @@ def test_a_repeated_heartbeat_stores_its_tokens_once(engine: Engine) -> None:
     assert of(engine, TOKENS, claimed) == [1, 2, 3, 4, 5]
     assert beat(engine, claimed, 1, 9, logprobs=True) == HOLDS
     assert of(engine, TOKENS, claimed) == [1, 9]
-    logprobs = of(engine, "SELECT logprobs FROM attempts WHERE job_id = :id AND fence = :fence", claimed)
+    logprobs = of(
+        engine, "SELECT logprobs FROM attempts WHERE job_id = :id AND fence = :fence", claimed
+    )
     assert [entry[0] for entry in logprobs] == [1, 9]
 
 
@@ -251,28 +276,48 @@ def test_each_job_of_a_batch_of_ends_has_its_own(engine: Engine) -> None:
     states = end(
         engine,
         success(done),
-        End(job_id=failed.job_id, fence=failed.fence, state=JobState.FAILED, error={"code": "broken"}),
-        End(job_id=cancelled.job_id, fence=cancelled.fence, state=JobState.CANCELLED, result=partial),
+        End(
+            job_id=failed.job_id,
+            fence=failed.fence,
+            state=JobState.FAILED,
+            error={"code": "broken"},
+        ),
+        End(
+            job_id=cancelled.job_id, fence=cancelled.fence, state=JobState.CANCELLED, result=partial
+        ),
         success(stale),
     )
-    assert states == {done.job_id: "succeeded", failed.job_id: "failed", cancelled.job_id: "cancelled"}
+    assert states == {
+        done.job_id: "succeeded",
+        failed.job_id: "failed",
+        cancelled.job_id: "cancelled",
+    }
     with engine.begin() as connection:
         one, other = jobs.get_jobs(connection, [failed.job_id, cancelled.job_id])
     assert (one.error, one.result) == ({"code": "broken"}, None)
     assert other.result is not None
-    assert (other.result.text, other.result.finish_reason) == ("nul \ufffd and ?", FinishReason.CANCELLED)
+    assert (other.result.text, other.result.finish_reason) == (
+        "nul \ufffd and ?",
+        FinishReason.CANCELLED,
+    )
 
 
 def test_a_released_job_is_sent_again_at_once_without_a_crash(engine: Engine) -> None:
     claimed = running(engine)
     change(engine, "UPDATE jobs SET sent_at = now(), num_sends = 4")
     release(engine, claimed)
-    row = cell(engine, "SELECT (state, crashes, sent_at IS NULL, num_sends, lease_until IS NULL)::text FROM jobs")
+    row = cell(
+        engine,
+        "SELECT (state, crashes, sent_at IS NULL, num_sends, lease_until IS NULL)::text FROM jobs",
+    )
     assert row == "(queued,0,t,0,t)"
 
 
 def test_bells_ring_when_jobs_arrive_and_end(database_url: str, engine: Engine) -> None:
-    with listening(database_url, JOBS_CHANNEL) as arrivals, listening(database_url, DONE_CHANNEL) as done:
+    with (
+        listening(database_url, JOBS_CHANNEL) as arrivals,
+        listening(database_url, DONE_CHANNEL) as done,
+    ):
         claimed = running(engine)
         assert arrivals.wait(10)
         end(engine, success(claimed))
@@ -280,7 +325,9 @@ def test_bells_ring_when_jobs_arrive_and_end(database_url: str, engine: Engine) 
         assert not arrivals.wait(0)
 
 
-def test_relays_hear_of_leases_that_a_new_head_ends_and_of_no_others(database_url: str, engine: Engine) -> None:
+def test_relays_hear_of_leases_that_a_new_head_ends_and_of_no_others(
+    database_url: str, engine: Engine
+) -> None:
     running(engine)
     with listening(database_url, LEASES_CHANNEL) as bell:
         for pipeline, is_heard in (("another", False), ("p", True)):
@@ -305,7 +352,10 @@ def test_heads_relays_and_doors_lock_many_rows_without_deadlock(engine: Engine) 
                 elif action == "cancel":
                     jobs.request_cancel(connection, order)
                 else:
-                    ends.end_running(connection, [success(claimed[one]) for one in order[turn * 3 : turn * 3 + 6]])
+                    ends.end_running(
+                        connection,
+                        [success(claimed[one]) for one in order[turn * 3 : turn * 3 + 6]],
+                    )
 
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(many, ["beat", "cancel", "end"]))
@@ -324,19 +374,29 @@ def test_a_session_idle_in_transaction_loses_its_locks(database_url: str, engine
 def test_jobs_longer_than_the_kv_are_left_for_a_larger_pipeline(engine: Engine) -> None:
     prepared = [((5,) * num_prompt, 8) for num_prompt in (16, 17)]
     with engine.begin() as connection:
-        fits, too_long = (one.job_id for one in jobs.insert_jobs(connection, [request()] * 2, prepared=prepared))
+        fits, too_long = (
+            one.job_id for one in jobs.insert_jobs(connection, [request()] * 2, prepared=prepared)
+        )
         pipelines.ready(connection, "p", 1, seats=4, stages=[], exact=True, kv_tokens=16)
     held = claim(engine, [fits, too_long])
     assert [row.job_id for row in held] == [fits]
     with engine.begin() as connection:
-        leases.heartbeat(connection, [Beat(job_id=fits, fence=held[0].fence, start=0, ids=(7,))], lease_s=LONG_S)
+        leases.heartbeat(
+            connection, [Beat(job_id=fits, fence=held[0].fence, start=0, ids=(7,))], lease_s=LONG_S
+        )
         ends.release_running(connection, [(fits, held[0].fence)])
 
     assert claim(engine, [fits, too_long]) == [], "its checkpoint counts too"
     with engine.begin() as connection:
-        assert claims.postpone_unfit(connection, [fits, too_long], HEAD, wait_s=60) == {fits, too_long}
+        assert claims.postpone_unfit(connection, [fits, too_long], HEAD, wait_s=60) == {
+            fits,
+            too_long,
+        }
         assert outbox.stamp_due(connection, resend_s=1) == [], "they take no place in the window"
         pipelines.ready(connection, "p", 1, seats=4, stages=[], exact=True, kv_tokens=17)
         assert claims.postpone_unfit(connection, [fits, too_long], HEAD, wait_s=60) == set()
     change(engine, "UPDATE jobs SET not_before = now()")
-    assert {row.job_id: row.output_ids for row in claim(engine, [fits, too_long])} == {fits: (7,), too_long: ()}
+    assert {row.job_id: row.output_ids for row in claim(engine, [fits, too_long])} == {
+        fits: (7,),
+        too_long: (),
+    }

@@ -1,4 +1,5 @@
-"""Energy, money and carbon in SQL: rates by time, the view `job_costs`, and reports that stay within their limits."""
+"""Energy, money and carbon in SQL: rates by time, the view `job_costs`, and reports that stay
+within their limits."""
 
 from __future__ import annotations
 
@@ -64,7 +65,15 @@ def priced(engine: Engine, job_id: UUID) -> tuple[Any, ...]:
 
 
 def test_a_job_costs_its_energy_at_the_rates_of_its_end(engine: Engine) -> None:
-    put(engine, "price", {NOW - timedelta(hours=2): 0.1, NOW - timedelta(hours=1): 0.5, NOW + timedelta(hours=1): 9.0})
+    put(
+        engine,
+        "price",
+        {
+            NOW - timedelta(hours=2): 0.1,
+            NOW - timedelta(hours=1): 0.5,
+            NOW + timedelta(hours=1): 9.0,
+        },
+    )
     put(engine, "carbon", {NOW - timedelta(hours=1): 400.0})
 
     job_id = done(engine, 2)
@@ -132,12 +141,17 @@ def test_a_report_sums_by_model_tenant_and_day_and_says_what_is_unknown(engine: 
     assert (whole.num_jobs, whole.num_unknown, whole.completion_tokens) == (4, 1, 2 + 8 + 2 + 2)
     assert (whole.kwh, whole.cost, whole.carbon_g, whole.sources) == (5.0, 1.25, None, ["rapl"])
     rows = report(engine, "model", "tenant", "day")
-    assert [(row.model, row.tenant, row.kwh) for row in rows] == [(MODEL, "default", 4.0), (MODEL, "other", 1.0)]
+    assert [(row.model, row.tenant, row.kwh) for row in rows] == [
+        (MODEL, "default", 4.0),
+        (MODEL, "other", 1.0),
+    ]
     assert [row.tenant for row in report(engine, "tenant", tenant="other")] == ["other"]
     assert report(engine, model="none") == []
 
 
-def test_a_report_counts_the_newest_jobs_of_its_window_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_counts_the_newest_jobs_of_its_window_only(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(costs, "MAX_JOBS", 2)
     old = done(engine, 1)
     change(engine, "UPDATE jobs SET created_at = now() - interval '8 days' WHERE id = :id", id=old)
@@ -172,7 +186,9 @@ def test_a_fixed_rate_holds_for_the_past_and_a_new_one_from_now_on(engine: Engin
 def due_in_h(engine: Engine, **fields: Any) -> float:
     """After how many hours a job of now may begin."""
     (job_id,) = submit(engine, **fields)
-    query = "SELECT extract(epoch FROM not_before - created_at)::float8 / 3600 FROM jobs WHERE id = :id"
+    query = (
+        "SELECT extract(epoch FROM not_before - created_at)::float8 / 3600 FROM jobs WHERE id = :id"
+    )
     return float(cell(engine, query, id=job_id))
 
 
@@ -188,13 +204,36 @@ def due_in_h(engine: Engine, **fields: Any) -> float:
         ({"flexible": "price", "deadline_s": 3600, "delay_s": 2 * 3600}, 2.0),
         ({"flexible": "carbon", "deadline_s": 8 * 3600, "delay_s": 1800}, 0.5),
     ],
-    ids=["inflexible", "lowest", "near deadline", "now", "within it", "next lowest", "too late", "no rate known"],
+    ids=[
+        "inflexible",
+        "lowest",
+        "near deadline",
+        "now",
+        "within it",
+        "next lowest",
+        "too late",
+        "no rate known",
+    ],
 )
 def test_a_flexible_job_begins_with_the_lowest_rate_before_its_deadline(
     engine: Engine, fields: dict[str, Any], due_h: float
 ) -> None:
-    hours = {-9.0: 0.0, -1.0: 0.3, 1.0: 0.4, 2.0: 0.2, 3.0: 0.1, 4.0: 0.5, 5.0: 0.15, 6.0: 0.15, 7.9: 0.01}
-    put(engine, "price", {datetime.now(UTC) + timedelta(hours=at): rate for at, rate in hours.items()})
+    hours = {
+        -9.0: 0.0,
+        -1.0: 0.3,
+        1.0: 0.4,
+        2.0: 0.2,
+        3.0: 0.1,
+        4.0: 0.5,
+        5.0: 0.15,
+        6.0: 0.15,
+        7.9: 0.01,
+    }
+    put(
+        engine,
+        "price",
+        {datetime.now(UTC) + timedelta(hours=at): rate for at, rate in hours.items()},
+    )
 
     assert due_in_h(engine, **fields) == pytest.approx(due_h, abs=0.01)
 
@@ -205,7 +244,14 @@ def test_a_report_of_many_jobs_reads_them_by_index(engine: Engine) -> None:
         plan = "\n".join(
             connection.scalars(
                 text(f"EXPLAIN {costs.COSTS.text}"),
-                {"num_days": 7, "by": ["day"], "model": None, "tenant": None, "max_jobs": 9, "max_groups": 9},
+                {
+                    "num_days": 7,
+                    "by": ["day"],
+                    "model": None,
+                    "tenant": None,
+                    "max_jobs": 9,
+                    "max_groups": 9,
+                },
             )
         )
     assert "jobs_listing" in plan

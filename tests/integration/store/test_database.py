@@ -1,4 +1,5 @@
-"""What is said of an error of Postgres: whether it is away, or there and unwilling, and its own code."""
+"""What is said of an error of Postgres: whether it is away, or there and unwilling, and its own
+code."""
 
 from __future__ import annotations
 
@@ -82,11 +83,18 @@ DECODED = text(
 )
 
 
-def test_a_session_is_as_decoders_need_it_whatever_the_database_has_as_default(database_url: str) -> None:
+def test_a_session_is_as_decoders_need_it_whatever_the_database_has_as_default(
+    database_url: str,
+) -> None:
     with psycopg.connect(database_url, autocommit=True) as admin:
         for name, value in HABITS.items():
-            of_database, setting = sql.Identifier(admin.info.dbname), sql.Identifier(name)
-            admin.execute(sql.SQL("ALTER DATABASE {} SET {} = {}").format(of_database, setting, sql.Literal(value)))
+            of_database = sql.Identifier(admin.info.dbname)
+            setting = sql.Identifier(name)
+            admin.execute(
+                sql.SQL("ALTER DATABASE {} SET {} = {}").format(
+                    of_database, setting, sql.Literal(value)
+                )
+            )
     engine = connect(database_url)
     with engine.connect() as connection:
         at, interval, array, number, octets, letters, _ = connection.execute(DECODED).one()
@@ -97,12 +105,16 @@ def test_a_session_is_as_decoders_need_it_whatever_the_database_has_as_default(d
     engine.dispose()
 
 
-def test_the_schema_that_the_url_names_is_used_by_pool_listener_and_migration(empty_database_url: str) -> None:
+def test_the_schema_that_the_url_names_is_used_by_pool_listener_and_migration(
+    empty_database_url: str,
+) -> None:
     with psycopg.connect(empty_database_url, autocommit=True) as admin:
         admin.execute("CREATE SCHEMA app")
         url = f"{empty_database_url}&options=-csearch_path%3Dapp"
         migrate(url)
-        found = admin.execute("SELECT DISTINCT schemaname FROM pg_tables WHERE tablename = 'jobs'").fetchall()
+        found = admin.execute(
+            "SELECT DISTINCT schemaname FROM pg_tables WHERE tablename = 'jobs'"
+        ).fetchall()
     assert found == [("app",)]
     with transaction(url) as connection:
         assert connection.scalar(text("SELECT count(*) FROM jobs")) == 0

@@ -1,4 +1,5 @@
-"""Dead letters on a real Postgres: listed, shown with their attempts, replayed; in the store, the clients, the CLI."""
+"""Dead letters on a real Postgres: listed, shown with their attempts, replayed; in the store, the
+clients, the CLI."""
 
 from __future__ import annotations
 
@@ -75,21 +76,39 @@ def test_an_index_finds_dead_letters_among_many_ended_jobs(engine: Engine) -> No
 
 def test_a_dead_letter_shows_every_attempts_head_and_end(engine: Engine, client: Client) -> None:
     letter = client.get_dead(die(engine))
-    assert [(one.fence, one.worker, one.num_tokens) for one in letter.attempts] == [(2, "h", 0), (1, "h", 0)]
+    assert [(one.fence, one.worker, one.num_tokens) for one in letter.attempts] == [
+        (2, "h", 0),
+        (1, "h", 0),
+    ]
     assert [one.outcome for one in letter.attempts] == ["failed", "crashed"]
     assert all(one.ended_at is not None for one in letter.attempts)
     assert (letter.job.error or {})["crashes"] == 2
 
 
-def test_replaying_a_dead_letter_makes_a_new_job_that_asks_the_same(engine: Engine, client: Client) -> None:
-    dead_id = die(engine, prompt="again", temperature=0.5, seed=42, priority=2, metadata={"order": 7}, deadline_s=3600)
+def test_replaying_a_dead_letter_makes_a_new_job_that_asks_the_same(
+    engine: Engine, client: Client
+) -> None:
+    dead_id = die(
+        engine,
+        prompt="again",
+        temperature=0.5,
+        seed=42,
+        priority=2,
+        metadata={"order": 7},
+        deadline_s=3600,
+    )
     new_id = client.replay(dead_id)
-    dead, new = client.get(dead_id), client.get(new_id)
+    dead = client.get(dead_id)
+    new = client.get(new_id)
     assert (new.state, new.replay_of, new.crashes, new.fence) == (JobState.QUEUED, dead_id, 0, 0)
     same = ("model", "tenant", "prompt", "params", "seed", "priority", "metadata")
     assert [getattr(new, name) for name in same] == [getattr(dead, name) for name in same]
     assert cell(engine, "SELECT max_crashes FROM jobs WHERE id = :id", id=new_id) == 2
-    assert cell(engine, "SELECT prompt_ids IS NULL AND prepared_at IS NULL FROM jobs WHERE id = :id", id=new_id)
+    assert cell(
+        engine,
+        "SELECT prompt_ids IS NULL AND prepared_at IS NULL FROM jobs WHERE id = :id",
+        id=new_id,
+    )
     assert (dead.state, client.get_dead(dead_id).replays) == (JobState.FAILED, (new_id,))
 
 
@@ -99,7 +118,8 @@ def test_token_ids_are_the_prompt_of_a_replay(engine: Engine, client: Client) ->
 
 
 def test_replaying_twice_with_one_key_makes_one_replay(engine: Engine, client: Client) -> None:
-    first, second = die(engine), die(engine)
+    first = die(engine)
+    second = die(engine)
     new_id = client.replay(first, idempotency_key="k")
     assert client.replay(first, idempotency_key="k") == new_id
     assert client.replay(first) != new_id
@@ -118,7 +138,9 @@ def test_only_a_dead_letter_is_replayed_or_shown(engine: Engine, client: Client)
             ask(uuid4())
 
 
-async def test_the_asynchronous_client_answers_the_same(engine: Engine, client: Client, database_url: str) -> None:
+async def test_the_asynchronous_client_answers_the_same(
+    engine: Engine, client: Client, database_url: str
+) -> None:
     dead_id = die(engine)
     async with AsyncClient(database_url=database_url) as asking:
         new_id = await asking.replay(dead_id, idempotency_key="k")
@@ -127,19 +149,27 @@ async def test_the_asynchronous_client_answers_the_same(engine: Engine, client: 
     assert client.get(new_id).replay_of == dead_id
 
 
-def test_the_command_line_shows_what_happened_to_dead_letters(engine: Engine, shardline: Shardline) -> None:
+def test_the_command_line_shows_what_happened_to_dead_letters(
+    engine: Engine, shardline: Shardline
+) -> None:
     dead_id = die(engine, prompt="poison")
     listed = shardline("dead", "list", "--model", MODEL).stdout
     assert [part for part in (str(dead_id), MODEL, "poison") if part not in listed] == []
     new_id = UUID(shardline("dead", "replay", dead_id, "--key", "k").stdout.strip())
     shown = shardline("dead", "show", dead_id).stdout
-    assert [part for part in ("failed", "crashed", "0 → 0", f"replayed as {new_id}") if part not in shown] == []
+    assert [
+        part
+        for part in ("failed", "crashed", "0 → 0", f"replayed as {new_id}")
+        if part not in shown
+    ] == []
     assert f"replay of  {dead_id}" in " ".join(shardline("get", new_id).stdout.split("\n"))
     document = json.loads(shardline("dead", "show", dead_id, "--json").stdout)
     assert (document["job"]["id"], len(document["attempts"])) == (str(dead_id), 2)
 
 
-def test_replaying_no_dead_letter_by_command_sets_the_exit_status(engine: Engine, shardline: Shardline) -> None:
+def test_replaying_no_dead_letter_by_command_sets_the_exit_status(
+    engine: Engine, shardline: Shardline
+) -> None:
     (queued,) = submit(engine)
     ran = shardline("dead", "replay", queued)
     assert (ran.exit_code, "no dead letter" in ran.stderr) == (2, True)

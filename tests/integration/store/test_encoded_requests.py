@@ -1,4 +1,5 @@
-"""Requests that have nothing to do with each other, stored in one transaction: each has its own outcome."""
+"""Requests that have nothing to do with each other, stored in one transaction: each has its own
+outcome."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def engine(database_url: str) -> Iterator[Engine]:
 
 def test_a_conflict_is_the_outcome_of_its_own_request(engine: Engine) -> None:
     # Given two jobs, one of them under a key
-    first, keyed = uuid4(), uuid4()
+    first = uuid4()
+    keyed = uuid4()
     with engine.begin() as connection:
         insert_jobs(
             connection,

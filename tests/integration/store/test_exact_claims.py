@@ -1,4 +1,5 @@
-"""Claims and exactness on a real Postgres: which pipeline may begin or go on with a job, and what its row says then."""
+"""Claims and exactness on a real Postgres: which pipeline may begin or go on with a job, and what
+its row says then."""
 
 from __future__ import annotations
 
@@ -7,7 +8,18 @@ from dataclasses import replace
 from sqlalchemy import Engine
 
 from shardline.store import claims, pipelines
-from tests.integration.rows import HEAD, cell, change, claim, end, pass_time, release, running, submit, success
+from tests.integration.rows import (
+    HEAD,
+    cell,
+    change,
+    claim,
+    end,
+    pass_time,
+    release,
+    running,
+    submit,
+    success,
+)
 
 
 def test_a_job_started_with_other_exactness_waits_and_that_is_said(engine: Engine) -> None:
@@ -38,7 +50,9 @@ def test_a_job_claimed_by_an_inexact_head_is_never_exact_again(engine: Engine) -
     assert not running(engine).exact
 
 
-def test_a_job_that_asks_for_exact_rows_waits_for_them_and_then_for_the_same_ones(engine: Engine) -> None:
+def test_a_job_that_asks_for_exact_rows_waits_for_them_and_then_for_the_same_ones(
+    engine: Engine,
+) -> None:
     (wants,) = submit(engine, exact=True)
     with engine.begin() as connection:
         pipelines.ready(connection, "p", 1, seats=4, stages=[], exact=False, kv_tokens=64)
@@ -53,7 +67,9 @@ def test_a_job_that_asks_for_exact_rows_waits_for_them_and_then_for_the_same_one
 
     assert claim(engine, [wants], head=replace(HEAD, exactness="y"), exact_wait_s=0.0) == []
     with engine.begin() as connection:
-        assert claims.postpone_unfit(connection, [wants], replace(HEAD, exactness="y"), wait_s=60) == {wants}
+        assert claims.postpone_unfit(
+            connection, [wants], replace(HEAD, exactness="y"), wait_s=60
+        ) == {wants}
     change(engine, "UPDATE jobs SET not_before = now()")
     (second,) = claim(engine, [wants])
     assert second.exact
@@ -66,7 +82,8 @@ def test_a_job_is_exact_while_its_adapter_has_the_same_fingerprint(engine: Engin
     (claimed,) = claim(engine, [job_id], head=first)
     assert release(engine, claimed)
 
-    # When a head with other files may wait, it leaves the job alone; one with the same files takes it
+    # When a head with other files may wait, it leaves the job alone; one with the same files takes
+    # it
     assert claim(engine, [job_id], head=other) == []
     (again,) = claim(engine, [job_id], head=first)
     assert again.exact
@@ -78,7 +95,9 @@ def test_a_job_is_exact_while_its_adapter_has_the_same_fingerprint(engine: Engin
     assert taken.params.adapter == "legal"
 
 
-def test_an_adapter_that_the_head_does_not_know_yet_is_another_one_each_time(engine: Engine) -> None:
+def test_an_adapter_that_the_head_does_not_know_yet_is_another_one_each_time(
+    engine: Engine,
+) -> None:
     (job_id,) = submit(engine, adapter="legal")
     (claimed,) = claim(engine, [job_id])
     assert claimed.exact

@@ -1,4 +1,5 @@
-"""Fields at their limits and beyond as rows of a real Postgres: stored, read and claimed as they were asked for."""
+"""Fields at their limits and beyond as rows of a real Postgres: stored, read and claimed as they
+were asked for."""
 
 from __future__ import annotations
 
@@ -39,10 +40,16 @@ def parsed(one: Drawn) -> JobRequest | None:
 @settings(
     max_examples=60,
     deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+    suppress_health_check=[
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.function_scoped_fixture,
+    ],
 )
 @given(documents=st.lists(drawn(JobRequest), min_size=1, max_size=8))
-def test_what_a_door_takes_is_a_row_that_every_reader_has(engine: Engine, documents: list[Drawn]) -> None:
+def test_what_a_door_takes_is_a_row_that_every_reader_has(
+    engine: Engine, documents: list[Drawn]
+) -> None:
     taken = [request for one in documents if (request := parsed(one)) is not None]
     ids = [request.id for request in taken if request.id is not None]
     with engine.begin() as connection:
@@ -52,6 +59,14 @@ def test_what_a_door_takes_is_a_row_that_every_reader_has(engine: Engine, docume
         listing.list_jobs(connection)
         claimed = claims.claim(connection, ids, HEAD, lease_s=LONG_S, exact_wait_s=LONG_S)
     assert [job.params for job in found] == [request.params() for request in taken]
-    assert all(job.seed == request.seed for job, request in zip(found, taken, strict=True) if request.seed is not None)
-    due = {request.id for request in taken if request.delay_s == 0 and request.deadline_s in (None, 31_536_000)}
+    assert all(
+        job.seed == request.seed
+        for job, request in zip(found, taken, strict=True)
+        if request.seed is not None
+    )
+    due = {
+        request.id
+        for request in taken
+        if request.delay_s == 0 and request.deadline_s in (None, 31_536_000)
+    }
     assert due <= {one.job_id for one in claimed}

@@ -1,4 +1,5 @@
-"""Two Postgres, one a standby of the other: after a failover no pool and no listener stays with the wrong one."""
+"""Two Postgres, one a standby of the other: after a failover no pool and no listener stays with the
+wrong one."""
 
 from __future__ import annotations
 
@@ -53,11 +54,14 @@ def write(engine: Engine) -> str | None:
 
 
 def until_written(engine: Engine, server: Postgres) -> None:
-    """A write reaches this server, in at most as many tries as a pool has connections and one more."""
+    """A write reaches this server, in at most as many tries as a pool has connections and one
+    more."""
     assert str(server.sockets) in [write(engine) for _ in range(2)]
 
 
-def test_the_next_write_after_a_failover_and_back_goes_to_the_new_primary(pair: PostgresPair) -> None:
+def test_the_next_write_after_a_failover_and_back_goes_to_the_new_primary(
+    pair: PostgresPair,
+) -> None:
     engine = connect(pair.url())
     until_written(engine, pair.primary)
     for _ in range(2):
@@ -69,13 +73,16 @@ def test_the_next_write_after_a_failover_and_back_goes_to_the_new_primary(pair: 
 
 
 def test_a_pool_leaves_a_primary_that_became_a_standby_at_its_address(pair: PostgresPair) -> None:
-    """As behind one name, which leads to the old primary until an operator or the name's server changes it."""
+    """As behind one name, which leads to the old primary until an operator or the name's server
+    changes it."""
     engine = connect(pair.url_of_name(), pool_size=2)
     reader = connect(pair.url_of_name(), pool_size=2)
     pair.fail_over()
     pair.rejoin()
     with engine.connect() as one, engine.connect() as two, reader.connect() as three:
-        pids = [connection.scalar(text("SELECT pg_backend_pid()")) for connection in (one, two, three)]
+        pids = [
+            connection.scalar(text("SELECT pg_backend_pid()")) for connection in (one, two, three)
+        ]
     assert len(set(pids)) == 3
     assert write(engine) is None, "a standby takes no writes"
 
@@ -95,10 +102,14 @@ def test_a_pool_leaves_sessions_that_may_only_read(database_url: str) -> None:
         connection.execute(text(TABLE))
     with psycopg.connect(database_url, autocommit=True) as admin:
         name = sql.Identifier(admin.info.dbname)
-        admin.execute(sql.SQL("ALTER DATABASE {} SET default_transaction_read_only = on").format(name))
+        admin.execute(
+            sql.SQL("ALTER DATABASE {} SET default_transaction_read_only = on").format(name)
+        )
         engine.dispose()
         with engine.connect() as one, engine.connect() as two:
-            assert one.scalar(text("SHOW transaction_read_only")) == two.scalar(text("SHOW transaction_read_only"))
+            assert one.scalar(text("SHOW transaction_read_only")) == two.scalar(
+                text("SHOW transaction_read_only")
+            )
         assert write(engine) is None
         admin.execute(sql.SQL("ALTER DATABASE {} RESET default_transaction_read_only").format(name))
 
@@ -163,18 +174,24 @@ async def test_rings_end_where_nothing_rings_and_go_on_where_it_does(database_ur
 
 
 @pytest.mark.parametrize("code", ["26000", "42P05"])
-def test_a_pooler_that_changed_its_backend_costs_one_try_and_no_more(database_url: str, code: str) -> None:
+def test_a_pooler_that_changed_its_backend_costs_one_try_and_no_more(
+    database_url: str, code: str
+) -> None:
     engine = connect(database_url, pool_size=1)
     with engine.connect() as connection:
         before = connection.scalar(text("SELECT pg_backend_pid()"))
     with pytest.raises(DBAPIError) as caught, engine.connect() as connection:
-        connection.execute(text(f"DO $$ BEGIN RAISE EXCEPTION 'statement' USING ERRCODE = '{code}'; END $$"))
+        connection.execute(
+            text(f"DO $$ BEGIN RAISE EXCEPTION 'statement' USING ERRCODE = '{code}'; END $$")
+        )
     assert failure_of(caught.value).is_lost
     with engine.connect() as connection:
         assert connection.scalar(text("SELECT pg_backend_pid()")) != before
         for _ in range(20):
             connection.scalar(text("SELECT 1"))
-        assert connection.scalar(text("SELECT count(*) FROM pg_prepared_statements")) == 0, "behind a pooler"
+        assert connection.scalar(text("SELECT count(*) FROM pg_prepared_statements")) == 0, (
+            "behind a pooler"
+        )
     engine.dispose()
 
 

@@ -1,4 +1,5 @@
-"""Fleets on a real Postgres: who is here, which layers the plan gives, and plans of several coordinators at once."""
+"""Fleets on a real Postgres: who is here, which layers the plan gives, and plans of several
+coordinators at once."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def members(engine: Engine, model: str = MODEL) -> list[str]:
 
 def store(engine: Engine, version: int, **stages: int) -> bool:
     with engine.begin() as connection:
-        return fleets.store_plan(connection, MODEL, version=version, split=SPLIT, stages=stages, tokens_per_s=12.5)
+        return fleets.store_plan(
+            connection, MODEL, version=version, split=SPLIT, stages=stages, tokens_per_s=12.5
+        )
 
 
 def test_workers_are_here_from_joining_until_they_leave_or_their_lease_ends(engine: Engine) -> None:
@@ -60,7 +63,11 @@ def test_a_beat_answers_with_the_layers_of_the_worker(engine: Engine) -> None:
     join(engine, "a", "b", "spare")
     assert beat(engine, "a") is None
     assert store(engine, 0, a=0, b=1)
-    assert [beat(engine, worker) for worker in ("a", "b", "spare")] == [(MODEL, 0, 3), (MODEL, 3, 8), None]
+    assert [beat(engine, worker) for worker in ("a", "b", "spare")] == [
+        (MODEL, 0, 3),
+        (MODEL, 3, 8),
+        None,
+    ]
     with pytest.raises(LookupError, match="stranger"):
         beat(engine, "stranger")
 
@@ -104,10 +111,14 @@ def test_a_worker_finds_one_that_answers_on_each_machine(engine: Engine) -> None
 
 def test_a_device_that_drifts_changes_its_profile_for_that_model(engine: Engine) -> None:
     with engine.begin() as connection:
-        fleets.join(connection, "a", {MODEL: offer("own"), "another": offer("further")}, lease_s=LONG_S)
+        fleets.join(
+            connection, "a", {MODEL: offer("own"), "another": offer("further")}, lease_s=LONG_S
+        )
         for model in (MODEL, "another", "unknown"):
             fleets.refresh(connection, "a", model, {"name": f"slower {model}"})
-        profiles = [fleets.workers_of(connection, model)[0].profile["name"] for model in (MODEL, "another")]
+        profiles = [
+            fleets.workers_of(connection, model)[0].profile["name"] for model in (MODEL, "another")
+        ]
         assert profiles == [f"slower {MODEL}", "slower another"]
         assert fleets.fleets(connection) == sorted([MODEL, "another"])
 
@@ -131,22 +142,33 @@ def test_an_announced_worker_is_coming_until_it_joins_or_its_lease_ends(engine: 
     join(engine, "a", "failed")
     assert (coming(), members(engine)) == (set(), ["a", "failed"])
     announce("a")
-    assert (coming(), members(engine)) == (set(), ["a", "failed"]), "one that starts again keeps its offer"
+    assert (coming(), members(engine)) == (set(), ["a", "failed"]), (
+        "one that starts again keeps its offer"
+    )
     join(engine, "failed", lease_s=-1)
     announce("failed")
-    assert (coming(), members(engine)) == ({MODEL, "another"}, ["a"]), "what was gone has no offer any more"
+    assert (coming(), members(engine)) == ({MODEL, "another"}, ["a"]), (
+        "what was gone has no offer any more"
+    )
 
 
 def test_a_worker_may_serve_several_models_and_is_given_one(engine: Engine) -> None:
     with engine.begin() as connection:
-        fleets.join(connection, "a", {MODEL: offer("own"), "another": offer("further")}, lease_s=LONG_S)
+        fleets.join(
+            connection, "a", {MODEL: offer("own"), "another": offer("further")}, lease_s=LONG_S
+        )
         fleets.join(connection, "b", {"another": offer("b")}, lease_s=LONG_S)
         assert fleets.fleets(connection) == sorted([MODEL, "another"])
         profiles = [each.profile["name"] for each in fleets.workers_of(connection, "another")]
         assert profiles == ["further", "b"]
         assert [each.profile["name"] for each in fleets.workers_of(connection, MODEL)] == ["own"]
         assert fleets.store_plan(
-            connection, "another", version=0, split=SPLIT, stages={"a": 1, "b": 0}, tokens_per_s=None
+            connection,
+            "another",
+            version=0,
+            split=SPLIT,
+            stages={"a": 1, "b": 0},
+            tokens_per_s=None,
         )
     assert beat(engine, "a") == ("another", 3, 8)
 

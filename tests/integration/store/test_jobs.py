@@ -39,14 +39,31 @@ def insert(engine: Engine, *requests: JobRequest) -> list[UUID]:
 
 def test_requests_of_every_kind_read_back_as_they_were(engine: Engine) -> None:
     messages = (Message(role="user", content="ä\nhi"),)
-    chat = request(prompt=None, messages=messages, metadata={"a": [1, {"b": None}]}, priority=0, temperature=0.5)
+    chat = request(
+        prompt=None,
+        messages=messages,
+        metadata={"a": [1, {"b": None}]},
+        priority=0,
+        temperature=0.5,
+    )
     ids = insert(engine, request(seed=7, max_tokens=3), chat, request(prompt=(1, 2, 3)))
     with engine.begin() as connection:
         plain, talked, by_ids = jobs.get_jobs(connection, ids)
-    assert (plain.prompt, plain.seed, plain.params.max_tokens, plain.state) == ("text", 7, 3, JobState.QUEUED)
-    assert (talked.metadata, talked.priority, talked.params.temperature) == ({"a": [1, {"b": None}]}, 0, 0.5)
+    assert (plain.prompt, plain.seed, plain.params.max_tokens, plain.state) == (
+        "text",
+        7,
+        3,
+        JobState.QUEUED,
+    )
+    assert (talked.metadata, talked.priority, talked.params.temperature) == (
+        {"a": [1, {"b": None}]},
+        0,
+        0.5,
+    )
     assert by_ids.prompt_token_ids == (1, 2, 3)
-    assert cell(engine, "SELECT messages FROM jobs WHERE id = :id", id=ids[1]) == [{"role": "user", "content": "ä\nhi"}]
+    assert cell(engine, "SELECT messages FROM jobs WHERE id = :id", id=ids[1]) == [
+        {"role": "user", "content": "ä\nhi"}
+    ]
 
 
 def test_each_row_without_a_seed_draws_its_own(engine: Engine) -> None:
@@ -56,14 +73,21 @@ def test_each_row_without_a_seed_draws_its_own(engine: Engine) -> None:
 
 def test_two_columns_are_enough_for_plain_sql(engine: Engine) -> None:
     change(engine, "INSERT INTO jobs (model, prompt) VALUES ('m', 'text')")
-    assert cell(engine, "SELECT state || ' ' || tenant_id || ' ' || (seed >= 0) FROM jobs") == "queued default true"
+    assert (
+        cell(engine, "SELECT state || ' ' || tenant_id || ' ' || (seed >= 0) FROM jobs")
+        == "queued default true"
+    )
 
 
 @pytest.mark.parametrize(
     ("columns", "values", "constraint"),
     [
         ("model", "'m'", "jobs_needs_a_prompt_or_messages_or_prompt_ids"),
-        ("model, prompt, messages", "'m', 'x', '[]'", "jobs_needs_a_prompt_or_messages_or_prompt_ids"),
+        (
+            "model, prompt, messages",
+            "'m', 'x', '[]'",
+            "jobs_needs_a_prompt_or_messages_or_prompt_ids",
+        ),
         ("model, messages", "'m', '{}'", "jobs_messages_is_an_array"),
         ("model, prompt, params", "'m', 'x', '[1]'", "jobs_params_is_an_object"),
         ("model, prompt, priority", "'m', 'x', 10", "jobs_priority_is_0_to_9"),
@@ -84,7 +108,9 @@ def test_a_constraint_names_what_is_wrong_with_a_row_by_hand(
 def test_inserting_a_known_id_or_key_returns_the_first_job(engine: Engine) -> None:
     job_id = new_id()
     first, keyed = insert(engine, request(id=job_id), request(idempotency_key="k"))
-    assert insert(engine, request(id=job_id), request(idempotency_key="k"), request(idempotency_key="k")) == [
+    assert insert(
+        engine, request(id=job_id), request(idempotency_key="k"), request(idempotency_key="k")
+    ) == [
         job_id,
         keyed,
         keyed,
@@ -105,7 +131,9 @@ def test_a_repeat_after_preparation_is_still_the_same_request(engine: Engine) ->
 
 
 @pytest.mark.parametrize("other", [{"prompt": "another"}, {"model": "n"}, {"prompt": (1, 2)}])
-def test_another_request_with_a_key_in_use_is_a_conflict(engine: Engine, other: dict[str, object]) -> None:
+def test_another_request_with_a_key_in_use_is_a_conflict(
+    engine: Engine, other: dict[str, object]
+) -> None:
     insert(engine, request(idempotency_key="k"))
     with pytest.raises(Conflict, match=r"has this idempotency key and another (model|prompt);"):
         insert(engine, request(idempotency_key="k", **other))
@@ -118,7 +146,12 @@ def test_one_key_twice_in_a_batch_with_other_prompts_is_a_conflict(engine: Engin
 
 
 def test_a_value_that_postgres_cannot_hold_names_the_field(engine: Engine) -> None:
-    for field, value in [("prompt", "a\0b"), ("prompt", "\ud800"), ("metadata", {"a\0": 1}), ("idempotency_key", "\0")]:
+    for field, value in [
+        ("prompt", "a\0b"),
+        ("prompt", "\ud800"),
+        ("metadata", {"a\0": 1}),
+        ("idempotency_key", "\0"),
+    ]:
         with pytest.raises(Invalid) as caught:
             insert(engine, request(**{field: value}))
         assert caught.value.field == field
@@ -148,7 +181,9 @@ def test_one_transaction_stores_ten_thousand_requests_in_order(engine: Engine) -
 
 
 def test_the_producer_of_a_kept_invalid_request_reads_why(engine: Engine) -> None:
-    failed = jobs.FailedRequest(id=new_id(), model=MODEL, prompt="a\0", error=Invalid("top_p", "bad", "fix").as_dict())
+    failed = jobs.FailedRequest(
+        id=new_id(), model=MODEL, prompt="a\0", error=Invalid("top_p", "bad", "fix").as_dict()
+    )
     with engine.begin() as connection:
         assert jobs.insert_failed(connection, [failed]) == {failed.id}
         assert jobs.insert_failed(connection, [failed]) == set()
@@ -182,10 +217,14 @@ def test_a_cancelled_queued_job_ends_at_once(engine: Engine) -> None:
 def test_the_head_of_a_running_job_hears_of_its_cancel(engine: Engine) -> None:
     claimed = running(engine)
     with engine.begin() as connection:
-        assert jobs.request_cancel(connection, [claimed.job_id], running=False) == {claimed.job_id: JobState.RUNNING}
+        assert jobs.request_cancel(connection, [claimed.job_id], running=False) == {
+            claimed.job_id: JobState.RUNNING
+        }
         reply = leases.heartbeat(connection, [_beat(claimed)], lease_s=LONG_S)
         assert not reply[claimed.job_id, claimed.fence].cancel_requested
-        assert jobs.request_cancel(connection, [claimed.job_id]) == {claimed.job_id: JobState.RUNNING}
+        assert jobs.request_cancel(connection, [claimed.job_id]) == {
+            claimed.job_id: JobState.RUNNING
+        }
         reply = leases.heartbeat(connection, [_beat(claimed)], lease_s=LONG_S)
         assert reply[claimed.job_id, claimed.fence].cancel_requested
 
@@ -216,17 +255,27 @@ def test_a_stream_can_rejoin_from_the_progress_of_any_state(engine: Engine) -> N
     with engine.begin() as connection:
         (done,) = read_progress(connection, [ProgressQuestion(claimed.job_id)])
     assert done is not None
-    assert (done.state, done.token_ids, done.text, done.finish_reason) == ("succeeded", (7, 8, 9), "done", "stop")
+    assert (done.state, done.token_ids, done.text, done.finish_reason) == (
+        "succeeded",
+        (7, 8, 9),
+        "done",
+        "stop",
+    )
 
 
 @pytest.mark.parametrize("num_prompt", [1, 15, 16, 17, 40])
-def test_progress_has_the_end_of_the_prompt_where_it_is_asked_for(engine: Engine, num_prompt: int) -> None:
+def test_progress_has_the_end_of_the_prompt_where_it_is_asked_for(
+    engine: Engine, num_prompt: int
+) -> None:
     ids = tuple(range(num_prompt))
     claimed = running(engine)
     change(engine, "UPDATE jobs SET prompt_ids = :ids", ids=list(ids))
 
     with engine.begin() as connection:
-        asked = [ProgressQuestion(claimed.job_id), ProgressQuestion(claimed.job_id, with_prompt_end=True)]
+        asked = [
+            ProgressQuestion(claimed.job_id),
+            ProgressQuestion(claimed.job_id, with_prompt_end=True),
+        ]
         without, found = read_progress(connection, asked)
 
     assert without is not None
@@ -240,13 +289,18 @@ async def test_the_same_functions_run_under_asyncio(database_url: str, engine: E
     async with async_engine.begin() as connection:
         stored = await connection.run_sync(jobs.insert_jobs, [request(), request()])
         ids = [one.job_id for one in stored]
-        assert await connection.run_sync(jobs.request_cancel, ids[:1]) == {ids[0]: JobState.CANCELLED}
+        assert await connection.run_sync(jobs.request_cancel, ids[:1]) == {
+            ids[0]: JobState.CANCELLED
+        }
     await async_engine.dispose()
     assert [state(engine, job_id) for job_id in ids] == [JobState.CANCELLED, JobState.QUEUED]
 
 
 def test_a_row_with_nonsense_parameters_stays_readable(engine: Engine) -> None:
-    change(engine, """INSERT INTO jobs (model, prompt, params) VALUES ('m', 'x', '{"top_p": "much"}')""")
+    change(
+        engine,
+        """INSERT INTO jobs (model, prompt, params) VALUES ('m', 'x', '{"top_p": "much"}')""",
+    )
     with engine.begin() as connection:
         (summary,) = listing.list_jobs(connection)
         job = jobs.get_job(connection, summary.id)

@@ -1,4 +1,5 @@
-"""Which jobs are sent and when, on a real Postgres: order, window, sending again, and preparation before it."""
+"""Which jobs are sent and when, on a real Postgres: order, window, sending again, and preparation
+before it."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def test_only_a_window_per_priority_is_sent_until_heads_claim(engine: Engine) ->
     assert stamp(engine) == []
     claim(engine, ids_of(first)[1:8])
     assert len(stamp(engine)) == 7
-    assert cell(engine, "SELECT count(*) FROM jobs WHERE sent_at IS NULL") == len(ids) - WINDOW_MIN - 7
+    assert (
+        cell(engine, "SELECT count(*) FROM jobs WHERE sent_at IS NULL") == len(ids) - WINDOW_MIN - 7
+    )
 
 
 def test_the_window_is_four_times_the_seats_of_heads(engine: Engine) -> None:
@@ -69,7 +72,9 @@ def test_the_window_is_four_times_the_seats_of_heads(engine: Engine) -> None:
     assert len(stamp(engine)) == 80
 
 
-@pytest.mark.parametrize("change_row", ["not_before = now() + interval '1 hour'", "cancel_requested_at = now()"])
+@pytest.mark.parametrize(
+    "change_row", ["not_before = now() + interval '1 hour'", "cancel_requested_at = now()"]
+)
 def test_a_job_that_is_not_due_is_not_stamped(engine: Engine, change_row: str) -> None:
     submit(engine)
     change(engine, f"UPDATE jobs SET {change_row}")
@@ -136,9 +141,12 @@ def test_unprepared_rows_are_taken_by_one_relay_and_not_sent(engine: Engine) -> 
     assert take(engine) == []
     with engine.begin() as connection:
         preparation.mark_if_unprepared(
-            connection, [PreparedJob(id=ids[0], model=MODEL, prompt_ids=(5, 6), max_tokens=4, seed=99)]
+            connection,
+            [PreparedJob(id=ids[0], model=MODEL, prompt_ids=(5, 6), max_tokens=4, seed=99)],
         )
-        preparation.fail_if_unprepared(connection, {ids[1]: {"code": "invalid_request", "field": "prompt"}})
+        preparation.fail_if_unprepared(
+            connection, {ids[1]: {"code": "invalid_request", "field": "prompt"}}
+        )
     assert state(engine, ids[1]) is JobState.FAILED
     assert ids_of(stamp(engine)) == [ids[0]]
     (claimed,) = claim(engine, ids)
@@ -160,7 +168,10 @@ def test_the_first_of_two_marks_of_one_row_stays(engine: Engine) -> None:
         assert preparation.mark_if_unprepared(connection, [ready]) == 1
         assert preparation.mark_if_unprepared(connection, [replace(ready, seed=98)]) == 0
         assert (
-            preparation.fail_if_unprepared(connection, {job_id: {"code": "invalid_request", "field": "prompt"}}) == []
+            preparation.fail_if_unprepared(
+                connection, {job_id: {"code": "invalid_request", "field": "prompt"}}
+            )
+            == []
         )
     (claimed,) = claim(engine, [job_id])
     assert claimed.seed == 99

@@ -35,7 +35,10 @@ def test_a_second_head_gets_no_epoch_while_the_first_lives(engine: Engine, held:
         pipelines.release(connection, "p", 1)
     assert take(engine, "p", held=held) == 2
     with engine.begin() as connection:
-        assert (pipelines.holder(connection, "p"), pipelines.holder(connection, "q")) == ("h2", None)
+        assert (pipelines.holder(connection, "p"), pipelines.holder(connection, "q")) == (
+            "h2",
+            None,
+        )
 
 
 def test_a_pipeline_changes_hands_after_a_lease_of_silence(engine: Engine) -> None:
@@ -46,11 +49,22 @@ def test_a_pipeline_changes_hands_after_a_lease_of_silence(engine: Engine) -> No
 
 def test_doors_see_a_pipeline_from_ready_until_it_is_not(engine: Engine) -> None:
     with engine.begin() as connection:
-        assert pipelines.ready(connection, "p", 1, seats=8, stages=[{"worker": "h"}], exact=True, kv_tokens=64)
+        assert pipelines.ready(
+            connection, "p", 1, seats=8, stages=[{"worker": "h"}], exact=True, kv_tokens=64
+        )
         (live,) = pipelines.live_pipelines(connection, MODEL)
-        assert (live.id, live.ready, live.seats, live.exact, live.stages) == ("p", True, 8, True, ({"worker": "h"},))
+        assert (live.id, live.ready, live.seats, live.exact, live.stages) == (
+            "p",
+            True,
+            8,
+            True,
+            ({"worker": "h"},),
+        )
         assert pipelines.live_pipelines(connection, "another") == []
-        assert (pipelines.num_ready(connection, MODEL), pipelines.num_ready(connection, "another")) == (1, 0)
+        assert (
+            pipelines.num_ready(connection, MODEL),
+            pipelines.num_ready(connection, "another"),
+        ) == (1, 0)
         pipelines.unready(connection, "p", 1)
         assert [live.ready for live in pipelines.live_pipelines(connection)] == [False]
         assert pipelines.num_ready(connection, MODEL) == 0
@@ -70,7 +84,9 @@ def test_a_pipeline_does_not_live_without_its_head(engine: Engine) -> None:
 
 def test_the_newest_row_of_a_model_counts(engine: Engine) -> None:
     with engine.begin() as connection:
-        models.register_model(connection, {**model_row(MODEL), "context_length": 64, "chat_template": "t"})
+        models.register_model(
+            connection, {**model_row(MODEL), "context_length": 64, "chat_template": "t"}
+        )
         row = models.get_model(connection, MODEL)
         assert row is not None
         assert (row["context_length"], row["chat_template"]) == (64, "t")
@@ -78,7 +94,10 @@ def test_the_newest_row_of_a_model_counts(engine: Engine) -> None:
         models.register_model(connection, model_row("n"))
         assert [row["name"] for row in models.get_models(connection)] == [MODEL, "n"]
         choices = models.model_choices(connection)
-        assert [(each.name, each.has_chat_template) for each in choices] == [(MODEL, True), ("n", False)]
+        assert [(each.name, each.has_chat_template) for each in choices] == [
+            (MODEL, True),
+            ("n", False),
+        ]
 
 
 def test_the_longest_pipeline_is_among_those_that_live_or_lately_did(engine: Engine) -> None:
@@ -86,10 +105,15 @@ def test_the_longest_pipeline_is_among_those_that_live_or_lately_did(engine: Eng
         assert pipelines.longest(connection) == {MODEL: 4096}
         pipelines.ready(connection, "p", 1, seats=8, stages=[], exact=True, kv_tokens=640)
         pipelines.release(connection, "p", 1)
-    for name, kv_tokens, lease_s in (("larger", 1280, -60.0), ("gone", 9999, -2 * pipelines.LATELY_S)):
+    for name, kv_tokens, lease_s in (
+        ("larger", 1280, -60.0),
+        ("gone", 9999, -2 * pipelines.LATELY_S),
+    ):
         take(engine, name, lease_s=lease_s)
         with engine.begin() as connection:
-            pipelines.ready(connection, name, 1, seats=8, stages=[], exact=True, kv_tokens=kv_tokens)
+            pipelines.ready(
+                connection, name, 1, seats=8, stages=[], exact=True, kv_tokens=kv_tokens
+            )
 
     with engine.begin() as connection:
         assert pipelines.longest(connection) == {MODEL: 1280}

@@ -1,4 +1,5 @@
-"""Every statement of the store on tables with many rows: found by an index, and not thrown away after it was read."""
+"""Every statement of the store on tables with many rows: found by an index, and not thrown away
+after it was read."""
 
 from __future__ import annotations
 
@@ -33,15 +34,19 @@ from shardline.store.statistics import demand
 from tests.integration.rows import HEAD, LONG_S, MODEL, database_with_head, request
 
 LARGE = ("jobs", "attempts", "results")
-NUM_WAITING, NUM_ENDED = 12_000, 20_000
+NUM_WAITING = 12_000
+NUM_ENDED = 20_000
 
 MAX_WASTED = 512
-"""Rows that a node may read in vain: as many as are sent ahead, or run. Everything else has thousands."""
+"""Rows that a node may read in vain: as many as are sent ahead, or run. Everything else has
+thousands."""
 
 MAX_READ = 4_000
-"""Rows that a node may give to the one above: more than any batch or page. Counts are bounded by their own limits."""
+"""Rows that a node may give to the one above: more than any batch or page. Counts are bounded by
+their own limits."""
 
-# Two tenants, a common and a rare model. Of those that wait a fifth is delayed, of those that ended most succeeded.
+# Two tenants, a common and a rare model. Of those that wait a fifth is delayed, of those that ended
+# most succeeded.
 ROWS = f"""
 INSERT INTO tenants (id) VALUES ('other');
 INSERT INTO jobs (id, tenant_id, model, prompt, prompt_ids, max_tokens, priority, created_at, prepared_at, not_before,
@@ -82,11 +87,15 @@ def engine(database_url: str, plans: list[tuple[str, dict[str, Any]]]) -> Iterat
             connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
             connection.exec_driver_sql(ROWS)
         with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-            connection.exec_driver_sql("VACUUM (ANALYZE) jobs, attempts, results, tenants, pipelines, models")
+            connection.exec_driver_sql(
+                "VACUUM (ANALYZE) jobs, attempts, results, tenants, pipelines, models"
+            )
         plans.clear()
 
         @event.listens_for(engine, "before_cursor_execute")
-        def explain(_connection: Any, cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
+        def explain(
+            _connection: Any, cursor: Any, statement: str, parameters: Any, *_: Any
+        ) -> None:
             if "advisory" in statement or "pg_notify" in statement:
                 return
             cursor.execute("SAVEPOINT explained")
@@ -109,19 +118,26 @@ def faults(plans: list[tuple[str, dict[str, Any]]]) -> list[str]:
     found = []
     for statement, plan in plans:
         for node in nodes(plan):
-            name, kind = node.get("Relation Name"), node["Node Type"]
+            name = node.get("Relation Name")
+            kind = node["Node Type"]
             loops = node["Actual Loops"]
             if node.get("Rows Removed by Join Filter", 0) * loops > MAX_WASTED:
                 found.append(f"{kind} compares each with each: {statement}")
             if name not in LARGE or loops == 0:
                 continue
             if node["Actual Rows"] * loops > MAX_READ and "count(*)" not in statement:
-                found.append(f"{kind} reads {node['Actual Rows'] * loops} rows of {name}: {statement}")
-            wasted = sum(node.get(f"Rows Removed by {how}", 0) for how in ("Filter", "Index Recheck"))
+                found.append(
+                    f"{kind} reads {node['Actual Rows'] * loops} rows of {name}: {statement}"
+                )
+            wasted = sum(
+                node.get(f"Rows Removed by {how}", 0) for how in ("Filter", "Index Recheck")
+            )
             if kind == "Seq Scan":
                 found.append(f"reads all of {name}: {statement}")
             elif wasted > max(node["Actual Rows"], MAX_WASTED):
-                found.append(f"{kind} of {name} wastes {wasted} for {node['Actual Rows']}: {statement}")
+                found.append(
+                    f"{kind} of {name} wastes {wasted} for {node['Actual Rows']}: {statement}"
+                )
     return found
 
 
@@ -131,7 +147,9 @@ def some(connection: Connection, where: str, limit: int = 8) -> list[Any]:
     return list(connection.scalars(text(query)))
 
 
-def test_every_filtered_page_walks_an_index(engine: Engine, plans: list[tuple[str, dict[str, Any]]]) -> None:
+def test_every_filtered_page_walks_an_index(
+    engine: Engine, plans: list[tuple[str, dict[str, Any]]]
+) -> None:
     filters = itertools.product(
         [None, *JobState], [None, "m", "rare", "none"], [None, "default", "other"], [False, True]
     )
@@ -140,14 +158,22 @@ def test_every_filtered_page_walks_an_index(engine: Engine, plans: list[tuple[st
             after = None
             if is_next:
                 where = "created_at < now() - interval '5 hours'"
-                (after,) = some(connection, f"{where} AND tenant_id = '{tenant}'" if tenant else where, 1)
-            page = listing.list_jobs(connection, state=state, model=model, tenant=tenant, limit=50, after=after)
+                (after,) = some(
+                    connection, f"{where} AND tenant_id = '{tenant}'" if tenant else where, 1
+                )
+            page = listing.list_jobs(
+                connection, state=state, model=model, tenant=tenant, limit=50, after=after
+            )
         assert all(state in (None, job.state) and model in (None, job.model) for job in page)
-        assert [(job.created_at, job.id) for job in page] == sorted((job.created_at, job.id) for job in page)[::-1]
+        assert [(job.created_at, job.id) for job in page] == sorted(
+            (job.created_at, job.id) for job in page
+        )[::-1]
     for model, is_next in itertools.product([None, "m", "rare"], [False, True]):
         with engine.begin() as connection:
             after = listing.list_dead(connection, limit=3)[-1].id if is_next else None
-            assert listing.list_dead(connection, model=model, limit=10, after=after) or model == "rare"
+            assert (
+                listing.list_dead(connection, model=model, limit=10, after=after) or model == "rare"
+            )
     assert faults(plans) == []
 
 
@@ -160,7 +186,10 @@ def test_every_statement_of_doors_and_relays_finds_its_rows_by_an_index(
             for number in range(1, 300, 10)
             if number % 10 == 1
         ]
-        assert not any(one.is_new for one in jobs.insert_jobs(connection, keyed, prepared=[((5, 6), 8)] * len(keyed)))
+        assert not any(
+            one.is_new
+            for one in jobs.insert_jobs(connection, keyed, prepared=[((5, 6), 8)] * len(keyed))
+        )
         own = [request(id=new_id()) for _ in range(30)]
         assert all(one.is_new for one in jobs.insert_jobs(connection, own))
         jobs.insert_jobs(connection, own)
@@ -172,9 +201,14 @@ def test_every_statement_of_doors_and_relays_finds_its_rows_by_an_index(
         load = "SELECT 'm', 'text' FROM generate_series(1, 5000)"
         connection.execute(text(f"/* advisory */ INSERT INTO jobs (model, prompt) {load}"))
         rows = preparation.take_unprepared(connection, lease_s=LONG_S)
-        ready = [PreparedJob(id=row.id, model=MODEL, prompt_ids=(5,), max_tokens=1, seed=None) for row in rows[1:]]
+        ready = [
+            PreparedJob(id=row.id, model=MODEL, prompt_ids=(5,), max_tokens=1, seed=None)
+            for row in rows[1:]
+        ]
         assert preparation.mark_if_unprepared(connection, ready) == len(rows) - 1 > 0
-        assert preparation.fail_if_unprepared(connection, {rows[0].id: {"code": "invalid"}}) == [rows[0].id]
+        assert preparation.fail_if_unprepared(connection, {rows[0].id: {"code": "invalid"}}) == [
+            rows[0].id
+        ]
         dead = listing.list_dead(connection)[0].id
         dead_letters.replay(connection, dead)
         assert dead_letters.get_dead(connection, dead).replays
@@ -200,8 +234,15 @@ def test_every_statement_of_heads_finds_its_rows_by_an_index(
         keys = [(one.job_id, one.fence) for one in claimed]
         beats = [Beat(job_id=job_id, fence=fence, start=0, ids=(7,)) for job_id, fence in keys]
         assert len(leases.heartbeat(connection, beats, lease_s=LONG_S)) == len(ids) == 40
-        failed = [End(job_id=job_id, fence=fence, state=JobState.FAILED, error={}) for job_id, fence in keys[:8]]
-        assert len(ends.end_running(connection, failed)) == len(ends.end_running(connection, failed)) == 8
+        failed = [
+            End(job_id=job_id, fence=fence, state=JobState.FAILED, error={})
+            for job_id, fence in keys[:8]
+        ]
+        assert (
+            len(ends.end_running(connection, failed))
+            == len(ends.end_running(connection, failed))
+            == 8
+        )
         assert len(ends.release_running(connection, keys[8:16])) == 8
         assert len(crashes.requeue_or_fail_held(connection, keys[16:24])) == 8
         assert leases.expire_held_by(connection, worker="h", pipeline="p") == 16

@@ -1,4 +1,5 @@
-"""A head meets rows of a later release, or rows changed by hand, on a real Postgres: it lives, and runs the others."""
+"""A head meets rows of a later release, or rows changed by hand, on a real Postgres: it lives, and
+runs the others."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from shardline.contract.job import JobState
 from shardline.store import jobs, outbox
 from tests.integration.rows import cell, change, claim, pass_time, submit
 
-SET_PARAMS = "UPDATE jobs SET params = CAST(:params AS jsonb), sent_at = now(), num_sends = 1 WHERE id = :id"
+SET_PARAMS = (
+    "UPDATE jobs SET params = CAST(:params AS jsonb), sent_at = now(), num_sends = 1 WHERE id = :id"
+)
 
 
 def row(engine: Engine, query: str, **values: Any) -> tuple[Any, ...]:
@@ -26,7 +29,14 @@ def test_a_job_with_a_later_releases_parameter_waits_and_others_run(engine: Engi
 
     assert [one.job_id for one in claim(engine, [newer, known])] == [known]
     what_is_left = "SELECT state, fence, crashes, sent_at IS NULL, not_before > now(), params ? 'grammar' FROM jobs"
-    assert row(engine, f"{what_is_left} WHERE id = :id", id=newer) == ("queued", 0, 0, True, True, True)
+    assert row(engine, f"{what_is_left} WHERE id = :id", id=newer) == (
+        "queued",
+        0,
+        0,
+        True,
+        True,
+        True,
+    )
     with engine.begin() as connection:
         assert [send.job_id for send in outbox.stamp_due(connection, resend_s=1.0)] == []
         job = jobs.get_job(connection, newer)
@@ -58,7 +68,9 @@ def test_rows_for_newer_heads_that_fill_the_window_let_later_jobs_pass(engine: E
 
 
 @pytest.mark.parametrize("params", ['{"top_p": "much"}', '{"temperature": 7}'])
-def test_a_job_with_a_parameter_changed_by_hand_fails_alone_with_a_reason(engine: Engine, params: str) -> None:
+def test_a_job_with_a_parameter_changed_by_hand_fails_alone_with_a_reason(
+    engine: Engine, params: str
+) -> None:
     broken, known = submit(engine, 2)
     change(engine, SET_PARAMS, id=broken, params=params)
     assert [one.job_id for one in claim(engine, [broken, known])] == [known]

@@ -1,4 +1,5 @@
-"""What is the same request, on a real Postgres: ids and keys that come again, alone, in thousands and at once."""
+"""What is the same request, on a real Postgres: ids and keys that come again, alone, in thousands
+and at once."""
 
 from __future__ import annotations
 
@@ -85,7 +86,9 @@ def test_a_request_repeated_at_any_stage_of_its_life_is_the_same_job(
 
     assert answer(engine, wanted) == repeat
     with engine.begin() as connection:
-        ready = PreparedJob(id=first.job_id, model=MODEL, prompt_ids=(5, 6), max_tokens=8, seed=wanted.seed)
+        ready = PreparedJob(
+            id=first.job_id, model=MODEL, prompt_ids=(5, 6), max_tokens=8, seed=wanted.seed
+        )
         preparation.mark_if_unprepared(connection, [ready])
     assert answer(engine, wanted) == repeat
     (claimed,) = claim(engine, [first.job_id])
@@ -95,11 +98,17 @@ def test_a_request_repeated_at_any_stage_of_its_life_is_the_same_job(
     assert cell(engine, "SELECT count(*) FROM jobs") == 1
 
 
-@pytest.mark.parametrize(("model", "adapter"), [("m:legal", None), ("m", "legal")], ids=["address", "field"])
-def test_a_repeat_may_name_an_adapter_either_way(engine: Engine, model: str, adapter: str | None) -> None:
+@pytest.mark.parametrize(
+    ("model", "adapter"), [("m:legal", None), ("m", "legal")], ids=["address", "field"]
+)
+def test_a_repeat_may_name_an_adapter_either_way(
+    engine: Engine, model: str, adapter: str | None
+) -> None:
     (first,) = insert(engine, request(model="m:legal", idempotency_key="k"))
     with engine.begin() as connection:
-        ready = PreparedJob(id=first.job_id, model=MODEL, adapter="legal", prompt_ids=(5,), max_tokens=8, seed=None)
+        ready = PreparedJob(
+            id=first.job_id, model=MODEL, adapter="legal", prompt_ids=(5,), max_tokens=8, seed=None
+        )
         preparation.mark_if_unprepared(connection, [ready])
 
     repeat = request(model=model, adapter=adapter, idempotency_key="k")
@@ -168,7 +177,9 @@ def test_an_id_of_one_job_with_a_key_of_another_is_a_conflict(engine: Engine) ->
         insert(engine, request(id=first.job_id, idempotency_key="k"))
 
 
-def test_a_corrected_request_under_a_refused_id_is_a_conflict_with_the_reason(engine: Engine) -> None:
+def test_a_corrected_request_under_a_refused_id_is_a_conflict_with_the_reason(
+    engine: Engine,
+) -> None:
     refused = jobs.FailedRequest(
         id=new_id(), model=MODEL, prompt="text", error=Invalid("top_p", "bad", "fix").as_dict()
     )
@@ -181,8 +192,12 @@ def test_a_corrected_request_under_a_refused_id_is_a_conflict_with_the_reason(en
 def test_repeating_a_job_found_invalid_tells_its_producer_why(engine: Engine) -> None:
     (stored,) = insert(engine, request(idempotency_key="k"))
     with engine.begin() as connection:
-        preparation.fail_if_unprepared(connection, {stored.job_id: Invalid("model", "unknown", "fix").as_dict()})
-    assert insert(engine, request(idempotency_key="k")) == [StoredRequest(job_id=stored.job_id, is_new=False)]
+        preparation.fail_if_unprepared(
+            connection, {stored.job_id: Invalid("model", "unknown", "fix").as_dict()}
+        )
+    assert insert(engine, request(idempotency_key="k")) == [
+        StoredRequest(job_id=stored.job_id, is_new=False)
+    ]
     with engine.begin() as connection:
         job = jobs.get_job(connection, stored.job_id)
     assert job is not None
@@ -192,7 +207,12 @@ def test_repeating_a_job_found_invalid_tells_its_producer_why(engine: Engine) ->
 def test_only_the_first_of_one_id_twice_in_a_batch_is_new(engine: Engine) -> None:
     own = new_id()
     stored = insert(
-        engine, request(id=own), request(), request(id=own), request(idempotency_key="k"), request(idempotency_key="k")
+        engine,
+        request(id=own),
+        request(),
+        request(id=own),
+        request(idempotency_key="k"),
+        request(idempotency_key="k"),
     )
     assert [one.is_new for one in stored] == [True, True, False, True, False]
     assert stored[0].job_id == stored[2].job_id == own
@@ -209,7 +229,8 @@ def test_forty_thousand_keys_in_another_order_find_their_jobs(engine: Engine) ->
 
 
 def test_two_batches_with_the_same_keys_in_other_orders_both_succeed(engine: Engine) -> None:
-    one, two = [request(idempotency_key=key) for key in "ab"], [request(idempotency_key=key) for key in "ba"]
+    one = [request(idempotency_key=key) for key in "ab"]
+    two = [request(idempotency_key=key) for key in "ba"]
     stored = at_once(engine, one, two, jobs.insert_jobs)
     ids = [
         {request.idempotency_key: row.job_id for request, row in zip(batch, rows, strict=True)}
@@ -221,7 +242,8 @@ def test_two_batches_with_the_same_keys_in_other_orders_both_succeed(engine: Eng
 
 def test_two_statements_in_the_order_of_requests_deadlock(engine: Engine) -> None:
     """What the one above is kept from."""
-    one, two = [request(idempotency_key=key) for key in "ab"], [request(idempotency_key=key) for key in "ba"]
+    one = [request(idempotency_key=key) for key in "ab"]
+    two = [request(idempotency_key=key) for key in "ba"]
     with pytest.raises(OperationalError) as caught:
         at_once(
             engine,
@@ -234,8 +256,11 @@ def test_two_statements_in_the_order_of_requests_deadlock(engine: Engine) -> Non
     assert isinstance(caught.value.orig, DeadlockDetected)
 
 
-def at_once(engine: Engine, one: Sequence[JobRequest], two: Sequence[JobRequest], work: Any) -> list[Any]:
-    """Each in a transaction of its own; neither goes past its first row before the other got there, or waits."""
+def at_once(
+    engine: Engine, one: Sequence[JobRequest], two: Sequence[JobRequest], work: Any
+) -> list[Any]:
+    """Each in a transaction of its own; neither goes past its first row before the other got there,
+    or waits."""
     change(engine, PAUSE_BEFORE_THE_SECOND_ROW)
 
     def run(batch: Sequence[JobRequest]) -> Any:

@@ -1,4 +1,5 @@
-"""What relays repair, on a real Postgres: leases, deadlines, cancels, poison jobs. Time is moved in rows."""
+"""What relays repair, on a real Postgres: leases, deadlines, cancels, poison jobs. Time is moved in
+rows."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def test_an_expired_lease_with_new_tokens_is_requeued_without_a_crash(engine: En
 
 def test_an_expired_lease_of_a_parked_job_is_requeued_without_a_crash(engine: Engine) -> None:
     """Until it has begun: then nobody can tell any more that it broke nothing."""
-    waiting, begun = running(engine), running(engine)
+    waiting = running(engine)
+    begun = running(engine)
     change(engine, "UPDATE jobs SET crashes = 1")
     with engine.begin() as connection:
         claims.park(connection, [(one.job_id, one.fence) for one in (waiting, begun)])
@@ -106,7 +108,9 @@ def test_a_parked_job_that_was_taken_back_is_lost_to_its_head(engine: Engine) ->
 
 
 def test_the_sweep_requeues_only_what_a_restarted_heads_predecessor_held(engine: Engine) -> None:
-    left, elsewhere, of_another = running(engine), running(engine, head=replace(HEAD, worker="h2")), running(engine)
+    left = running(engine)
+    elsewhere = running(engine, head=replace(HEAD, worker="h2"))
+    of_another = running(engine)
     change(engine, "UPDATE jobs SET pipeline = 'q' WHERE id = :id", id=of_another.job_id)
     with engine.begin() as connection:
         assert leases.expire_held_by(connection, worker="h", pipeline="p") == 1
@@ -130,7 +134,11 @@ def test_attempts_without_a_token_of_their_own_end_in_a_dead_letter(engine: Engi
     expire(engine, claimed)
     assert sweep(engine) == {"failed": 1}
     error = read(engine, job_id).error or {}
-    assert (error["code"], error["crashes"], [attempt["fence"] for attempt in error["attempts"]]) == (
+    assert (
+        error["code"],
+        error["crashes"],
+        [attempt["fence"] for attempt in error["attempts"]],
+    ) == (
         "crashed",
         3,
         [3, 2, 1],
@@ -138,7 +146,8 @@ def test_attempts_without_a_token_of_their_own_end_in_a_dead_letter(engine: Engi
 
 
 def test_no_job_outlives_more_crashes_than_the_installation_allows(engine: Engine) -> None:
-    swept, held = submit(engine, max_crashes=100)[0], submit(engine, max_crashes=100)[0]
+    swept = submit(engine, max_crashes=100)[0]
+    held = submit(engine, max_crashes=100)[0]
     for outcome in ("crashed", "failed"):
         (first,) = claim(engine, [swept])
         (second,) = claim(engine, [held])
@@ -186,7 +195,11 @@ def test_saved_tokens_become_the_result_of_a_stopped_job_without_a_head(
     job = read(engine, claimed.job_id)
     assert job.state == end_state
     assert job.result is not None
-    assert (job.result.text, job.result.token_ids, job.result.finish_reason) == ("m:7,8", (7, 8), end_state)
+    assert (job.result.text, job.result.token_ids, job.result.finish_reason) == (
+        "m:7,8",
+        (7, 8),
+        end_state,
+    )
 
 
 def test_a_sweep_ends_a_cancelled_requeued_job_with_its_tokens(engine: Engine) -> None:
@@ -194,7 +207,9 @@ def test_a_sweep_ends_a_cancelled_requeued_job_with_its_tokens(engine: Engine) -
     expire(engine, claimed, 7)
     sweep(engine)
     with engine.begin() as connection:
-        assert jobs.request_cancel(connection, [claimed.job_id]) == {claimed.job_id: JobState.QUEUED}
+        assert jobs.request_cancel(connection, [claimed.job_id]) == {
+            claimed.job_id: JobState.QUEUED
+        }
     assert sweep(engine) == {"cancelled": 1}
     result = read(engine, claimed.job_id).result
     assert result is not None
@@ -203,7 +218,8 @@ def test_a_sweep_ends_a_cancelled_requeued_job_with_its_tokens(engine: Engine) -
 
 
 def test_a_job_whose_text_is_not_known_yet_waits_for_the_next_sweep(engine: Engine) -> None:
-    waiting, leased = running(engine), running(engine)
+    waiting = running(engine)
+    leased = running(engine)
     expire(engine, waiting, 7)
     sweep(engine)
     expire(engine, leased, 8)
@@ -213,12 +229,17 @@ def test_a_job_whose_text_is_not_known_yet_waits_for_the_next_sweep(engine: Engi
         assert sweeps.sweep_expired_leases(connection, lambda _: None, lease_s=LEASE_S) == {}
         assert sweeps.sweep_stopped_queued(connection, lambda _: None) == {}
 
-    assert (state(engine, waiting.job_id), state(engine, leased.job_id)) == (JobState.QUEUED, JobState.RUNNING)
+    assert (state(engine, waiting.job_id), state(engine, leased.job_id)) == (
+        JobState.QUEUED,
+        JobState.RUNNING,
+    )
     assert sweep(engine) == {"cancelled": 2}
 
 
 @pytest.mark.parametrize("is_queued", [False, True], ids=["lease expired", "waiting"])
-def test_partial_results_of_megabytes_all_end_a_few_per_sweep(engine: Engine, is_queued: bool) -> None:
+def test_partial_results_of_megabytes_all_end_a_few_per_sweep(
+    engine: Engine, is_queued: bool
+) -> None:
     """Five of 3 MB: a sweep begins a row while it has read less than 8."""
     for claimed in claim(engine, submit(engine, 5)):
         expire(engine, claimed, 7)
@@ -253,7 +274,10 @@ def test_a_partial_result_is_decoded_behind_the_last_tokens_of_its_prompt(engine
         expire(engine, claimed, 7)
     change(engine, "UPDATE jobs SET cancel_requested_at = now()")
     change(engine, "UPDATE jobs SET prompt_ids = ARRAY(SELECT generate_series(1, 40))")
-    change(engine, "UPDATE jobs SET prompt_ids = '{4,5}' WHERE id = (SELECT min(id::text)::uuid FROM jobs)")
+    change(
+        engine,
+        "UPDATE jobs SET prompt_ids = '{4,5}' WHERE id = (SELECT min(id::text)::uuid FROM jobs)",
+    )
     ends: list[tuple[int, ...]] = []
 
     def note(partial: Partial) -> str:
@@ -297,20 +321,28 @@ def test_the_first_write_wins_between_heads_and_relays_after_a_lease(engine: Eng
 
     def finish() -> dict[UUID, JobState]:
         gate.wait()
-        return {job_id: ended for one in claimed for job_id, ended in end(engine, success(one)).items()}
+        return {
+            job_id: ended for one in claimed for job_id, ended in end(engine, success(one)).items()
+        }
 
     def rescue() -> int:
         gate.wait()
         return sum(_sweep_few(engine) for _ in range(20))
 
     with ThreadPoolExecutor(3) as threads:
-        finishing, *rescuing = threads.submit(finish), threads.submit(rescue), threads.submit(rescue)
+        finishing, *rescuing = (
+            threads.submit(finish),
+            threads.submit(rescue),
+            threads.submit(rescue),
+        )
         finished = finishing.result()
         num_rescued = sum(future.result() for future in rescuing)
     assert len(finished) + num_rescued == 40
     assert cell(engine, "SELECT count(*) FROM results") == len(finished)
     for one in claimed:
-        assert state(engine, one.job_id) is (JobState.SUCCEEDED if one.job_id in finished else JobState.QUEUED)
+        assert state(engine, one.job_id) is (
+            JobState.SUCCEEDED if one.job_id in finished else JobState.QUEUED
+        )
 
 
 def test_only_jobs_that_have_not_ended_are_counted(engine: Engine) -> None:
@@ -329,7 +361,10 @@ def test_the_count_of_a_long_backlog_stops_at_its_limit_per_model(
     monkeypatch.setattr(sweeps, "COUNTS", text(limited))
     submit(engine, 5)
     running(engine)
-    change(engine, "INSERT INTO jobs (model, prompt) VALUES ('b', 'text'), ('z', 'text'), ('z', 'text')")
+    change(
+        engine,
+        "INSERT INTO jobs (model, prompt) VALUES ('b', 'text'), ('z', 'text'), ('z', 'text')",
+    )
     with engine.begin() as connection:
         assert sweeps.count_active(connection) == {
             ("b", "queued"): 1,

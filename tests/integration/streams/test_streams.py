@@ -1,4 +1,5 @@
-"""The streams against a real Valkey: what the writer leaves, what readers make of it, what an outage costs."""
+"""The streams against a real Valkey: what the writer leaves, what readers make of it, what an
+outage costs."""
 
 from __future__ import annotations
 
@@ -38,14 +39,18 @@ def server(redis_url: str) -> Iterator[redis.Redis]:
         yield server
 
 
-def test_each_job_has_a_stream_of_its_own_that_expires(writer: DeltaWriter, server: redis.Redis) -> None:
+def test_each_job_has_a_stream_of_its_own_that_expires(
+    writer: DeltaWriter, server: redis.Redis
+) -> None:
     writer.write([(JOB, delta(0)), (OTHER, delta(0)), (JOB, delta(1))])
     writer.write([])
     assert (server.xlen(job_stream(JOB)), server.xlen(job_stream(OTHER))) == (2, 1)
     assert 0 < int(str(server.ttl(job_stream(JOB)))) <= STREAM_TTL_S
 
 
-def test_a_stream_recreated_after_its_loss_expires_too(writer: DeltaWriter, server: redis.Redis) -> None:
+def test_a_stream_recreated_after_its_loss_expires_too(
+    writer: DeltaWriter, server: redis.Redis
+) -> None:
     writer.write([(JOB, delta(0))])
     server.flushall()
 
@@ -62,7 +67,9 @@ def test_the_stream_of_an_endless_job_stays_bounded(
     top = TokenLogprob(1, -1.5, tuple((number, -2.5) for number in range(num_logprobs)))
     told = Delta(fence=1, start=0, ids=(0,), text="some", logprobs=(top,))
     for first in range(0, 12_000, 2_000):
-        writer.write([(JOB, msgspec.structs.replace(told, start=first + place)) for place in range(2_000)])
+        writer.write(
+            [(JOB, msgspec.structs.replace(told, start=first + place)) for place in range(2_000)]
+        )
     held_bytes = server.memory_usage(job_stream(JOB), samples=0) or 0
     assert STREAM_MAX_BYTES / 4 < held_bytes < 1.5 * STREAM_MAX_BYTES
 
@@ -82,7 +89,9 @@ def test_writing_without_redis_logs_one_error_and_blocks_nothing() -> None:
     assert writer.num_dropped == 3
 
 
-def test_every_delta_is_read_and_foreign_entries_are_passed_over(writer: DeltaWriter, server: redis.Redis) -> None:
+def test_every_delta_is_read_and_foreign_entries_are_passed_over(
+    writer: DeltaWriter, server: redis.Redis
+) -> None:
     writer.write([(JOB, delta(0))])
     server.xadd(job_stream(JOB), {"d": b"{"})
     server.xadd(job_stream(JOB), {"x": b"1"})
@@ -94,7 +103,9 @@ def test_every_delta_is_read_and_foreign_entries_are_passed_over(writer: DeltaWr
     assert reader.read(1.0) == [delta(2)]
 
 
-def test_a_stream_is_read_from_its_beginning_after_an_outage(writer: DeltaWriter, redis_server: Valkey) -> None:
+def test_a_stream_is_read_from_its_beginning_after_an_outage(
+    writer: DeltaWriter, redis_server: Valkey
+) -> None:
     connection = SyncDeltaReader.connect(redis_server.url)
     reader = SyncDeltaReader(connection, JOB)
     writer.write([(JOB, delta(0))])

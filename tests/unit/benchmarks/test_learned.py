@@ -17,7 +17,9 @@ from tests.benchmarks.learned import BUDGETS, Chain, LearnedHead, QTable, exact,
 LOAD = msgspec.convert({"jobs": 8, "prompt": 64, "output": 8}, LoadFile)
 
 
-def test_a_bandit_finds_the_fastest_split_among_those_that_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bandit_finds_the_fastest_split_among_those_that_memory_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     noise = random.Random(3)
 
     def speed(fleet: FleetFile, seed: int) -> float:

@@ -1,4 +1,5 @@
-"""The pure parts of `make bench-peers`: what is asked, in which order, what tokens and times say, what is written."""
+"""The pure parts of `make bench-peers`: what is asked, in which order, what tokens and times say,
+what is written."""
 
 from __future__ import annotations
 
@@ -25,11 +26,15 @@ SHAPES = workloads.shapes()
 
 
 def served(
-    *times_s: tuple[float, ...], ids: tuple[tuple[int, ...], ...] | None = None, arrivals_s: Any = None
+    *times_s: tuple[float, ...],
+    ids: tuple[tuple[int, ...], ...] | None = None,
+    arrivals_s: Any = None,
 ) -> Served:
     """A run of prompts of one token."""
     work = Work(
-        prompts=((3,),) * len(times_s), new_tokens=len(times_s[0]), arrivals_s=arrivals_s or (0.0,) * len(times_s)
+        prompts=((3,),) * len(times_s),
+        new_tokens=len(times_s[0]),
+        arrivals_s=arrivals_s or (0.0,) * len(times_s),
     )
     return Served.of(work, ids or [[7] * len(each) for each in times_s], times_s)
 
@@ -37,7 +42,11 @@ def served(
 def test_workloads_have_the_sizes_that_their_titles_say() -> None:
     long, short, common = (SHAPES[name].work(1) for name in ("long", "short", "common"))
     assert {len(prompt) for prompt in long.prompts} == {1500}
-    assert (len(short.prompts), short.num_prompt_tokens, short.num_output_tokens) == (512, 512 * 32, 512 * 16)
+    assert (len(short.prompts), short.num_prompt_tokens, short.num_output_tokens) == (
+        512,
+        512 * 32,
+        512 * 16,
+    )
     assert len({prompt[:512] for prompt in common.prompts}) == 1
     assert min(map(len, common.prompts)) >= 512 + 63
     assert SHAPES["W"].work(2).prompts == workload(64, run=2).prompts
@@ -45,7 +54,8 @@ def test_workloads_have_the_sizes_that_their_titles_say() -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_runs_of_a_workload_share_no_first_token_and_fit_the_context(name: str) -> None:
-    one, other = SHAPES[name].work(1), SHAPES[name].work(2)
+    one = SHAPES[name].work(1)
+    other = SHAPES[name].work(2)
     assert {prompt[0] for prompt in one.prompts}.isdisjoint({prompt[0] for prompt in other.prompts})
     assert [len(prompt) for prompt in one.prompts] == [len(prompt) for prompt in other.prompts]
     assert max(map(len, one.prompts)) + one.new_tokens <= CONTEXT
@@ -151,15 +161,20 @@ class Counter:
 
 def test_a_runner_turns_its_engine_until_every_request_has_its_tokens() -> None:
     stepper = Counter()
-    said = turn(stepper, Said({"prompts": [[1], [2], [3]], "new_tokens": 2, "arrivals_s": [0.0, 0.0, 0.05]})).said()
+    said = turn(
+        stepper, Said({"prompts": [[1], [2], [3]], "new_tokens": 2, "arrivals_s": [0.0, 0.0, 0.05]})
+    ).said()
     assert said["ids"] == [[0, 0], [1, 1], [2, 2]]
     assert stepper.widths == [2, 2, 1, 1]
     assert said["times_s"][2][0] >= 0.05
 
 
-def test_results_are_read_back_as_they_were_saved_and_the_page_has_their_figures(tmp_path: Path) -> None:
+def test_results_are_read_back_as_they_were_saved_and_the_page_has_their_figures(
+    tmp_path: Path,
+) -> None:
     results = Results(command="make bench-peers", machine={"cores": 2}, rounds=2)
-    ours, theirs = served((0.1, 0.5)), served((0.1, 1.0), ids=((7, 7),))
+    ours = served((0.1, 0.5))
+    theirs = served((0.1, 1.0), ids=((7, 7),))
     for _ in range(2):
         results.note("bf16", "W", OURS, ours, ours)
     results.note("bf16", "W", "vllm", theirs, ours)
@@ -169,7 +184,9 @@ def test_results_are_read_back_as_they_were_saved_and_the_page_has_their_figures
     results.ceilings["bf16 W"] = 16.0
     results.skipped["openvino"] = "no wheel for this machine"
     results.limits = {
-        "products": [{"precision": "bf16", "threads": 1, "shape": "o", "rows": 1, "gflop_per_s": 8}],
+        "products": [
+            {"precision": "bf16", "threads": 1, "shape": "o", "rows": 1, "gflop_per_s": 8}
+        ],
         "stream_gb_per_s": {"1": 13.5},
     }
     results.save(tmp_path / "peers.json")

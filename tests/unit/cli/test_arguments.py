@@ -34,8 +34,13 @@ def test_a_field_without_a_value_names_the_option(assignment: str) -> None:
 
 def test_a_prompt_with_a_system_message_is_a_chat() -> None:
     assert prompt_fields("hi", chat=False, system=None) == {"prompt": "hi"}
-    assert prompt_fields("hi", chat=True, system=None) == {"messages": [{"role": "user", "content": "hi"}]}
-    roles = [message["role"] for message in prompt_fields("hi", chat=False, system="be short")["messages"]]
+    assert prompt_fields("hi", chat=True, system=None) == {
+        "messages": [{"role": "user", "content": "hi"}]
+    }
+    roles = [
+        message["role"]
+        for message in prompt_fields("hi", chat=False, system="be short")["messages"]
+    ]
     assert roles == ["system", "user"]
 
 
@@ -57,10 +62,30 @@ def test_the_help_of_every_command_says_what_it_does(command: str) -> None:
     [
         (["submit", "hi", "--model", "m", "-f", "temprature=1"], {}, 2, "temprature"),
         (["submit", "", "--model", "m"], {}, 2, "prompt: it is empty"),
-        (["submit", "hi", "--model", "m", "-f", "flexible=price"], {}, 2, "flexible: without a deadline"),
-        (["submit", "hi", "--model", "m", "-f", "flexible=cheap", "-f", "deadline_s=9"], {}, 2, "flexible"),
-        (["submit", "hi", "--model", "m"], {"SHARDLINE_DATABASE_URL": "mysql://x/y"}, 2, "database_url"),
-        (["submit", "hi", "--model", "m"], {"SHARDLINE_TIME_SCALE": "soon"}, 2, "SHARDLINE_TIME_SCALE"),
+        (
+            ["submit", "hi", "--model", "m", "-f", "flexible=price"],
+            {},
+            2,
+            "flexible: without a deadline",
+        ),
+        (
+            ["submit", "hi", "--model", "m", "-f", "flexible=cheap", "-f", "deadline_s=9"],
+            {},
+            2,
+            "flexible",
+        ),
+        (
+            ["submit", "hi", "--model", "m"],
+            {"SHARDLINE_DATABASE_URL": "mysql://x/y"},
+            2,
+            "database_url",
+        ),
+        (
+            ["submit", "hi", "--model", "m"],
+            {"SHARDLINE_TIME_SCALE": "soon"},
+            2,
+            "SHARDLINE_TIME_SCALE",
+        ),
         (["submit", "hi", "--model", "m"], {}, 4, "Postgres cannot be reached"),
         (["get", JOB], {}, 4, "Postgres cannot be reached"),
         (["get", "7"], {}, 2, "UUID"),

@@ -1,4 +1,5 @@
-"""Typed arguments: `submit` offers the fields of a request, and a type checker refuses any other."""
+"""Typed arguments: `submit` offers the fields of a request, and a type checker refuses any
+other."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from shardline.contract.job import JobRequest
 NAMED = {"model", "prompt"}
 """Arguments of `submit` by themselves."""
 
-# Third-party packages in Python, SQLAlchemy above all, are taken as untyped: that saves most of the time.
+# Third-party packages in Python, SQLAlchemy above all, are taken as untyped: that saves most of the
+# time.
 CONFIG = """
 [mypy]
 strict = true
@@ -60,13 +62,24 @@ async def task(client: AsyncClient) -> None:
 
 def errors_in(program: str, folder: Path) -> list[tuple[int, str]]:
     """Line and code of each error that mypy finds in a producer's program."""
-    config, source = folder / "mypy.ini", folder / "producer.py"
+    config = folder / "mypy.ini"
+    source = folder / "producer.py"
     config.write_text(CONFIG.format(shared=Path(inspect.getfile(Client)).parents[2]))
     source.write_text(program)
-    options = ["--config-file", str(config), "--cache-dir", str(folder), "--no-error-summary", "--hide-error-context"]
+    options = [
+        "--config-file",
+        str(config),
+        "--cache-dir",
+        str(folder),
+        "--no-error-summary",
+        "--hide-error-context",
+    ]
     said, problem, _ = api.run([*options, str(source)])
     assert not problem, problem
-    return [(int(line), code) for line, code in re.findall(r"producer\.py:(\d+): error: .*\[([a-z-]+)\]", said)]
+    return [
+        (int(line), code)
+        for line, code in re.findall(r"producer\.py:(\d+): error: .*\[([a-z-]+)\]", said)
+    ]
 
 
 @pytest.mark.parametrize("client", [Client, AsyncClient])
@@ -83,4 +96,6 @@ def test_a_type_checker_takes_good_arguments_and_names_each_bad_one(tmp_path: Pa
     assert errors_in(good, tmp_path) == []
 
     numbered = enumerate(BAD.splitlines(), start=1)
-    assert errors_in(BAD, tmp_path) == [(number, line.split("# ")[1]) for number, line in numbered if "# " in line]
+    assert errors_in(BAD, tmp_path) == [
+        (number, line.split("# ")[1]) for number, line in numbered if "# " in line
+    ]

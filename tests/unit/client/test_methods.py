@@ -1,4 +1,5 @@
-"""The public clients: one list of methods, the same for threads and for asyncio. No server needed."""
+"""The public clients: one list of methods, the same for threads and for asyncio. No server
+needed."""
 
 from __future__ import annotations
 

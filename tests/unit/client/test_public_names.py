@@ -1,4 +1,5 @@
-"""The public library: `from shardline import …` gives all that a producer needs, and loads only what that takes."""
+"""The public library: `from shardline import …` gives all that a producer needs, and loads only
+what that takes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ DRIVERS = {"sqlalchemy", "psycopg", "redis", "pydantic"}
 def loaded_by(statement: str) -> set[str]:
     """The drivers, and the modules of ours, that a fresh interpreter has loaded after it."""
     program = f"import sys; {statement}; print(*sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     names = set(ran.stdout.split())
     return {name for name in names if name in DRIVERS or name.split(".")[0] == "shardline"}
 
@@ -30,7 +33,12 @@ def loaded_by(statement: str) -> set[str]:
 def imported_names(program: str) -> set[str]:
     """What a program imports from the library, as `module.name`."""
     froms = [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.ImportFrom)]
-    return {f"{node.module}.{alias.name}" for node in froms for alias in node.names if "shardline" in str(node.module)}
+    return {
+        f"{node.module}.{alias.name}"
+        for node in froms
+        for alias in node.names
+        if "shardline" in str(node.module)
+    }
 
 
 @pytest.mark.parametrize("name", shardline.__all__)
@@ -55,7 +63,14 @@ def test_an_import_of_the_package_alone_loads_nothing_else() -> None:
 
 def test_an_error_and_a_record_load_no_driver() -> None:
     loaded = loaded_by("from shardline import Delta, Invalid, Job, JobRequest")
-    records = {"base", "base.errors", "base.trace_context", "contract", "contract.job", "contract.wire"}
+    records = {
+        "base",
+        "base.errors",
+        "base.trace_context",
+        "contract",
+        "contract.job",
+        "contract.wire",
+    }
     assert loaded == {"shardline", *(f"shardline.{name}" for name in records)}
 
 
@@ -74,9 +89,13 @@ def test_documents_and_examples_import_public_names_only() -> None:
     blocks = [
         block
         for path in documents
-        for block in re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+        for block in re.findall(
+            r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+        )
     ]
-    names = set[str]().union(*map(imported_names, [*blocks, *(path.read_text(encoding="utf-8") for path in EXAMPLES)]))
+    names = set[str]().union(
+        *map(imported_names, [*blocks, *(path.read_text(encoding="utf-8") for path in EXAMPLES)])
+    )
     assert "shardline.Client" in names
     assert names <= {f"shardline.{name}" for name in shardline.__all__}
 

@@ -11,7 +11,9 @@ from shardline.client.turns import MAX_WAITING, TenantTurns
 
 
 async def test_who_asks_much_waits_for_itself_and_not_the_others() -> None:
-    turns, order, end = TenantTurns(2), [], asyncio.Event()
+    turns = TenantTurns(2)
+    order = []
+    end = asyncio.Event()
 
     async def ask(tenant: str) -> None:
         async with turns.take(tenant):
@@ -28,7 +30,9 @@ async def test_who_asks_much_waits_for_itself_and_not_the_others() -> None:
 
 
 async def test_a_tenant_over_its_limit_is_told_to_come_again() -> None:
-    turns, end, asked = TenantTurns(2), asyncio.Event(), asyncio.Semaphore(0)
+    turns = TenantTurns(2)
+    end = asyncio.Event()
+    asked = asyncio.Semaphore(0)
 
     async def ask() -> None:
         asked.release()
@@ -47,14 +51,17 @@ async def test_a_tenant_over_its_limit_is_told_to_come_again() -> None:
 
 
 async def test_a_waiting_query_that_is_cancelled_leaves_the_turns_to_others() -> None:
-    turns, end, asked = TenantTurns(1), asyncio.Event(), asyncio.Semaphore(0)
+    turns = TenantTurns(1)
+    end = asyncio.Event()
+    asked = asyncio.Semaphore(0)
 
     async def ask() -> None:
         asked.release()
         async with turns.take("a"):
             await end.wait()
 
-    first, second = asyncio.create_task(ask()), asyncio.create_task(ask())
+    first = asyncio.create_task(ask())
+    second = asyncio.create_task(ask())
     for _ in range(2):
         await asked.acquire()
     second.cancel()

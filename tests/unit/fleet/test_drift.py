@@ -27,10 +27,13 @@ def windows(of: Drift, num: int, taken_s: float) -> None:
 
 
 def test_steps_as_long_as_the_profile_says_are_no_drift() -> None:
-    first, last = drift(), drift(last=True)
+    first = drift()
+    last = drift(last=True)
     windows(first, 2 * NUM_WINDOWS, STEP_S)
     windows(last, 2 * NUM_WINDOWS, STEP_S + LAYER_S)
-    assert [first.ratio, last.ratio] == pytest.approx([1.0, 1.0]), "the tail has its output layer, too"
+    assert [first.ratio, last.ratio] == pytest.approx([1.0, 1.0]), (
+        "the tail has its output layer, too"
+    )
     assert (first.take(), last.take()) == (None, None)
 
 
@@ -75,7 +78,9 @@ def test_a_plan_is_the_step_that_the_planner_knows() -> None:
     kind = step_kind(StepPlan(0, (), rows, ()))
     assert (kind.decodes, kind.decode_context) == (3, 10 + 11 + 12)
     assert (kind.prefill, kind.prefill_context) == (3, 5 + 6 + 7)
-    assert compute_s(device("a:0"), {"full_attention": 2}, kind, is_tail=False) == pytest.approx(2 * LAYER_S)
+    assert compute_s(device("a:0"), {"full_attention": 2}, kind, is_tail=False) == pytest.approx(
+        2 * LAYER_S
+    )
 
 
 def test_the_planner_knows_as_many_rows_as_the_scheduler_packs() -> None:

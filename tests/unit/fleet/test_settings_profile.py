@@ -1,4 +1,5 @@
-"""Settings profiles: what a stage, `make up` and Compose read of one, what goes before it, and what it may not say."""
+"""Settings profiles: what a stage, `make up` and Compose read of one, what goes before it, and what
+it may not say."""
 
 from __future__ import annotations
 
@@ -52,12 +53,19 @@ def test_a_stage_takes_its_own_settings_of_a_profile(profile: Path) -> None:
 @pytest.mark.usefixtures("profile")
 def test_make_up_takes_its_own_and_is_placed_by_them() -> None:
     settings = StandaloneSettings()
-    assert (settings.stages, settings.replicas, settings.split, settings.dtype) == (2, 3, "0-5,6-7", "bfloat16")
+    assert (settings.stages, settings.replicas, settings.split, settings.dtype) == (
+        2,
+        3,
+        "0-5,6-7",
+        "bfloat16",
+    )
     assert settings.is_placed
 
 
 @pytest.mark.usefixtures("profile")
-def test_the_environment_goes_before_a_profile_unless_it_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_goes_before_a_profile_unless_it_is_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SHARDLINE_SEATS", "8")
     monkeypatch.setenv("SHARDLINE_DTYPE", "")
     settings = StageSettings(token_budget=128)
@@ -107,7 +115,12 @@ def test_a_profile_without_a_setting_is_text_that_sets_nothing(tmp_path: Path) -
 
 def test_compose_passes_tuned_settings_on_to_its_stages() -> None:
     services = yaml.safe_load((REPOSITORY / "compose.yaml").read_text(encoding="utf-8"))["services"]
-    for name, of_fleet in [("stage", True), ("stage-cuda", True), ("stage-rocm", True), ("stage-0", False)]:
+    for name, of_fleet in [
+        ("stage", True),
+        ("stage-cuda", True),
+        ("stage-rocm", True),
+        ("stage-0", False),
+    ]:
         environment = services[name]["environment"]
         passed = {"seats", "token_budget", "lanes", "dtype"} | (set() if of_fleet else {"split"})
         for variable in (f"SHARDLINE_{setting.upper()}" for setting in passed):

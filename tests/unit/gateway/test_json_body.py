@@ -8,7 +8,12 @@ import tracemalloc
 
 import pytest
 
-from services.gateway.http.json_body import MAX_FIELD_BYTES, check_fields, decoded_bytes, read_object
+from services.gateway.http.json_body import (
+    MAX_FIELD_BYTES,
+    check_fields,
+    decoded_bytes,
+    read_object,
+)
 from shardline.base.errors import Invalid
 
 PIECES = {
@@ -54,7 +59,11 @@ def test_a_large_field_is_refused_by_name_before_it_is_decoded(field: str) -> No
     with pytest.raises(Invalid) as refused:
         check_fields(body)
     assert (refused.value.field, str(MAX_FIELD_BYTES) in refused.value.problem) == (field, True)
-    check_fields(json.dumps({"prompt": "b" * (4 * MAX_FIELD_BYTES), "messages": [{}] * MAX_FIELD_BYTES}).encode())
+    check_fields(
+        json.dumps(
+            {"prompt": "b" * (4 * MAX_FIELD_BYTES), "messages": [{}] * MAX_FIELD_BYTES}
+        ).encode()
+    )
 
 
 def test_text_takes_its_own_bytes_whatever_signs_it_has() -> None:

@@ -1,4 +1,5 @@
-"""OpenAI's bodies: each field is taken, dropped because it changes nothing, or refused by its name with a remedy."""
+"""OpenAI's bodies: each field is taken, dropped because it changes nothing, or refused by its name
+with a remedy."""
 
 from __future__ import annotations
 
@@ -26,21 +27,44 @@ CHAT: dict[str, Any] = {"model": "clerk", "messages": [{"role": "user", "content
 
 
 def test_the_fields_of_a_completion_become_ours() -> None:
-    fields = {"max_tokens": 3, "stop": "x", "temperature": 0, "logprobs": 2, "seed": 5, "stream": True}
-    request, wanted = completion_request({**TEXT, **fields, "stream_options": {"include_usage": True}})
-    assert (request.prompt, request.max_tokens, request.stop, request.temperature) == ("a", 3, ("x",), 0)
+    fields = {
+        "max_tokens": 3,
+        "stop": "x",
+        "temperature": 0,
+        "logprobs": 2,
+        "seed": 5,
+        "stream": True,
+    }
+    request, wanted = completion_request(
+        {**TEXT, **fields, "stream_options": {"include_usage": True}}
+    )
+    assert (request.prompt, request.max_tokens, request.stop, request.temperature) == (
+        "a",
+        3,
+        ("x",),
+        0,
+    )
     assert (request.logprobs, request.seed) == (2, 5)
     assert wanted == AnswerOptions(stream=True, include_usage=True)
 
 
 def test_the_messages_of_a_chat_become_ours() -> None:
     messages = [
-        {"role": "system", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]},
+        {
+            "role": "system",
+            "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}],
+        },
         {"role": "assistant", "content": "d", "tool_calls": None, "refusal": None},
         {"role": "user", "content": "e", "name": "me"},
     ]
-    request, _ = chat_request({**CHAT, "messages": messages, "max_completion_tokens": 4, "logprobs": True})
-    assert request.messages == (Message("system", "b\nc"), Message("assistant", "d"), Message("user", "e", "me"))
+    request, _ = chat_request(
+        {**CHAT, "messages": messages, "max_completion_tokens": 4, "logprobs": True}
+    )
+    assert request.messages == (
+        Message("system", "b\nc"),
+        Message("assistant", "d"),
+        Message("user", "e", "me"),
+    )
     assert (request.max_tokens, request.logprobs) == (4, 0)
 
 
@@ -80,7 +104,9 @@ def test_the_messages_of_a_chat_become_ours() -> None:
         ({"model": None}, "model", "docs/jobs.md"),
     ],
 )
-def test_a_wrong_completion_names_the_field_and_the_remedy(fields: dict[str, Any], field: str, remedy: str) -> None:
+def test_a_wrong_completion_names_the_field_and_the_remedy(
+    fields: dict[str, Any], field: str, remedy: str
+) -> None:
     with pytest.raises(Invalid) as caught:
         completion_request({**TEXT, **fields})
     assert caught.value.field == field
@@ -110,8 +136,14 @@ def test_a_wrong_completion_names_the_field_and_the_remedy(fields: dict[str, Any
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "a", "mood": "b"}]}, "messages[0].mood"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]},
+            "messages[0].tool_calls",
+        ),
     ],
 )
 def test_a_wrong_chat_names_the_field(fields: dict[str, Any], field: str) -> None:
@@ -136,7 +168,10 @@ def test_a_wrong_chat_names_the_field(fields: dict[str, Any], field: str) -> Non
         {"stream_options": {"include_usage": None, "include_obfuscation": False}},
         {"n": 1.0},
         {"presence_penalty": None, "temperature": None, "logprobs": None, "metadata": None},
-        {"stream": True, "stream_options": {"include_usage": False, "continuous_usage_stats": False}},
+        {
+            "stream": True,
+            "stream_options": {"include_usage": False, "continuous_usage_stats": False},
+        },
     ],
 )
 def test_what_changes_nothing_is_taken_as_if_it_were_left_out(fields: dict[str, Any]) -> None:
@@ -144,20 +179,27 @@ def test_what_changes_nothing_is_taken_as_if_it_were_left_out(fields: dict[str, 
     assert chat_request({**CHAT, **fields})[0] == plain
 
 
-@pytest.mark.parametrize("fields", [{name: value} for name, values in COMPLETION_NEUTRAL.items() for value in values])
+@pytest.mark.parametrize(
+    "fields", [{name: value} for name, values in COMPLETION_NEUTRAL.items() for value in values]
+)
 def test_what_changes_nothing_of_a_completion_is_taken_too(fields: dict[str, Any]) -> None:
     assert completion_request({**TEXT, **fields}) == completion_request(TEXT)
 
 
 def test_whole_numbers_are_integers_however_a_language_writes_them() -> None:
-    request, _ = chat_request({**CHAT, "max_tokens": 5.0, "seed": 7.0, "top_k": 3.0, "priority": 2.0})
+    request, _ = chat_request(
+        {**CHAT, "max_tokens": 5.0, "seed": 7.0, "top_k": 3.0, "priority": 2.0}
+    )
     assert (request.max_tokens, request.seed, request.top_k, request.priority) == (5, 7, 3, 2)
 
 
 @pytest.mark.parametrize(
-    ("fields", "default"), [({}, 16), ({"max_tokens": None}, 16), ({"max_tokens": 5}, None), ({"max_tokens": -1}, None)]
+    ("fields", "default"),
+    [({}, 16), ({"max_tokens": None}, 16), ({"max_tokens": 5}, None), ({"max_tokens": -1}, None)],
 )
-def test_a_completion_that_says_no_length_has_16_tokens(fields: dict[str, Any], default: int | None) -> None:
+def test_a_completion_that_says_no_length_has_16_tokens(
+    fields: dict[str, Any], default: int | None
+) -> None:
     assert completion_request({**TEXT, **fields})[1].default_max_tokens == default
     assert chat_request({**CHAT, **fields})[1].default_max_tokens is None
 
@@ -180,7 +222,11 @@ def test_a_long_name_is_cut_in_the_error() -> None:
 @pytest.mark.parametrize(
     ("body", "field", "problem"),
     [
-        (rb'{"messages": [{"role": "user", "content": "cut \ud83d here"}]}', "messages[0].content", "lone surrogate"),
+        (
+            rb'{"messages": [{"role": "user", "content": "cut \ud83d here"}]}',
+            "messages[0].content",
+            "lone surrogate",
+        ),
         (rb'{"prompt": "cut \ud83d"}', "prompt", "lone surrogate"),
         (rb'{"metadata": {"a": [0, 1e5000]}}', "metadata.a[1]", "JSON has not"),
         (rb'{"temperature": NaN}', "temperature", "JSON has not"),

@@ -11,13 +11,22 @@ from tokenizers import Tokenizer
 
 from services.gateway.openai.requests import AnswerOptions
 from services.gateway.openai.responses import OpenAiResponses
-from shardline.contract.job import FinishReason, JobState, Result, SamplingParams, TokenLogprob, Usage
+from shardline.contract.job import (
+    FinishReason,
+    JobState,
+    Result,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
 from shardline.contract.wire import Delta
 from shardline.tokenize import Tokens
 from tests.unit.tokenize.small_tokenizers import byte_fallback, id_of
 
 
-def responses(tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, is_chat: bool = False) -> OpenAiResponses:
+def responses(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, is_chat: bool = False
+) -> OpenAiResponses:
     """Of a model with this tokenizer."""
     tokens = Tokens(
         model="m",
@@ -43,7 +52,9 @@ def responses(tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, is_chat: 
 
 def logprobs_of(ids: Sequence[int]) -> tuple[TokenLogprob, ...]:
     """Each token with itself as the second best."""
-    return tuple(TokenLogprob(token_id, -0.5, ((1 + 0xF0, -0.1), (token_id, -0.5))) for token_id in ids)
+    return tuple(
+        TokenLogprob(token_id, -0.5, ((1 + 0xF0, -0.1), (token_id, -0.5))) for token_id in ids
+    )
 
 
 def result(ids: Sequence[int]) -> Result:
@@ -63,9 +74,16 @@ def result(ids: Sequence[int]) -> Result:
 @pytest.mark.parametrize("size", [1, 2, 7, 100])
 def test_a_stream_places_its_tokens_as_the_whole_answer_does(size: int, num_begun: int) -> None:
     tokenizer = byte_fallback()
-    hello, world = id_of(tokenizer, "▁hello"), id_of(tokenizer, "▁world")
+    hello = id_of(tokenizer, "▁hello")
+    world = id_of(tokenizer, "▁world")
     last = "😀".encode()[:num_begun]
-    ids = [world, *(1 + byte for byte in "😀é!".encode()), hello, world, *(1 + byte for byte in last)]
+    ids = [
+        world,
+        *(1 + byte for byte in "😀é!".encode()),
+        hello,
+        world,
+        *(1 + byte for byte in last),
+    ]
     answers = responses(tokenizer, [hello])
     texts = answers.logprob_texts()
     deltas = [
@@ -73,7 +91,9 @@ def test_a_stream_places_its_tokens_as_the_whole_answer_does(size: int, num_begu
         for start in range(0, len(ids), size)
         for part in [ids[start : start + size]]
     ]
-    end = Delta(fence=1, start=len(ids), state=JobState.SUCCEEDED, finish_reason=FinishReason.LENGTH)
+    end = Delta(
+        fence=1, start=len(ids), state=JobState.SUCCEEDED, finish_reason=FinishReason.LENGTH
+    )
 
     chunks = [answers.chunk(delta, texts)["choices"][0]["logprobs"] for delta in deltas]
     chunks += [answers.chunk(end, texts)["choices"][0]["logprobs"]] if texts.has_new(end) else []
@@ -105,9 +125,13 @@ def test_alternatives_of_a_completion_have_a_key_each_and_the_output_token_is_on
     space, plain, *rest = (id_of(tokenizer, name) for name in names)
     top = tuple((token_id, -1.0) for token_id in (space, *rest, 1 + 0x41))
     answers = responses(tokenizer, [space])
-    delta = Delta(fence=1, start=0, ids=(plain,), text="", logprobs=(TokenLogprob(plain, -3.0, top[:-1]),))
+    delta = Delta(
+        fence=1, start=0, ids=(plain,), text="", logprobs=(TokenLogprob(plain, -3.0, top[:-1]),)
+    )
 
-    (found,) = answers.chunk(delta, answers.logprob_texts())["choices"][0]["logprobs"]["top_logprobs"]
+    (found,) = answers.chunk(delta, answers.logprob_texts())["choices"][0]["logprobs"][
+        "top_logprobs"
+    ]
 
     assert list(found) == [" true", "bytes:\\xf0", "bytes:\\x9f", "A", "lo", "true"]
     assert found["true"] == -3.0
@@ -116,12 +140,18 @@ def test_alternatives_of_a_completion_have_a_key_each_and_the_output_token_is_on
 def test_an_alternative_with_the_text_of_another_token_is_named_by_its_id() -> None:
     tokenizer = byte_fallback()
     tokenizer.add_tokens(["A"])
-    letter, byte = id_of(tokenizer, "A"), id_of(tokenizer, "<0x41>")
+    letter = id_of(tokenizer, "A")
+    byte = id_of(tokenizer, "<0x41>")
     answers = responses(tokenizer)
     delta = Delta(
-        fence=1, start=0, ids=(letter,), logprobs=(TokenLogprob(letter, -3.0, ((byte, -1.0), (letter, -3.0))),)
+        fence=1,
+        start=0,
+        ids=(letter,),
+        logprobs=(TokenLogprob(letter, -3.0, ((byte, -1.0), (letter, -3.0))),),
     )
 
-    (found,) = answers.chunk(delta, answers.logprob_texts())["choices"][0]["logprobs"]["top_logprobs"]
+    (found,) = answers.chunk(delta, answers.logprob_texts())["choices"][0]["logprobs"][
+        "top_logprobs"
+    ]
 
     assert found == {f"token_id:{byte}": -1.0, "A": -3.0}

@@ -15,12 +15,15 @@ class Once(Loop):
     """Fails in its first turn, and stops in its second."""
 
     def __init__(self, error: Exception) -> None:
-        super().__init__("once", Counter("errors", "for tests", ["server"], registry=CollectorRegistry()))
+        super().__init__(
+            "once", Counter("errors", "for tests", ["server"], registry=CollectorRegistry())
+        )
         self._error: Exception | None = error
 
     def turn(self) -> float:
         if self._error is not None:
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
             raise error
         self.stop()
         return 0.0
@@ -33,7 +36,9 @@ LOST = OperationalError("SELECT", {}, psycopg.OperationalError("connection refus
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        pytest.param(REFUSED, {"event": "Postgres refuses a statement", "sqlstate": "42P01"}, id="refused"),
+        pytest.param(
+            REFUSED, {"event": "Postgres refuses a statement", "sqlstate": "42P01"}, id="refused"
+        ),
         pytest.param(LOST, {"event": "postgres unreachable", "server": "postgres"}, id="lost"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Rates of energy as operators write them: numbers, files, addresses, and what is refused by name."""
+"""Rates of energy as operators write them: numbers, files, addresses, and what is refused by
+name."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def test_a_series_is_read_from_a_file(tmp_path: Path, content: str) -> None:
 def test_moments_of_other_zones_are_kept_as_moments(tmp_path: Path) -> None:
     file = tmp_path / "series"
     file.write_text("2026-11-25T01:00+01:00,1", encoding="utf-8")
-    assert read_rates(str(file), FIELD) == {datetime(2026, 11, 25, 1, tzinfo=timezone(timedelta(hours=1))): 1.0}
+    assert read_rates(str(file), FIELD) == {
+        datetime(2026, 11, 25, 1, tzinfo=timezone(timedelta(hours=1))): 1.0
+    }
 
 
 @pytest.mark.parametrize(
@@ -59,7 +62,9 @@ def test_moments_of_other_zones_are_kept_as_moments(tmp_path: Path) -> None:
         ("[1]", "series cannot be read"),
     ],
 )
-def test_what_is_no_series_is_refused_with_the_reason(tmp_path: Path, content: str, problem: str) -> None:
+def test_what_is_no_series_is_refused_with_the_reason(
+    tmp_path: Path, content: str, problem: str
+) -> None:
     file = tmp_path / "series"
     file.write_text(content, encoding="utf-8")
     with pytest.raises(Invalid, match=f"{FIELD}: .*{problem}"):
@@ -72,7 +77,9 @@ def test_a_number_that_is_none_is_refused(text: str) -> None:
         read_rates(text, FIELD)
 
 
-def test_a_series_beyond_the_limit_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_series_beyond_the_limit_is_not_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rate_series, "MAX_BYTES", 64)
     file = tmp_path / "series"
     file.write_text("2026-11-25T00:00:00Z,1\n" * 5, encoding="utf-8")
@@ -88,7 +95,9 @@ class Publisher(BaseHTTPRequestHandler):
         found = self.path == "/prices.csv"
         self.send_response(200 if found else 404)
         self.end_headers()
-        self.wfile.write(b"time,price\n2026-11-25T00:00Z,0.31\n2026-11-25T01:00Z,-0.02\n" if found else b"none")
+        self.wfile.write(
+            b"time,price\n2026-11-25T00:00Z,0.31\n2026-11-25T01:00Z,-0.02\n" if found else b"none"
+        )
 
     def log_message(self, format: str, *_: object) -> None:  # noqa: A002 (http.server's name)
         """Says nothing."""
@@ -110,7 +119,9 @@ def test_a_series_is_read_from_an_address(address: str) -> None:
     assert read_rates(f"{address}/prices.csv", FIELD) == TWO
 
 
-def test_a_series_that_never_ends_is_given_up(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_series_that_never_ends_is_given_up(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     moments = iter([0.0, 3 * rate_series.TIMEOUT_S + 1])
     monkeypatch.setattr(rate_series, "monotonic_s", lambda: next(moments))
     with pytest.raises(httpx.ReadTimeout, match="had not come after 30 s"):

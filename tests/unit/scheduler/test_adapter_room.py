@@ -1,4 +1,5 @@
-"""Adapters of open sequences: no more at once than stages hold; who finds no place waits, who is refused fails."""
+"""Adapters of open sequences: no more at once than stages hold; who finds no place waits, who is
+refused fails."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def test_a_sequence_that_a_stage_refuses_fails_and_its_kv_is_found_by_nobody() -
     refused = ((plan.opens[0].seq, "layers 2-3: no such adapter"),)
 
     # When the tail says so
-    events = scheduler.apply(StepResult(plan.step, tuple((5,) for row in plan.rows if row.wants), refused=refused))
+    events = scheduler.apply(
+        StepResult(plan.step, tuple((5,) for row in plan.rows if row.wants), refused=refused)
+    )
 
     # Then it fails with the reason, the other one goes on, and a later one computes the prompt anew
     assert [event for event in events if isinstance(event, SequenceFailed)] == [

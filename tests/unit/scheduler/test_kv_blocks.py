@@ -18,7 +18,8 @@ def test_tokens_round_up_to_whole_blocks(num_tokens: int, num_blocks: int) -> No
 def test_allocated_blocks_are_distinct_and_counted() -> None:
     pool = BlockPool(5)
 
-    first, second = pool.allocate(2), pool.allocate(3)
+    first = pool.allocate(2)
+    second = pool.allocate(3)
 
     assert sorted(first + second) == [0, 1, 2, 3, 4]
     assert (pool.num_used, pool.num_free) == (5, 0)

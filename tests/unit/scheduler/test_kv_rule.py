@@ -1,4 +1,5 @@
-"""The KV rule in the scheduler: present need admits; what outgrows a pipeline goes back, and never fails."""
+"""The KV rule in the scheduler: present need admits; what outgrows a pipeline goes back, and never
+fails."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ LIMIT = 4 * BLOCK_TOKENS
 
 def lasting(num_prompt: int, max_tokens: int) -> Request:
     """A job that runs to its limit."""
-    jobs = (request(str(number), num_prompt=num_prompt, max_tokens=max_tokens) for number in count())
+    jobs = (
+        request(str(number), num_prompt=num_prompt, max_tokens=max_tokens) for number in count()
+    )
     return next(job for job in jobs if len(expected_output(job, max_tokens)) == max_tokens)
 
 
@@ -37,7 +40,9 @@ def test_a_completion_within_the_pool_is_whole_though_its_limit_is_beyond() -> N
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2])
-def test_a_job_that_outgrows_the_pool_goes_on_in_a_larger_one_with_the_same_tokens(num_lanes: int) -> None:
+def test_a_job_that_outgrows_the_pool_goes_on_in_a_larger_one_with_the_same_tokens(
+    num_lanes: int,
+) -> None:
     job = lasting(num_prompt=20, max_tokens=300)
     small, large = (Pipeline(config(num_blocks=num, num_lanes=num_lanes)) for num in (4, 8))
     small.add(job)
@@ -66,12 +71,15 @@ def test_a_prompt_runs_if_the_pool_holds_it_and_else_goes_back_at_once(num_promp
 
 def test_a_new_epoch_with_less_kv_gives_back_the_long_job_and_runs_the_others() -> None:
     pipeline = Pipeline(config())
-    long, short = lasting(num_prompt=130, max_tokens=50), request("short", num_prompt=5, max_tokens=9)
+    long = lasting(num_prompt=130, max_tokens=50)
+    short = request("short", num_prompt=5, max_tokens=9)
     decoding(pipeline, long.key[0], num_prompt=130, max_tokens=50)
     decoding(pipeline, "short", max_tokens=9)
 
     pipeline.rebuild(num_blocks=2)
     pipeline.drain()
 
-    assert pipeline.ends[long.key] == KvExceeded(key=long.key, num_tokens=130 + len(pipeline.outputs[long.key]))
+    assert pipeline.ends[long.key] == KvExceeded(
+        key=long.key, num_tokens=130 + len(pipeline.outputs[long.key])
+    )
     assert pipeline.outputs[short.key] == expected_output(short, 9)

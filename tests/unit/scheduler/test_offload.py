@@ -1,4 +1,5 @@
-"""Full blocks of preempted sequences go to slots when their memory is needed, and come back instead of a prefill."""
+"""Full blocks of preempted sequences go to slots when their memory is needed, and come back instead
+of a prefill."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def job(name: str, **fields: Any) -> Request:
     return request(name, **{"num_prompt": NUM_PROMPT, "max_tokens": MAX_TOKENS, **fields})
 
 
-def pipeline_of(*jobs: Request, num_slots: int = 8, move_s: float = 0.0, **changes: Any) -> Pipeline:
+def pipeline_of(
+    *jobs: Request, num_slots: int = 8, move_s: float = 0.0, **changes: Any
+) -> Pipeline:
     """Six blocks: two of the jobs begin there, and one of them ends there alone."""
     offload = OffloadTerms(num_slots=num_slots, move_s=move_s)
     pipeline = Pipeline(config(**{"num_blocks": 6, "offload": offload, "max_seats": 2, **changes}))
@@ -71,11 +74,15 @@ def test_a_preempted_job_comes_back_with_its_blocks_and_computes_no_more_than_on
     pipeline = pipeline_of(first, second)
     run_until(pipeline, lambda: pipeline.scheduler.slots_used > 0)
 
-    plans = run_until(pipeline, lambda: first.key in pipeline.ends and pipeline.scheduler.num_running == 1)
+    plans = run_until(
+        pipeline, lambda: first.key in pipeline.ends and pipeline.scheduler.num_running == 1
+    )
 
     (again,) = plans[-1].opens
     (row,) = plans[-1].rows
-    assert again.num_cached == (len(again.ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS >= 2 * BLOCK_TOKENS
+    assert (
+        again.num_cached == (len(again.ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS >= 2 * BLOCK_TOKENS
+    )
     assert row.length == len(again.ids) - again.num_cached
     assert plans[-1].moves
     assert pipeline.scheduler.slots_used == 0
@@ -169,19 +176,26 @@ def test_jobs_that_wait_for_the_same_tokens_have_one_slot_until_both_are_back() 
 
 
 def test_a_block_is_copied_out_before_another_is_copied_into_its_place() -> None:
-    cache, contents = PrefixCache(3, is_on=True, num_slots=4), dict[tuple[str, int], tuple[int, ...]]()
+    cache = PrefixCache(3, is_on=True, num_slots=4)
+    contents = dict[tuple[str, int], tuple[int, ...]]()
     first, second = (Sequence(job(name), Numbers(1), arrival=0, max_len=512) for name in "ab")
 
     for turn, sequence in enumerate([first, second] * 3):
         cache.open(sequence)
         for move in cache.offload.take_moves():
-            block, slot = ("block", move.block), ("slot", move.slot)
+            block = ("block", move.block)
+            slot = ("slot", move.slot)
             source, target = (block, slot) if move.is_out else (slot, block)
             contents[target] = contents[source]
         chunks = [tuple(sequence.ids[at : at + BLOCK_TOKENS]) for at in (0, BLOCK_TOKENS)]
-        restored = [contents["block", block] for block in sequence.blocks[: sequence.num_computed // BLOCK_TOKENS]]
+        restored = [
+            contents["block", block]
+            for block in sequence.blocks[: sequence.num_computed // BLOCK_TOKENS]
+        ]
         assert restored == (chunks if turn > 1 else [])
-        contents |= {("block", block): chunk for block, chunk in zip(sequence.blocks, chunks, strict=False)}
+        contents |= {
+            ("block", block): chunk for block, chunk in zip(sequence.blocks, chunks, strict=False)
+        }
         sequence.num_computed = len(sequence.ids)
         cache.keep([sequence])
         cache.preempt(sequence)
@@ -226,7 +240,10 @@ def test_kv_of_a_job_whose_logits_were_not_finite_is_not_restored() -> None:
 )
 def test_pressure_of_any_kind_gives_the_tokens_of_jobs_alone(**changes: int) -> None:
     num_common = changes.pop("num_common")
-    jobs = [replace(job(str(number), num_common=num_common, repeats=number % 2 == 0)) for number in range(6)]
+    jobs = [
+        replace(job(str(number), num_common=num_common, repeats=number % 2 == 0))
+        for number in range(6)
+    ]
     pipeline = pipeline_of(*jobs, **{"max_seats": 6, **changes})
 
     end(pipeline, *jobs)

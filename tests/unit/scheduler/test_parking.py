@@ -1,4 +1,5 @@
-"""Jobs without room for their KV: parked until Postgres knows that they begin, in their order, and never for ever."""
+"""Jobs without room for their KV: parked until Postgres knows that they begin, in their order, and
+never for ever."""
 
 from __future__ import annotations
 
@@ -81,14 +82,22 @@ def test_nothing_is_left_of_a_cancelled_parked_job() -> None:
 
 def row(number: int, num_tokens: int) -> ClaimedJob:
     return cast(
-        ClaimedJob, SimpleNamespace(job_id=UUID(int=number), fence=1, prompt_ids=(0,) * num_tokens, output_ids=())
+        ClaimedJob,
+        SimpleNamespace(
+            job_id=UUID(int=number), fence=1, prompt_ids=(0,) * num_tokens, output_ids=()
+        ),
     )
 
 
 def parked(sizes: list[int], *, num_blocks: int, live: list[tuple[int, bool]]) -> list[int]:
-    """Places of those of the claimed rows that wait. `live` are known tokens, and whether it is parked."""
-    jobs = [cast(Any, SimpleNamespace(num_known=size, parked=is_parked)) for size, is_parked in live]
-    waiting = without_room([row(*one) for one in enumerate(sizes)], cast(list[LiveJob], jobs), num_blocks)
+    """Places of those of the claimed rows that wait. `live` are known tokens, and whether it is
+    parked."""
+    jobs = [
+        cast(Any, SimpleNamespace(num_known=size, parked=is_parked)) for size, is_parked in live
+    ]
+    waiting = without_room(
+        [row(*one) for one in enumerate(sizes)], cast(list[LiveJob], jobs), num_blocks
+    )
     return sorted(job_id.int for job_id, _ in waiting)
 
 
@@ -97,7 +106,9 @@ def test_claimed_rows_wait_from_the_first_that_the_kv_cannot_hold() -> None:
     assert parked([10, 200, 1], num_blocks=4, live=[]) == [1, 2]
     assert parked([10, 20], num_blocks=4, live=[(130, False)]) == [1]
     assert parked([10], num_blocks=4, live=[(10, False), (500, True)]) == [0]
-    assert parked([1] * 20, num_blocks=20, live=[]) == [18, 19], "a block for so many running ones is left free"
+    assert parked([1] * 20, num_blocks=20, live=[]) == [18, 19], (
+        "a block for so many running ones is left free"
+    )
 
 
 def test_the_event_that_a_job_may_begin_ends_nothing() -> None:

@@ -1,4 +1,5 @@
-"""The prefill rule, counted in steps: by rank, a share each, and who may overtake whom on the way in."""
+"""The prefill rule, counted in steps: by rank, a share each, and who may overtake whom on the way
+in."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ import pytest
 
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 from shardline_scheduler.sequence import MAX_OVERTAKEN
-from tests.simulation.pipeline import Pipeline, checked, config, decoding, expected_output, request, shape
+from tests.simulation.pipeline import (
+    Pipeline,
+    checked,
+    config,
+    decoding,
+    expected_output,
+    request,
+    shape,
+)
 
 FULL_BLOCK = BLOCK_TOKENS - 1
 """A prompt whose second output token needs a second block."""
@@ -60,7 +69,13 @@ def test_a_prefill_takes_half_of_what_is_left_while_others_wait_else_all() -> No
     for name, num_prompt in (("a", 350), ("b", 300), ("c", 30), ("d", 250)):
         pipeline.add(request(name, num_prompt=num_prompt, max_tokens=1))
 
-    assert shape(pipeline.schedule()) == [(0, 400, 100), (1, 0, 150), (2, 0, 75), (3, 0, 30), (4, 0, 45)]
+    assert shape(pipeline.schedule()) == [
+        (0, 400, 100),
+        (1, 0, 150),
+        (2, 0, 75),
+        (3, 0, 30),
+        (4, 0, 45),
+    ]
     pipeline.deliver()
     assert shape(pipeline.schedule()) == [(1, 150, 200), (2, 75, 136), (4, 45, 64)]
 
@@ -78,7 +93,11 @@ def test_the_better_rank_goes_first_also_among_those_that_have_begun() -> None:
 
 def test_a_request_without_room_is_overtaken_by_smaller_ones_but_not_for_ever() -> None:
     pipeline = Pipeline(config(num_blocks=6, max_seats=2, token_budget=512))
-    name = next(name for name in map(str, count()) if len(expected_output(request(name, num_prompt=65), 200)) == 200)
+    name = next(
+        name
+        for name in map(str, count())
+        if len(expected_output(request(name, num_prompt=65), 200)) == 200
+    )
     decoding(pipeline, name, num_prompt=65, max_tokens=200)
     pipeline.add(request("large", num_prompt=5 * BLOCK_TOKENS, max_tokens=1))
     for number in range(2 * MAX_OVERTAKEN):

@@ -1,4 +1,5 @@
-"""What one sequence has computed, others of its tenant with the same first tokens do not compute again."""
+"""What one sequence has computed, others of its tenant with the same first tokens do not compute
+again."""
 
 from __future__ import annotations
 
@@ -100,12 +101,18 @@ def test_another_tenant_finds_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "fingerprint", "num"), [("legal", "1", 5), ("legal", "2", HEAD + 5), ("latest", "1", HEAD + 5)]
+    ("name", "fingerprint", "num"),
+    [("legal", "1", 5), ("legal", "2", HEAD + 5), ("latest", "1", HEAD + 5)],
 )
-def test_blocks_of_an_adapter_are_found_under_its_name_and_fingerprint(name: str, fingerprint: str, num: int) -> None:
+def test_blocks_of_an_adapter_are_found_under_its_name_and_fingerprint(
+    name: str, fingerprint: str, num: int
+) -> None:
     first, second = (
         replace(one, params=msgspec.structs.replace(one.params, adapter=adapter))
-        for one, adapter in ((job("a", adapter="1"), "legal"), (job("b", adapter=fingerprint), name))
+        for one, adapter in (
+            (job("a", adapter="1"), "legal"),
+            (job("b", adapter=fingerprint), name),
+        )
     )
     pipeline = Pipeline(config())
     finish(pipeline, first)
@@ -128,7 +135,8 @@ def test_switched_off_it_finds_nothing_and_keeps_nothing() -> None:
 
 
 def test_equal_tokens_after_another_beginning_are_not_found() -> None:
-    first, tail = job("a"), job("b").prompt_ids[BLOCK_TOKENS:]
+    first = job("a")
+    tail = job("b").prompt_ids[BLOCK_TOKENS:]
     other = tuple(1 + token % 90 for token in range(BLOCK_TOKENS))
     assert other != first.prompt_ids[:BLOCK_TOKENS]
     pipeline = Pipeline(config())
@@ -152,7 +160,10 @@ def test_a_block_is_found_only_once_a_step_has_filled_it() -> None:
 
 def test_a_preempted_sequence_finds_what_it_had_computed() -> None:
     pipeline = Pipeline(config(num_blocks=6))
-    jobs = [request(name, num_prompt=100, max_tokens=150, priority=number) for number, name in enumerate("ab")]
+    jobs = [
+        request(name, num_prompt=100, max_tokens=150, priority=number)
+        for number, name in enumerate("ab")
+    ]
 
     for each in jobs:
         pipeline.add(each)
@@ -170,7 +181,9 @@ def test_a_preempted_sequence_finds_what_it_had_computed() -> None:
 
 def test_kept_blocks_are_given_to_whoever_needs_room_the_oldest_first() -> None:
     pipeline = Pipeline(config(num_blocks=6))
-    old, recent, large = (job(name, num_common=0, max_tokens=1) for name in ("old", "recent", "large"))
+    old, recent, large = (
+        job(name, num_common=0, max_tokens=1) for name in ("old", "recent", "large")
+    )
     finish(pipeline, old)
     finish(pipeline, recent)
 

@@ -1,4 +1,5 @@
-"""Prompt lookup: what is guessed, for whom there is room, and what becomes of guesses that come true or do not."""
+"""Prompt lookup: what is guessed, for whom there is room, and what becomes of guesses that come
+true or do not."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def test_text_without_repetition_is_not_guessed(ids: list[int]) -> None:
 
 
 def test_the_longest_match_is_followed_and_of_equals_the_latest() -> None:
-    longer, shorter = [1, 2, 3, 4, 50], [9, 3, 4, 60]
+    longer = [1, 2, 3, 4, 50]
+    shorter = [9, 3, 4, 60]
 
     assert PromptLookup().draft([*longer, *shorter, 2, 3, 4], 1) == (50,)
     assert PromptLookup().draft([*longer, *shorter, 8, 3, 4], 1) == (60,)
@@ -52,7 +54,8 @@ def test_a_text_that_goes_in_circles_goes_on_in_them(size: int) -> None:
 
 
 def test_after_each_miss_a_longer_match_is_asked_for_until_a_guess_comes_true() -> None:
-    lookup, ids = PromptLookup(), [*TEXT, 12, 13, 14]
+    lookup = PromptLookup()
+    ids = [*TEXT, 12, 13, 14]
     lookup.learn(0)
     assert lookup.draft(ids, 4)
     lookup.learn(0)
@@ -64,7 +67,8 @@ def test_after_each_miss_a_longer_match_is_asked_for_until_a_guess_comes_true() 
 
 
 def test_a_copy_that_differs_by_a_token_is_followed_behind_it() -> None:
-    lookup, ids = PromptLookup(), [*TEXT, 12, 13, 14]
+    lookup = PromptLookup()
+    ids = [*TEXT, 12, 13, 14]
     assert lookup.draft(ids, 4) == (15, 16, 17, 18)
     lookup.learn(1)
 
@@ -92,7 +96,8 @@ def test_only_so_many_tokens_are_indexed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(1, 8), max_size=8))
 def test_an_index_that_grew_guesses_as_one_that_is_new(ids: list[int], steps: list[int]) -> None:
-    grown, end = PromptLookup(), 0
+    grown = PromptLookup()
+    end = 0
     for step in steps:
         end += step
         guessed = grown.draft(ids[:end], 8)
@@ -144,7 +149,9 @@ def guess(pipeline: Pipeline) -> StepPlan:
 def finished(name: str, limit: int) -> str:
     """A job of this kind whose output has so many tokens."""
     return next(
-        f"{name} {number}" for number in count() if len(expected_output(guessed(f"{name} {number}"), limit)) == limit
+        f"{name} {number}"
+        for number in count()
+        if len(expected_output(guessed(f"{name} {number}"), limit)) == limit
     )
 
 
@@ -183,7 +190,9 @@ def test_nothing_is_guessed_when_it_is_switched_off() -> None:
 
 @pytest.mark.parametrize(("num_jobs", "most"), [(1, 12), (2, 7), (5, 3), (8, 1)])
 def test_decodes_of_a_step_share_the_rows_that_there_are(num_jobs: int, most: int) -> None:
-    pipeline = pipeline_with(*(guessed(finished(f"job {each}", 100), max_tokens=100) for each in range(num_jobs)))
+    pipeline = pipeline_with(
+        *(guessed(finished(f"job {each}", 100), max_tokens=100) for each in range(num_jobs))
+    )
     longest = 0
 
     while not pipeline.scheduler.idle:
@@ -196,7 +205,9 @@ def test_decodes_of_a_step_share_the_rows_that_there_are(num_jobs: int, most: in
 
 
 def test_a_full_batch_has_no_guesses() -> None:
-    pipeline = pipeline_with(*(guessed(f"job {each}", max_tokens=60) for each in range(16)), max_seats=16)
+    pipeline = pipeline_with(
+        *(guessed(f"job {each}", max_tokens=60) for each in range(16)), max_seats=16
+    )
 
     for _ in range(40):
         rows, _ = turn(pipeline)
@@ -297,14 +308,20 @@ def test_a_new_epoch_forgets_guesses_in_flight() -> None:
 
 
 def test_guesses_take_the_last_block_from_nobody() -> None:
-    jobs = [guessed(finished(name, 50), num_prompt=BLOCK_TOKENS - 10, max_tokens=50) for name in "ab"]
+    jobs = [
+        guessed(finished(name, 50), num_prompt=BLOCK_TOKENS - 10, max_tokens=50) for name in "ab"
+    ]
     pipeline = pipeline_with(*jobs, num_blocks=2, prefix_cache=False)
     seen = 0
 
     while not pipeline.scheduler.idle:
         rows, _ = turn(pipeline)
         for row in rows:
-            places = len(pipeline.stages.tables[row.seq].blocks) if row.seq in pipeline.stages.tables else 2
+            places = (
+                len(pipeline.stages.tables[row.seq].blocks)
+                if row.seq in pipeline.stages.tables
+                else 2
+            )
             seen = max(seen, len(row.drafts))
             assert row.start + row.length <= places * BLOCK_TOKENS
 
@@ -346,9 +363,13 @@ def test_blocks_that_guesses_filled_are_found_after_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens", [(), ((),), ((1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),), ((98, 97),)], ids=len
+    "tokens",
+    [(), ((),), ((1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),), ((98, 97),)],
+    ids=len,
 )
-def test_an_answer_that_follows_other_guesses_breaks_the_protocol(tokens: tuple[tuple[int, ...], ...]) -> None:
+def test_an_answer_that_follows_other_guesses_breaks_the_protocol(
+    tokens: tuple[tuple[int, ...], ...],
+) -> None:
     pipeline = pipeline_with(guessed(finished("a", 100), max_tokens=100))
     plan = guess(pipeline)
 

@@ -1,4 +1,5 @@
-"""What the scheduler decides, case by case. The simulation shows that outputs never change; this shows the choices."""
+"""What the scheduler decides, case by case. The simulation shows that outputs never change; this
+shows the choices."""
 
 from __future__ import annotations
 
@@ -99,7 +100,9 @@ def test_no_more_steps_are_in_flight_than_lanes() -> None:
 
 
 @pytest.mark.parametrize(("num_lanes", "num_rows"), [(1, [5]), (2, [3, 2]), (3, [2, 2, 1])])
-def test_decodes_are_shared_out_so_that_every_lane_is_filled(num_lanes: int, num_rows: list[int]) -> None:
+def test_decodes_are_shared_out_so_that_every_lane_is_filled(
+    num_lanes: int, num_rows: list[int]
+) -> None:
     pipeline = Pipeline(config(num_lanes=num_lanes))
     decoding(pipeline, *"abcde")
 
@@ -157,7 +160,11 @@ def test_events_tell_tokens_then_the_end() -> None:
     assert events == [
         NewTokens(key=job.key, start=0, ids=(token,), text=f"{token} ", logprobs=logprobs),
         SequenceFinished(
-            key=job.key, reason=FinishReason.LENGTH, output_ids=(token,), text=f"{token} ", logprobs=logprobs
+            key=job.key,
+            reason=FinishReason.LENGTH,
+            output_ids=(token,),
+            text=f"{token} ",
+            logprobs=logprobs,
         ),
     ]
 
@@ -209,7 +216,9 @@ def test_a_preempted_sequence_keeps_the_token_that_was_in_flight() -> None:
     pipeline.schedule()
     pipeline.schedule()
     pipeline.deliver()
-    assert pipeline.schedule() is None, "old needs a block: young has to go, but its step is still in flight"
+    assert pipeline.schedule() is None, (
+        "old needs a block: young has to go, but its step is still in flight"
+    )
     assert pipeline.scheduler.num_running == 1
 
     pipeline.deliver()
@@ -261,7 +270,9 @@ def test_suspects_run_one_at_a_time_and_hold_up_nobody() -> None:
         (0, 1, "prompt: 0 tokens"),
     ],
 )
-def test_a_request_that_can_never_run_fails_with_the_reason(num_prompt: int, max_tokens: int, problem: str) -> None:
+def test_a_request_that_can_never_run_fails_with_the_reason(
+    num_prompt: int, max_tokens: int, problem: str
+) -> None:
     pipeline = Pipeline(config(num_blocks=4))
 
     pipeline.add(request(num_prompt=num_prompt, max_tokens=max_tokens))
@@ -281,7 +292,9 @@ def test_a_bad_row_fails_alone() -> None:
 
     pipeline.drain()
 
-    assert pipeline.ends["bad", 1] == SequenceFailed(key=("bad", 1), reason="the model's logits were not finite")
+    assert pipeline.ends["bad", 1] == SequenceFailed(
+        key=("bad", 1), reason="the model's logits were not finite"
+    )
     assert pipeline.outputs["good", 1] == expected_output(request("good"), 3)
 
 
@@ -296,7 +309,9 @@ def test_a_new_epoch_prefills_prompt_and_emitted_tokens_again_from_step_0() -> N
     assert plan is not None
     assert plan.step == 0
     assert shape(plan) == [(2, 0, 6), (3, 0, 6)]
-    assert [record.ids[5:] for record in plan.opens] == [(pipeline.outputs[name, 1][0],) for name in "ab"]
+    assert [record.ids[5:] for record in plan.opens] == [
+        (pipeline.outputs[name, 1][0],) for name in "ab"
+    ]
 
 
 def test_jobs_that_a_lost_epoch_gave_no_token_come_back_one_by_one() -> None:
@@ -308,7 +323,9 @@ def test_jobs_that_a_lost_epoch_gave_no_token_come_back_one_by_one() -> None:
 
     pipeline.rebuild(num_blocks=50)
 
-    assert [row.length for row in checked(pipeline.schedule()).rows] == [6, 7], "b waits until a has a token"
+    assert [row.length for row in checked(pipeline.schedule()).rows] == [6, 7], (
+        "b waits until a has a token"
+    )
     pipeline.deliver()
     assert [row.length for row in checked(pipeline.schedule()).rows if not row.decodes] == [8]
     pipeline.drain()
@@ -376,7 +393,9 @@ def test_a_new_epoch_does_not_bring_back_what_was_aborted_in_flight() -> None:
         (StepResult(step=0, tokens=((1,),), logprobs=((None,), (None,))), "wants 1 tokens"),
     ],
 )
-def test_an_answer_that_does_not_fit_its_step_breaks_the_protocol(result: StepResult, problem: str) -> None:
+def test_an_answer_that_does_not_fit_its_step_breaks_the_protocol(
+    result: StepResult, problem: str
+) -> None:
     pipeline = Pipeline(config())
     pipeline.add(request())
     pipeline.schedule()

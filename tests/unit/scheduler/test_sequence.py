@@ -16,7 +16,8 @@ def sequence(job: Request, arrival: int = 0, max_len: int = 512) -> Sequence:
 
 
 @pytest.mark.parametrize(
-    ("num_prompt", "max_tokens", "max_len", "most_blocks"), [(60, 4, 512, 1), (60, 5, 512, 2), (60, 1000, 256, 4)]
+    ("num_prompt", "max_tokens", "max_len", "most_blocks"),
+    [(60, 4, 512, 1), (60, 5, 512, 2), (60, 1000, 256, 4)],
 )
 def test_a_sequence_never_holds_more_than_its_limits_need(
     num_prompt: int, max_tokens: int, max_len: int, most_blocks: int
@@ -53,7 +54,10 @@ def test_a_replay_restores_logprobs() -> None:
 
 def test_the_line_is_kept_by_priority_then_arrival() -> None:
     waiting = WaitingQueue()
-    line = [sequence(request(priority=priority), arrival) for arrival, priority in enumerate([5, 3, 5, 0])]
+    line = [
+        sequence(request(priority=priority), arrival)
+        for arrival, priority in enumerate([5, 3, 5, 0])
+    ]
     for one in line:
         waiting.push(one)
 
@@ -81,7 +85,8 @@ def test_anyone_can_leave_the_line() -> None:
 
 def test_a_suspect_waits_aside() -> None:
     waiting = WaitingQueue()
-    suspect, other = sequence(request(quarantined=True), 0), sequence(request(), 1)
+    suspect = sequence(request(quarantined=True), 0)
+    other = sequence(request(), 1)
     waiting.push(suspect)
     waiting.push(other)
 
@@ -90,7 +95,10 @@ def test_a_suspect_waits_aside() -> None:
 
 
 def test_the_youngest_of_the_lowest_priority_ranks_last() -> None:
-    line = [sequence(request(priority=priority), arrival) for arrival, priority in enumerate([5, 7, 7, 6])]
+    line = [
+        sequence(request(priority=priority), arrival)
+        for arrival, priority in enumerate([5, 7, 7, 6])
+    ]
 
     assert max(line, key=attrgetter("order")) is line[2]
 

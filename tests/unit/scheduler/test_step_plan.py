@@ -1,4 +1,5 @@
-"""Step messages from bytes that no stage of ours has sent: always a ProtocolError, which ends a link and no thread."""
+"""Step messages from bytes that no stage of ours has sent: always a ProtocolError, which ends a
+link and no thread."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ from shardline_scheduler.step_plan import (
 
 OPEN = Open(1, (5, 6, 7), 3, SamplingParams(stop=("stop",)), 9, 1)
 PLAN = StepPlan(
-    4, (OPEN,), (Row(1, 0, 3, (), (0,), True), Row(3, 9, 3, (4,), (), True, (5, 6))), (2,), 7, (Move(3, 0, True),)
+    4,
+    (OPEN,),
+    (Row(1, 0, 3, (), (0,), True), Row(3, 9, 3, (4,), (), True, (5, 6))),
+    (2,),
+    7,
+    (Move(3, 0, True),),
 )
 RESULT = StepResult(4, ((7,),), bad=(1,))
 Decoder = Callable[[bytes], StepPlan | StepResult]
@@ -37,7 +43,9 @@ def test_a_decoded_message_is_itself(message: StepPlan | StepResult, decode: Dec
 
 
 @pytest.mark.parametrize(
-    "change", [{"num_prompt": -1}, {"seed": -1}, {"seed": 1 << 63}, {"num_blocks": -1}, {"num_cached": -1}], ids=str
+    "change",
+    [{"num_prompt": -1}, {"seed": -1}, {"seed": 1 << 63}, {"num_blocks": -1}, {"num_cached": -1}],
+    ids=str,
 )
 def test_a_number_that_no_key_holds_is_refused(change: dict[str, int]) -> None:
     plan = msgspec.structs.replace(PLAN, opens=(msgspec.structs.replace(OPEN, **change),))
@@ -61,7 +69,9 @@ def test_more_drafts_than_a_row_may_have_are_refused() -> None:
 
 @pytest.mark.parametrize(("message", "decode"), [(PLAN, decode_plan), (RESULT, decode_result)])
 @pytest.mark.parametrize("step", [-1, 1 << 63])
-def test_a_step_that_no_header_holds_is_refused(message: StepPlan | StepResult, decode: Decoder, step: int) -> None:
+def test_a_step_that_no_header_holds_is_refused(
+    message: StepPlan | StepResult, decode: Decoder, step: int
+) -> None:
     with pytest.raises(ProtocolError, match="Expected `int`"):
         decode(encode(msgspec.structs.replace(message, step=step)))
 
@@ -81,7 +91,9 @@ def test_a_deep_extra_field_is_refused() -> None:
 
 @settings(max_examples=1000)
 @given(st.sampled_from([PLAN, RESULT]), st.data())
-def test_a_changed_message_is_refused_or_decoded(message: StepPlan | StepResult, data: st.DataObject) -> None:
+def test_a_changed_message_is_refused_or_decoded(
+    message: StepPlan | StepResult, data: st.DataObject
+) -> None:
     raw = bytearray(encode(message))
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))

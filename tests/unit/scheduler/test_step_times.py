@@ -16,7 +16,9 @@ def plan(step: int, *, idle_us: int = 0) -> StepPlan:
 
 def finish(progress: EngineProgress, step: int, began_s: float, *, idle_us: int = 0) -> StepTime:
     """A step of 2 s: half a second before and after one second of computation."""
-    return progress.finish(plan(step, idle_us=idle_us), began_s, began_s + 0.5, began_s + 1.5, began_s + 2.0)
+    return progress.finish(
+        plan(step, idle_us=idle_us), began_s, began_s + 0.5, began_s + 1.5, began_s + 2.0
+    )
 
 
 def test_a_step_tells_its_rows_its_work_and_its_wait() -> None:
@@ -26,7 +28,12 @@ def test_a_step_tells_its_rows_its_work_and_its_wait() -> None:
     assert (time.epoch, time.step, time.num_rows, time.num_tokens) == (3, 1, 2, 8)
     assert (time.num_context, time.num_sampled) == (17, 1)
     assert (time.wait_s, time.compute_s, time.hop_s, time.idle_s) == (3.0, 1.0, 1.0, 0.0)
-    assert (progress.num_steps, progress.wait_s, progress.compute_s, progress.hop_s) == (2, 3.0, 2.0, 2.0)
+    assert (progress.num_steps, progress.wait_s, progress.compute_s, progress.hop_s) == (
+        2,
+        3.0,
+        2.0,
+        2.0,
+    )
     assert progress.bubble_share == pytest.approx(1 - 2 / 7)
 
 
@@ -41,7 +48,9 @@ def test_the_pipelines_idle_time_is_no_wait() -> None:
     progress = EngineProgress(epoch=1)
     finish(progress, 0, 0.0)
     assert finish(progress, 1, 10.0, idle_us=6_500_000).wait_s == pytest.approx(1.5)
-    assert finish(progress, 2, 13.0, idle_us=9_000_000).wait_s == 0.0, "clocks of two stages differ a little"
+    assert finish(progress, 2, 13.0, idle_us=9_000_000).wait_s == 0.0, (
+        "clocks of two stages differ a little"
+    )
 
 
 def test_work_between_steps_is_a_hop_and_no_wait() -> None:
@@ -66,7 +75,8 @@ def test_time_of_steps_that_overlap_on_a_device_is_counted_once() -> None:
 
 
 def test_the_last_steps_are_kept_in_order() -> None:
-    times, progress = StepTimes(), EngineProgress(epoch=1)
+    times = StepTimes()
+    progress = EngineProgress(epoch=1)
     for step in range(NUM_KEPT + 3):
         times.add(finish(progress, step, 2.0 * step))
     assert [time.step for time in times.last()] == list(range(3, NUM_KEPT + 3))

@@ -17,7 +17,9 @@ def test_each_change_of_a_disk_that_fills_and_empties_is_one_line(
     said: list[str] = []
     watch = DiskWatch(tmp_path, said.append)
     for free_bytes in (LOW_BYTES, LOW_BYTES - 1, 5 << 20, LOW_BYTES, LOW_BYTES + 1):
-        monkeypatch.setattr(shutil, "disk_usage", lambda _folder, free=free_bytes: SimpleNamespace(free=free))
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda _folder, free=free_bytes: SimpleNamespace(free=free)
+        )
         watch.look()
 
     assert said == [

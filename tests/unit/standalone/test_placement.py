@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.standalone.placement import core_groups, count_layers, is_gpu_unused, num_pipelines, places, replaced
+from services.standalone.placement import (
+    core_groups,
+    count_layers,
+    is_gpu_unused,
+    num_pipelines,
+    places,
+    replaced,
+)
 from services.standalone.settings import CLERK, StandaloneSettings
 from shardline.base.errors import Invalid
 from shardline_fleet.planner import DeviceProfile, Workload, make_plans
@@ -19,8 +26,18 @@ from tests.unit.fleet.planner.fleets import device, model
 
 def test_two_stages_on_two_cores_have_one_each() -> None:
     first, second = places(StandaloneSettings(stages=2), 8, [0, 1])
-    assert (first.name, first.layers_text, first.device, first.shared) == ("stage-0", "0-3", "cpu:0", False)
-    assert (second.name, second.layers_text, second.device, second.shared) == ("stage-1", "4-7", "cpu:1", False)
+    assert (first.name, first.layers_text, first.device, first.shared) == (
+        "stage-0",
+        "0-3",
+        "cpu:0",
+        False,
+    )
+    assert (second.name, second.layers_text, second.device, second.shared) == (
+        "stage-1",
+        "4-7",
+        "cpu:1",
+        False,
+    )
 
 
 def test_ranks_divide_the_cores_of_one_stage_if_nobody_says_more() -> None:
@@ -35,11 +52,16 @@ def test_two_replicas_on_two_cores_share_and_have_names_of_their_own() -> None:
 
 
 def test_each_stage_gets_an_equal_share_of_more_cores() -> None:
-    assert [stage.device for stage in places(StandaloneSettings(stages=2), 8, [0, 1, 2, 5])] == ["cpu:0-1", "cpu:2,5"]
+    assert [stage.device for stage in places(StandaloneSettings(stages=2), 8, [0, 1, 2, 5])] == [
+        "cpu:0-1",
+        "cpu:2,5",
+    ]
 
 
 def test_free_cores_are_placed_before_those_of_another_stack() -> None:
-    stages = places(StandaloneSettings(stages=2, stage_cores=1), 8, [0, 1, 2], taken=frozenset({0, 1}))
+    stages = places(
+        StandaloneSettings(stages=2, stage_cores=1), 8, [0, 1, 2], taken=frozenset({0, 1})
+    )
     assert [(stage.device, stage.shared) for stage in stages] == [("cpu:2", False), ("cpu:0", True)]
 
 
@@ -73,10 +95,14 @@ def test_a_fleet_has_the_named_devices_too() -> None:
     ]
 
 
-def placed(settings: StandaloneSettings, profiles: list[DeviceProfile], num_stages: int | None) -> list[str]:
+def placed(
+    settings: StandaloneSettings, profiles: list[DeviceProfile], num_stages: int | None
+) -> list[str]:
     """The stages of the best plan over these devices, as people read them."""
     stages = places(settings, 12, [0, 1, 2, 3])
-    plan = make_plans(model(), profiles, Workload(), num_stages=num_stages, replicas=num_stages and 1).best
+    plan = make_plans(
+        model(), profiles, Workload(), num_stages=num_stages, replicas=num_stages and 1
+    ).best
     found = replaced(stages, plan, [profile.device for profile in profiles])
     assert num_pipelines(found) == plan.replicas * len(stages) // len(profiles)
     return [f"{stage.name} {stage.layers_text} {stage.device}" for stage in found]
@@ -84,7 +110,10 @@ def placed(settings: StandaloneSettings, profiles: list[DeviceProfile], num_stag
 
 def test_a_plan_of_whole_models_makes_each_device_a_pipeline() -> None:
     devices = [device(name, frame_s=0.001) for name in ("cpu:0-1", "cpu:2-3")]
-    assert placed(StandaloneSettings(stages=2), devices, None) == ["stage-0 0-11 cpu:0-1", "stage-0.1 0-11 cpu:2-3"]
+    assert placed(StandaloneSettings(stages=2), devices, None) == [
+        "stage-0 0-11 cpu:0-1",
+        "stage-0.1 0-11 cpu:2-3",
+    ]
 
 
 def test_every_replica_follows_the_plan_of_the_first_one() -> None:
@@ -97,7 +126,9 @@ def test_every_replica_follows_the_plan_of_the_first_one() -> None:
     ]
 
 
-@pytest.mark.parametrize("field", ["devices", "replicas", "stages", "split", "workers", "stage_cores"])
+@pytest.mark.parametrize(
+    "field", ["devices", "replicas", "stages", "split", "workers", "stage_cores"]
+)
 def test_whoever_names_a_part_of_the_placement_keeps_the_rest_of_it(field: str) -> None:
     given: Any = {field: "even" if field in {"devices", "split"} else 1}
     assert StandaloneSettings(**given).is_placed
@@ -106,9 +137,16 @@ def test_whoever_names_a_part_of_the_placement_keeps_the_rest_of_it(field: str) 
 
 @pytest.mark.parametrize(
     ("devices", "file", "is_unused"),
-    [(None, "nvidia0", True), (None, "kfd", True), (None, "nvidiactl", False), ("cpu:0", "nvidia0", False)],
+    [
+        (None, "nvidia0", True),
+        (None, "kfd", True),
+        (None, "nvidiactl", False),
+        ("cpu:0", "nvidia0", False),
+    ],
 )
-def test_a_gpu_without_a_stage_is_noticed(devices: str | None, file: str, is_unused: bool, tmp_path: Path) -> None:
+def test_a_gpu_without_a_stage_is_noticed(
+    devices: str | None, file: str, is_unused: bool, tmp_path: Path
+) -> None:
     (tmp_path / file).touch()
     assert is_gpu_unused(StandaloneSettings(devices=devices), tmp_path) == is_unused
 
@@ -124,7 +162,9 @@ def test_a_gpu_without_a_stage_is_noticed(devices: str | None, file: str, is_unu
         (StandaloneSettings(devices="cpu:x cpu:0"), "SHARDLINE_DEVICE"),
     ],
 )
-def test_an_impossible_placement_names_the_setting(settings: StandaloneSettings, field: str) -> None:
+def test_an_impossible_placement_names_the_setting(
+    settings: StandaloneSettings, field: str
+) -> None:
     with pytest.raises(Invalid, match=field):
         places(settings, 8, [0, 1])
 

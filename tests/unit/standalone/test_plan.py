@@ -1,4 +1,5 @@
-"""The processes of a stack: who gets which setting, and that no password stands on a command line."""
+"""The processes of a stack: who gets which setting, and that no password stands on a command
+line."""
 
 from __future__ import annotations
 
@@ -7,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from services.standalone.placement import places
-from services.standalone.plan import Addresses, ServiceProcess, StackPlan, make_plan, make_warm_parent, new_password
+from services.standalone.plan import (
+    Addresses,
+    ServiceProcess,
+    StackPlan,
+    make_plan,
+    make_warm_parent,
+    new_password,
+)
 from services.standalone.preload import preload
 from services.standalone.settings import StandaloneSettings
 
@@ -24,7 +32,9 @@ ADDRESSES = Addresses(
 def plan(tmp_path: Path, *, stages: int = 2, replicas: int = 1, libraries: str = "") -> StackPlan:
     settings = StandaloneSettings(model=str(tmp_path), stages=stages, replicas=replicas)
     parent = make_warm_parent(settings, tmp_path, libraries)
-    return make_plan(settings, ADDRESSES, places(settings, 8, list(range(stages * replicas))), tmp_path, parent)
+    return make_plan(
+        settings, ADDRESSES, places(settings, 8, list(range(stages * replicas))), tmp_path, parent
+    )
 
 
 def every(made: StackPlan) -> list[ServiceProcess]:
@@ -55,7 +65,9 @@ def test_a_stop_closes_the_door_first_and_drains_heads_before_their_stages(tmp_p
     assert names == [["gateway"], ["stage-0"], ["stage-1", "relay", "flower"]]
 
 
-def test_flower_settings_of_the_shell_do_not_drop_its_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flower_settings_of_the_shell_do_not_drop_its_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FLOWER_UNAUTHENTICATED_API", "true")
     env = plan(tmp_path).flower.env
     assert "FLOWER_UNAUTHENTICATED_API" not in env
@@ -68,7 +80,9 @@ def test_only_stages_preload_a_library(tmp_path: Path) -> None:
     parent = make_warm_parent(settings, tmp_path, preload(settings))
     made = make_plan(settings, ADDRESSES, places(settings, 8, [0, 1]), tmp_path, parent)
     assert parent.environment["LD_PRELOAD"] == "liballocator.so", "or no stage could be its fork"
-    assert [each.name for each in every(made) if each.env.get("LD_PRELOAD") == "liballocator.so"] == [
+    assert [
+        each.name for each in every(made) if each.env.get("LD_PRELOAD") == "liballocator.so"
+    ] == [
         "stage-0",
         "stage-1",
     ]
@@ -91,7 +105,9 @@ def test_no_password_breaks_a_url_or_flowers_list() -> None:
     assert not any(set(",:@/ ") & set(new_password()) for _ in range(200))
 
 
-def test_several_stages_on_one_host_divide_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_stages_on_one_host_divide_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shares = {
         num: [float(service.env["SHARDLINE_KV_SHARE"]) for service in (*made.heads, *made.others)]
         for num in (1, 2, 4)
@@ -103,13 +119,17 @@ def test_several_stages_on_one_host_divide_its_memory(tmp_path: Path, monkeypatc
     assert plan(tmp_path).heads[0].env["SHARDLINE_KV_SHARE"] == "0.05", "who sets it is asked"
 
 
-def test_every_planned_stage_may_be_forked_unless_a_library_would_read_another_value(tmp_path: Path) -> None:
+def test_every_planned_stage_may_be_forked_unless_a_library_would_read_another_value(
+    tmp_path: Path,
+) -> None:
     parent = make_warm_parent(StandaloneSettings(model=str(tmp_path)), tmp_path, "liballocator.so")
     for stage in plan(tmp_path, libraries="liballocator.so").stages:
         assert parent.suits(stage.env)
         assert parent.suits({**stage.env, "SHARDLINE_TOKEN_BUDGET": "64"})
         assert not parent.suits({**stage.env, "OMP_NUM_THREADS": "3"})
-        assert not parent.suits({name: value for name, value in stage.env.items() if name != "LD_PRELOAD"})
+        assert not parent.suits(
+            {name: value for name, value in stage.env.items() if name != "LD_PRELOAD"}
+        )
 
 
 def test_each_process_has_a_metrics_port_of_its_own_where_one_is_asked_for(tmp_path: Path) -> None:

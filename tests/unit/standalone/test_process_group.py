@@ -32,7 +32,9 @@ class Stage:
         self.group = ProcessGroup(inbox, say=self.said.append, changed=self.recorded.append)
 
     def child(self, name: str, program: str) -> ServiceProcess:
-        child = ServiceProcess(name, self.home, argv=[sys.executable, "-c", program], env=os.environ)
+        child = ServiceProcess(
+            name, self.home, argv=[sys.executable, "-c", program], env=os.environ
+        )
         self.group.start(child)
         return child
 
@@ -107,7 +109,9 @@ def test_each_group_ends_before_the_next_is_stopped(stage: Stage, tmp_path: Path
     children = []
     for name in ("gateway", "head", "tail"):
         flag = tmp_path / f"{name}.up"
-        child = ServiceProcess(name, tmp_path, argv=[sys.executable, "-c", program, name, str(flag)], env=os.environ)
+        child = ServiceProcess(
+            name, tmp_path, argv=[sys.executable, "-c", program, name, str(flag)], env=os.environ
+        )
         stage.group.start(child)
         stage.watch_until(flag.exists)
         children.append(child)
@@ -115,7 +119,9 @@ def test_each_group_ends_before_the_next_is_stopped(stage: Stage, tmp_path: Path
     assert order.read_text().split() == ["gateway", "head", "tail"]
 
 
-def test_a_child_that_ignores_the_stop_is_killed_with_its_children(stage: Stage, tmp_path: Path) -> None:
+def test_a_child_that_ignores_the_stop_is_killed_with_its_children(
+    stage: Stage, tmp_path: Path
+) -> None:
     flag = tmp_path / "grandchild"
     program = (
         "import os, signal, subprocess, sys\n"
@@ -148,7 +154,9 @@ def test_a_second_stop_waits_for_nothing(stage: Stage, tmp_path: Path) -> None:
         f"while not pathlib.Path({str(flag)!r}).exists(): os.sched_yield()\n"
         "os.kill(os.getppid(), 15)\n"
     )
-    impatient = ServiceProcess("impatient", tmp_path, argv=[sys.executable, "-c", program], env=os.environ)
+    impatient = ServiceProcess(
+        "impatient", tmp_path, argv=[sys.executable, "-c", program], env=os.environ
+    )
     impatient.start()
     stage.group.stop([[child]], grace_s=3600)
     assert not child.is_running()
@@ -180,6 +188,10 @@ def test_the_supervisor_lives_on_when_its_output_has_no_room() -> None:
     )
     with Path("/dev/full").open("w") as full:
         said = subprocess.run(
-            [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            [sys.executable, "-c", program],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
         )
     assert said.stderr.startswith("alive")

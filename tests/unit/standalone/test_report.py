@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.standalone.demo.report import DemoPrompt, DemoReport, percentile, report_table, summarize
+from services.standalone.demo.report import (
+    DemoPrompt,
+    DemoReport,
+    percentile,
+    report_table,
+    summarize,
+)
 
 BEGUN = datetime(2026, 1, 1, tzinfo=UTC)
 STAGES = [
@@ -23,7 +29,9 @@ SPENT = {"energy_j": 512.25, "energy_source": "table", "cost": 0.0000427, "carbo
 UNKNOWN = dict.fromkeys(SPENT)
 
 
-def row(asked: DemoPrompt, text: str | None, *, state: str = "succeeded", seconds: float = 1.0) -> dict[str, Any]:
+def row(
+    asked: DemoPrompt, text: str | None, *, state: str = "succeeded", seconds: float = 1.0
+) -> dict[str, Any]:
     return {
         "id": asked.id,
         "state": state,
@@ -40,14 +48,20 @@ def asked(door: str, answer: str) -> DemoPrompt:
 
 
 def good() -> DemoReport:
-    first, second = asked("client", "1"), asked("http", "2")
+    first = asked("client", "1")
+    second = asked("http", "2")
     found = [row(first, "1"), row(second, "2", seconds=2)]
     return summarize([first, second], found, spent=SPENT, flower_tasks_seen=2)
 
 
 def test_right_answers_fill_every_figure_and_hold() -> None:
     figures = good()
-    assert (figures.submitted, figures.succeeded, figures.result_rows, figures.correct) == (2, 2, 2, 2)
+    assert (figures.submitted, figures.succeeded, figures.result_rows, figures.correct) == (
+        2,
+        2,
+        2,
+        2,
+    )
     assert (figures.accuracy, figures.output_tokens_per_s) == (1.0, 10.0)
     assert (figures.latency_p50_s, figures.latency_p95_s) == (1.0, 2.0)
     assert (figures.stages, figures.doors, figures.flower_tasks_seen) == (2, 2, 2)
@@ -56,7 +70,9 @@ def test_right_answers_fill_every_figure_and_hold() -> None:
 
 
 def test_wrong_failed_and_lost_jobs_are_counted_as_what_they_are() -> None:
-    wrong, failed, lost = asked("client", "1"), asked("http", "2"), asked("sql", "3")
+    wrong = asked("client", "1")
+    failed = asked("http", "2")
+    lost = asked("sql", "3")
     found = [row(wrong, "1 "), row(failed, None, state="failed")]
     report = summarize([wrong, failed, lost], found, spent=UNKNOWN, flower_tasks_seen=1)
     assert (report.submitted, report.succeeded, report.failed, report.correct) == (3, 1, 1, 0)
@@ -86,7 +102,9 @@ def test_any_figure_that_falls_short_fails_the_demo(change: dict[str, Any]) -> N
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1).map(sorted), st.floats(0.01, 1))
-def test_that_share_of_values_does_not_exceed_the_percentile(values: list[float], share: float) -> None:
+def test_that_share_of_values_does_not_exceed_the_percentile(
+    values: list[float], share: float
+) -> None:
     value = percentile(values, share)
     assert value in values
     assert sum(each <= value for each in values) >= share * len(values) - 1e-9

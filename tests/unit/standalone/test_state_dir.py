@@ -14,7 +14,13 @@ import pytest
 
 from services.standalone.cores import CoreClaims
 from services.standalone.down import stop_stack
-from services.standalone.state_dir import AlreadyUp, RecordedProcess, StackRecord, StateDir, write_private
+from services.standalone.state_dir import (
+    AlreadyUp,
+    RecordedProcess,
+    StackRecord,
+    StateDir,
+    write_private,
+)
 
 
 @pytest.fixture
@@ -27,13 +33,19 @@ def stranger() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_second_stack_in_one_folder_is_refused(tmp_path: Path) -> None:
-    with StateDir(tmp_path).lock(), pytest.raises(AlreadyUp, match="make down"), StateDir(tmp_path).lock():
+    with (
+        StateDir(tmp_path).lock(),
+        pytest.raises(AlreadyUp, match="make down"),
+        StateDir(tmp_path).lock(),
+    ):
         pass
     with StateDir(tmp_path).lock():
         pass
 
 
-def test_down_ends_a_recorded_process_without_its_supervisor(tmp_path: Path, stranger: subprocess.Popen[bytes]) -> None:
+def test_down_ends_a_recorded_process_without_its_supervisor(
+    tmp_path: Path, stranger: subprocess.Popen[bytes]
+) -> None:
     home = StateDir(tmp_path)
     home.record({"relay": stranger.pid})
     home.publish({"model": "clerk"})
@@ -89,14 +101,17 @@ def test_replacing_a_file_without_room_keeps_the_old_one_alone(tmp_path: Path) -
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2, 2))\n"
         f"write_private(Path({str(path)!r}), b'new one')"
     )
-    failed = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=False)
+    failed = subprocess.run(
+        [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=False
+    )
     assert "OSError" in failed.stderr
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_an_up_json_that_cannot_be_written_is_said_once_and_written_later(tmp_path: Path) -> None:
-    folder, said = tmp_path / "home", list[str]()
+    folder = tmp_path / "home"
+    said = list[str]()
     register = StackRecord(StateDir(folder), said.append)
     with pytest.raises(FileNotFoundError):
         register.write({"relay": os.getpid()})

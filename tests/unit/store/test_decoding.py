@@ -1,4 +1,5 @@
-"""What Postgres holds and Python does not is read all the same, and fails the checks of whoever needs another value."""
+"""What Postgres holds and Python does not is read all the same, and fails the checks of whoever
+needs another value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What crosses into Postgres: log-probabilities, text that Postgres refuses, URLs. No server needed."""
+"""What crosses into Postgres: log-probabilities, text that Postgres refuses, URLs. No server
+needed."""
 
 from __future__ import annotations
 
@@ -10,11 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.contract.job import TokenLogprob
-from shardline.store.connection.encoding import NO_PROBABILITY, dump, dump_logprobs, load_logprobs, storable, unstorable
+from shardline.store.connection.encoding import (
+    NO_PROBABILITY,
+    dump,
+    dump_logprobs,
+    load_logprobs,
+    storable,
+    unstorable,
+)
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 entries = st.lists(
-    st.builds(TokenLogprob, st.integers(0, 99), finite, st.lists(st.tuples(st.integers(0, 99), finite)).map(tuple))
+    st.builds(
+        TokenLogprob,
+        st.integers(0, 99),
+        finite,
+        st.lists(st.tuples(st.integers(0, 99), finite)).map(tuple),
+    )
 )
 
 
@@ -38,7 +51,9 @@ def test_postgres_can_hold_any_storable_text(text: str) -> None:
     assert not unstorable(storable(text))
 
 
-@pytest.mark.parametrize("value", ["a\0", "\ud800", {"a": ["\0"]}, {"\0": 1}, ({"deep": {"er": "\udfff"}},)])
+@pytest.mark.parametrize(
+    "value", ["a\0", "\ud800", {"a": ["\0"]}, {"\0": 1}, ({"deep": {"er": "\udfff"}},)]
+)
 def test_a_nul_or_a_surrogate_is_found_anywhere(value: object) -> None:
     assert unstorable(value)
 

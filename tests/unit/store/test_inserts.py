@@ -1,4 +1,5 @@
-"""How requests become rows, before any statement: order, chunks, tokens given by a door. No server needed."""
+"""How requests become rows, before any statement: order, chunks, tokens given by a door. No server
+needed."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ import pytest
 from shardline.base.errors import Invalid
 from shardline.contract.ids import new_id
 from shardline.contract.job import JobRequest, Message
-from shardline.store.inserts import MAX_BYTES, MAX_ROWS, EncodedRequest, _chunks, _row, encode_request
+from shardline.store.inserts import (
+    MAX_BYTES,
+    MAX_ROWS,
+    EncodedRequest,
+    _chunks,
+    _row,
+    encode_request,
+)
 
 
 def row(**fields: Any) -> EncodedRequest:
@@ -21,17 +29,25 @@ def row(**fields: Any) -> EncodedRequest:
 def test_many_small_rows_fill_each_statement() -> None:
     chunks = list(_chunks([row() for _ in range(2 * MAX_ROWS + 1)]))
     assert [len(numbers) for numbers, _ in chunks] == [MAX_ROWS, MAX_ROWS, 1]
-    assert sorted(number for numbers, _ in chunks for number in numbers) == list(range(2 * MAX_ROWS + 1))
+    assert sorted(number for numbers, _ in chunks for number in numbers) == list(
+        range(2 * MAX_ROWS + 1)
+    )
 
 
 @pytest.mark.parametrize("field", ["prompt", "messages", "metadata"])
 def test_chunks_of_large_rows_have_a_bounded_size_and_leave_none_out(field: str) -> None:
     def large(key: str, chars: int) -> EncodedRequest:
         text = "x" * chars
-        value: Any = {"prompt": text, "messages": (Message(role="user", content=text),), "metadata": {"a": text}}[field]
+        value: Any = {
+            "prompt": text,
+            "messages": (Message(role="user", content=text),),
+            "metadata": {"a": text},
+        }[field]
         return row(idempotency_key=key, **{"prompt": None, field: value})
 
-    chunks = list(_chunks([*(large(key, MAX_BYTES // 2 - 1000) for key in "abc"), large("d", MAX_BYTES + 1)]))
+    chunks = list(
+        _chunks([*(large(key, MAX_BYTES // 2 - 1000) for key in "abc"), large("d", MAX_BYTES + 1)])
+    )
     assert [numbers for numbers, _ in chunks] == [[0, 1], [2], [3]]
     assert list(_chunks([])) == []
 

@@ -1,4 +1,5 @@
-"""The cursor: whatever comes from stream and Postgres, in whatever order, a reader gets every token once."""
+"""The cursor: whatever comes from stream and Postgres, in whatever order, a reader gets every token
+once."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ def end(start: int) -> Delta:
 
 
 def saved(
-    start: int, ids: Sequence[int], *, fence: int, text: str | None = None, state: JobState | None = None
+    start: int,
+    ids: Sequence[int],
+    *,
+    fence: int,
+    text: str | None = None,
+    state: JobState | None = None,
 ) -> JobProgress:
     """What Postgres has from `start` on."""
     return JobProgress(fence=fence, start=start, token_ids=tuple(ids), text=text, state=state)
@@ -43,7 +49,9 @@ def place(num_tokens: int) -> Place:
 
 def taken(cursor: Cursor) -> tuple[tuple[int, ...], str]:
     deltas = cursor.take()
-    return tuple(token_id for one in deltas for token_id in one.ids), "".join(one.text for one in deltas)
+    return tuple(token_id for one in deltas for token_id in one.ids), "".join(
+        one.text for one in deltas
+    )
 
 
 def test_deltas_in_order_are_given_out() -> None:
@@ -56,7 +64,13 @@ def test_deltas_in_order_are_given_out() -> None:
 
 def test_tokens_that_a_resumed_job_repeats_are_not_given_out_again() -> None:
     cursor = Cursor()
-    for one in (delta(0, 2), delta(2, 3), delta(1, 2, fence=2), delta(2, 3, fence=2), delta(3, 4, fence=2)):
+    for one in (
+        delta(0, 2),
+        delta(2, 3),
+        delta(1, 2, fence=2),
+        delta(2, 3, fence=2),
+        delta(3, 4, fence=2),
+    ):
         cursor.push(one)
     assert cursor.has_gap, "only Postgres knows with which tokens the second attempt began"
     assert cursor.asked() == (2, 0, 0)
@@ -133,7 +147,8 @@ def test_a_reader_ahead_of_the_job_gets_only_the_end() -> None:
 
 
 def test_a_reader_ahead_of_the_job_gets_no_text_that_was_held_back_before() -> None:
-    cursor = Cursor(after=place(9), text_of=lambda _: "")  # as behind the beginning of a stop string
+    # as behind the beginning of a stop string
+    cursor = Cursor(after=place(9), text_of=lambda _: "")
     cursor.catch_up(saved(0, IDS[:4], fence=1, text="abcd", state=JobState.CANCELLED))
     assert taken(cursor) == ((), "")
     assert cursor.ended
@@ -165,7 +180,9 @@ def test_every_token_and_letter_comes_once_in_any_interleaving(
         else:
             cursor.catch_up(saved(0, IDS[: min(start, total)], fence=1))
     cursor.push(end(total))
-    cursor.catch_up(saved(0, IDS[:total], fence=1, text=text_of(IDS[:total]), state=JobState.SUCCEEDED))
+    cursor.catch_up(
+        saved(0, IDS[:total], fence=1, text=text_of(IDS[:total]), state=JobState.SUCCEEDED)
+    )
     assert taken(cursor) == (IDS[after:total], text_of(IDS[after:total]))
     assert cursor.ended
 
@@ -206,21 +223,32 @@ def test_a_delta_after_lost_changed_tokens_is_not_spliced_on() -> None:
 
 
 @pytest.mark.parametrize("num_saved", [4, 6])
-def test_a_reader_that_missed_all_deltas_of_the_other_head_is_told_at_the_end(num_saved: int) -> None:
+def test_a_reader_that_missed_all_deltas_of_the_other_head_is_told_at_the_end(
+    num_saved: int,
+) -> None:
     cursor = Cursor()
     cursor.push(delta(0, 5))
     fence, same_start, other_start = cursor.asked()
     assert (fence, same_start, other_start) == (1, 5, 0)
     with pytest.raises(Diverged):
         cursor.catch_up(
-            saved(other_start, OTHER_IDS[:num_saved], fence=2, text="ab" + "B" * 4, state=JobState.SUCCEEDED)
+            saved(
+                other_start,
+                OTHER_IDS[:num_saved],
+                fence=2,
+                text="ab" + "B" * 4,
+                state=JobState.SUCCEEDED,
+            )
         )
 
 
 def test_a_late_reader_of_both_heads_deltas_gets_those_that_count() -> None:
     cursor = Cursor()
     cursor.catch_up(saved(0, OTHER_IDS[:3], fence=2), only_learn=True)
-    for one in [*(delta(number, number + 1) for number in range(5)), *(other(number) for number in range(2, 6))]:
+    for one in [
+        *(delta(number, number + 1) for number in range(5)),
+        *(other(number) for number in range(2, 6)),
+    ]:
         cursor.push(one)
     assert taken(cursor) == (OTHER_IDS, "abBBBB")
 
@@ -229,7 +257,9 @@ def test_a_reader_that_rejoins_with_outdated_tokens_is_told() -> None:
     for after in (place(5), place(6)):
         cursor = Cursor(after=after, text_of=text_of)
         with pytest.raises(Diverged):
-            cursor.catch_up(saved(0, OTHER_IDS[:5], fence=2, text="abBBB", state=JobState.SUCCEEDED))
+            cursor.catch_up(
+                saved(0, OTHER_IDS[:5], fence=2, text="abBBB", state=JobState.SUCCEEDED)
+            )
     assert taken(cursor) == ((), "")
     cursor = Cursor(after=place(2), text_of=text_of)
     cursor.catch_up(saved(0, OTHER_IDS[:5], fence=2, text="abBBB", state=JobState.SUCCEEDED))
@@ -262,6 +292,8 @@ def test_a_place_reads_back_from_its_text(text: str) -> None:
     assert str(found) == text
 
 
-@pytest.mark.parametrize("text", ["", "x", "-1", "1-", "1-0123ABCD", "1-0123abcde", "9999999999", "٣", "1 "])
+@pytest.mark.parametrize(
+    "text", ["", "x", "-1", "1-", "1-0123ABCD", "1-0123abcde", "9999999999", "٣", "1 "]
+)
 def test_text_that_is_no_place_is_none(text: str) -> None:
     assert Place.parse(text) is None

@@ -1,4 +1,5 @@
-"""Small tokenizers of the kinds that models have: byte-level, words with bytes for all else, word pieces."""
+"""Small tokenizers of the kinds that models have: byte-level, words with bytes for all else, word
+pieces."""
 
 from __future__ import annotations
 
@@ -17,9 +18,12 @@ def id_of(tokenizer: Tokenizer, name: str) -> int:
 
 
 def byte_level() -> Tokenizer:
-    """A token per byte, some of several bytes (two of them end inside a character), and a special one, the last."""
+    """A token per byte, some of several bytes (two of them end inside a character), and a special
+    one, the last."""
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġhello", "ðŁĺ", "¬ðŁ"]
-    tokenizer = Tokenizer(models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END, special=True)])
@@ -27,7 +31,8 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """Words with a leading space, and bytes for all else, as in SentencePiece models that drop the first space."""
+    """Words with a leading space, and bytes for all else, as in SentencePiece models that drop the
+    first space."""
     return _sentencepiece(decoders.Strip(" ", 1, 0))
 
 
@@ -39,13 +44,16 @@ def byte_fallback_with_first_space() -> Tokenizer:
 def metaspace() -> Tokenizer:
     """Words with a leading space, the first of which a decoder of another kind drops."""
     pieces = ["<unk>", "▁hello", "▁true", "true", "▁", "lo", "!", "é"]
-    tokenizer = Tokenizer(models.WordLevel({piece: number for number, piece in enumerate(pieces)}, "<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({piece: number for number, piece in enumerate(pieces)}, "<unk>")
+    )
     tokenizer.decoder = decoders.Metaspace()
     return tokenizer
 
 
 def added_tokens() -> Tokenizer:
-    """Byte-level, with added tokens: special ones, and ordinary ones with spaces and letters of their own."""
+    """Byte-level, with added tokens: special ones, and ordinary ones with spaces and letters of
+    their own."""
     tokenizer = byte_level()
     tokenizer.add_tokens([AddedToken("<think>"), AddedToken("naïve  é"), AddedToken("\n\n")])
     tokenizer.add_special_tokens([AddedToken("<|channel|>", special=True)])

@@ -37,7 +37,8 @@ def completion(params: SamplingParams, room: int = 1000) -> CompletionText:
 
 def push_all(one: CompletionText, ids: list[int]) -> tuple[list[str], FinishReason | None]:
     """The deltas up to the end, the flush included."""
-    deltas, reason = [], None
+    deltas = []
+    reason = None
     for token in ids:
         delta, reason = one.push(token)
         deltas.append(delta)
@@ -57,10 +58,14 @@ def test_the_deltas_are_the_decoded_whole_whatever_the_tokens(ids: list[int]) ->
 
 def test_without_a_tokenizer_tokens_have_no_text_and_the_limits_hold_all_the_same() -> None:
     nothing = Tokenizer(models.WordLevel({}, unk_token=""))
-    one = CompletionText(Vocabulary(nothing, [7]), SamplingParams(max_tokens=9), room=1000, prompt_ids=())
+    one = CompletionText(
+        Vocabulary(nothing, [7]), SamplingParams(max_tokens=9), room=1000, prompt_ids=()
+    )
 
     assert push_all(one, [5, 6, 7]) == (["", "", "", ""], FinishReason.STOP)
-    assert CompletionText(Vocabulary(nothing, []), SamplingParams(), room=1, prompt_ids=()).push(5) == (
+    assert CompletionText(Vocabulary(nothing, []), SamplingParams(), room=1, prompt_ids=()).push(
+        5
+    ) == (
         "",
         FinishReason.LENGTH,
     )
@@ -130,10 +135,16 @@ def first_stop(text: str, stops: tuple[str, ...]) -> str | None:
 few_letters = st.text(alphabet="ab€", max_size=30)
 
 
-@given(st.lists(few_letters, max_size=12), st.lists(few_letters.filter(bool), min_size=1, max_size=4))
-def test_stop_strings_are_found_however_the_text_is_cut(pieces: list[str], stops: list[str]) -> None:
+@given(
+    st.lists(few_letters, max_size=12), st.lists(few_letters.filter(bool), min_size=1, max_size=4)
+)
+def test_stop_strings_are_found_however_the_text_is_cut(
+    pieces: list[str], stops: list[str]
+) -> None:
     finder = StopFinder(tuple(stops))
-    text, given_out, stopped = "".join(pieces), "", False
+    text = "".join(pieces)
+    given_out = ""
+    stopped = False
     for piece in pieces:
         delta, stopped = finder.push(piece, may_stop=True)
         given_out += delta
@@ -142,7 +153,9 @@ def test_stop_strings_are_found_however_the_text_is_cut(pieces: list[str], stops
 
     expected = first_stop(text, tuple(stops))
     assert stopped == (expected is not None)
-    assert (given_out if stopped else given_out + finder.flush()) == (text if expected is None else expected)
+    assert (given_out if stopped else given_out + finder.flush()) == (
+        text if expected is None else expected
+    )
 
 
 def test_text_is_held_back_only_while_it_may_begin_a_stop_string() -> None:
@@ -217,9 +230,12 @@ def test_stops_count_only_from_min_tokens_on() -> None:
 
 
 @given(byte_ids, st.integers(0, 120), st.sampled_from([(), ("ab",), ("\ufffd\ufffd", "h")]))
-def test_a_replayed_checkpoint_goes_on_with_the_same_text(ids: list[int], cut: int, stop: tuple[str, ...]) -> None:
+def test_a_replayed_checkpoint_goes_on_with_the_same_text(
+    ids: list[int], cut: int, stop: tuple[str, ...]
+) -> None:
     params = SamplingParams(stop=stop, max_tokens=100)
-    first, resumed = completion(params), completion(params)
+    first = completion(params)
+    resumed = completion(params)
 
     whole = [first.push(token) for token in ids]
     for token in ids[:cut]:

@@ -19,7 +19,9 @@ def tokens_of(folder: Path, tokenizer_config: dict[str, Any]) -> Tokens:
     """As a head of this folder registers them."""
     byte_level().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-    row = model_row(folder, name="m", fingerprint="f", context_length=64, vocab_size=300, eos_ids=())
+    row = model_row(
+        folder, name="m", fingerprint="f", context_length=64, vocab_size=300, eos_ids=()
+    )
     return Tokens.from_row(row)
 
 
@@ -37,10 +39,14 @@ def test_tokens_that_only_the_configuration_adds_are_tokens(tmp_path: Path) -> N
     ids = tokens.prepare(prompt=text, params=SamplingParams()).prompt_ids
 
     assert list(ids) == reference(text)["input_ids"]
-    assert tokens.completion(SamplingParams(), 60, ()).say(ids) == reference.decode(list(ids), skip_special_tokens=True)
+    assert tokens.completion(SamplingParams(), 60, ()).say(ids) == reference.decode(
+        list(ids), skip_special_tokens=True
+    )
 
 
 @pytest.mark.parametrize("listed", [["<tool>"], {"a": {"content": "x"}}, {"260": "x"}, {"260": {}}])
 def test_malformed_added_tokens_name_their_file(listed: Any, tmp_path: Path) -> None:
-    with pytest.raises(Invalid, match=r"added_tokens_decoder in tokenizer_config\.json is malformed"):
+    with pytest.raises(
+        Invalid, match=r"added_tokens_decoder in tokenizer_config\.json is malformed"
+    ):
         tokens_of(tmp_path, {"added_tokens_decoder": listed})

@@ -1,4 +1,5 @@
-"""One rule for text: whoever joins a stream after any token gets exactly the rest of the result's text."""
+"""One rule for text: whoever joins a stream after any token gets exactly the rest of the result's
+text."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from shardline.streams import Cursor, Place
 from shardline.tokenize import CompletionText, Vocabulary
 from tests.unit.tokenize.small_tokenizers import byte_fallback, byte_level
 
-BYTES, PIECES = byte_level(), byte_fallback()
+BYTES = byte_level()
+PIECES = byte_fallback()
 EOS = {id(BYTES): 259, id(PIECES): 0}
 MAX_ID = 262
 
@@ -23,7 +25,9 @@ def characters(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
     first = 1 if tokenizer is PIECES else 0
     return st.sampled_from("a \0é€😀\ufffd").map(
         lambda char: (
-            [first + byte for byte in char.encode()] if tokenizer is PIECES else list(tokenizer.encode(char).ids)
+            [first + byte for byte in char.encode()]
+            if tokenizer is PIECES
+            else list(tokenizer.encode(char).ids)
         )
     )
 
@@ -31,7 +35,9 @@ def characters(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
 def outputs(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
     """Any tokens: whole characters, halves of some, words, special and unknown ones."""
     pieces = st.one_of(characters(tokenizer), st.integers(0, MAX_ID).map(lambda token: [token]))
-    return st.lists(pieces, max_size=24).map(lambda found: [token for piece in found for token in piece])
+    return st.lists(pieces, max_size=24).map(
+        lambda found: [token for piece in found for token in piece]
+    )
 
 
 params = st.builds(
@@ -46,14 +52,21 @@ params = st.builds(
 
 def heads_deltas(one: CompletionText, ids: list[int]) -> tuple[list[Delta], Delta, str]:
     """What a head streams of a job, its end, and the text of the result."""
-    deltas, reason = [], None
+    deltas = []
+    reason = None
     for place, token in enumerate(ids):
         text, reason = one.push(token)
         deltas.append(Delta(fence=1, start=place, ids=(token,), text=text))
         if reason is not None:
             break
     state, tail = ("succeeded", "") if reason else ("cancelled", one.flush())
-    end = Delta(fence=1, start=len(deltas), text=tail, state=state, finish_reason=reason or FinishReason.CANCELLED)
+    end = Delta(
+        fence=1,
+        start=len(deltas),
+        text=tail,
+        state=state,
+        finish_reason=reason or FinishReason.CANCELLED,
+    )
     return deltas, end, one.text
 
 
@@ -74,12 +87,11 @@ def test_the_rest_of_a_stream_joined_after_any_token_is_the_rest_of_the_text(
     assert given_out[-1] + end.text == whole
     assert all(whole.startswith(text) for text in given_out)
 
-    joined, saved = (
-        data.draw(st.integers(0, len(ids)), label="joined"),
-        data.draw(st.integers(0, len(ids)), label="saved"),
-    )
+    joined = data.draw(st.integers(0, len(ids)), label="joined")
+    saved = data.draw(st.integers(0, len(ids)), label="saved")
     cursor = Cursor(
-        after=Place().then(ids[:joined]), text_of=CompletionText(vocabulary, params, room=100, prompt_ids=()).say
+        after=Place().then(ids[:joined]),
+        text_of=CompletionText(vocabulary, params, room=100, prompt_ids=()).say,
     )
     cursor.catch_up(JobProgress(fence=1, token_ids=ids[:saved]))
     for delta in [*deltas, end][saved if saved >= joined else 0 :]:
@@ -87,7 +99,9 @@ def test_the_rest_of_a_stream_joined_after_any_token_is_the_rest_of_the_text(
     if not cursor.ended:
         _, start, _ = cursor.asked()
         state = JobState(end.state or "")
-        cursor.catch_up(JobProgress(fence=1, start=start, token_ids=ids[start:], text=whole, state=state))
+        cursor.catch_up(
+            JobProgress(fence=1, start=start, token_ids=ids[start:], text=whole, state=state)
+        )
     rest = "".join(delta.text for delta in cursor.take())
     assert given_out[joined] + rest == whole
 
@@ -97,7 +111,9 @@ def test_the_text_of_a_job_ended_by_a_relay_begins_as_its_stream_did(
     data: st.DataObject, params: SamplingParams
 ) -> None:
     vocabulary = Vocabulary(PIECES, [EOS[id(PIECES)]])
-    deltas, _, _ = heads_deltas(CompletionText(vocabulary, params, room=100, prompt_ids=()), data.draw(outputs(PIECES)))
+    deltas, _, _ = heads_deltas(
+        CompletionText(vocabulary, params, room=100, prompt_ids=()), data.draw(outputs(PIECES))
+    )
     num_saved = data.draw(st.integers(0, len(deltas)))
     relays = CompletionText(vocabulary, params, room=100, prompt_ids=())
     text = relays.say(token for delta in deltas[:num_saved] for token in delta.ids) + relays.flush()

@@ -1,4 +1,5 @@
-"""The cache of tokenizers: what is loaded, what a refresh drops, and the limit that pipelines set."""
+"""The cache of tokenizers: what is loaded, what a refresh drops, and the limit that pipelines
+set."""
 
 from __future__ import annotations
 
@@ -63,7 +64,12 @@ def test_a_model_that_is_gone_is_refused_with_the_registered_ones(cache: Tokeniz
 def test_an_adapter_is_named_behind_its_model(cache: TokenizerCache) -> None:
     found = cache.get("a:legal")
 
-    assert (found.name, found.adapter, found.adapter_fingerprint, found.address) == ("a", "legal", "2", "a:legal")
+    assert (found.name, found.adapter, found.adapter_fingerprint, found.address) == (
+        "a",
+        "legal",
+        "2",
+        "a:legal",
+    )
     assert (cache.has("a:legal"), cache.has("a:other")) == (True, False)
     with pytest.raises(UnknownModel, match="Use one of: a, a:legal, b"):
         cache.get("a:other")

@@ -1,4 +1,5 @@
-"""Tokenizing: the same ids as transformers, and every limit refused by name. The demo model's folder is the example."""
+"""Tokenizing: the same ids as transformers, and every limit refused by name. The demo model's
+folder is the example."""
 
 from __future__ import annotations
 
@@ -42,23 +43,32 @@ def clerk(row: dict[str, Any]) -> Tokens:
 
 def test_the_row_of_a_models_folder_has_its_texts_and_its_heads_limits(row: dict[str, Any]) -> None:
     assert (row["context_length"], row["vocab_size"], row["eos_token_ids"]) == (512, 896, [2])
-    assert row["special_tokens"] == {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    assert row["special_tokens"] == {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+    }
     assert "raise_exception" in row["chat_template"]
 
 
 def test_of_text_far_over_the_context_only_a_beginning_is_tokenized(row: dict[str, Any]) -> None:
-    # Given a text of whose kind a beginning is far over the context, and one of the same length that fits
+    # Given a text of whose kind a beginning is far over the context, and one of the same length
+    # that fits
     seen: list[int] = []
     tokens = Tokens.from_row({**row, "context_length": 8192})
     tokenizer = tokens.tokenizer
     tokens.tokenizer = cast("Tokenizer", Spy(tokenizer, seen))
 
-    with pytest.raises(ContextExceeded, match=r"1000000 characters make more than 16384.*at most 8191 tokens"):
+    with pytest.raises(
+        ContextExceeded, match=r"1000000 characters make more than 16384.*at most 8191 tokens"
+    ):
         tokens.prepare(prompt="3 1 4 1 5 " * 100_000, params=NO_LIMITS)
 
     assert seen == [8 * 8192]
     fits = "31 " * 1_000
-    assert tokens.prepare(prompt=fits, params=NO_LIMITS).prompt_ids == tuple(tokenizer.encode(fits).ids)
+    assert tokens.prepare(prompt=fits, params=NO_LIMITS).prompt_ids == tuple(
+        tokenizer.encode(fits).ids
+    )
 
 
 def test_a_long_text_of_few_tokens_is_read_whole() -> None:
@@ -73,14 +83,17 @@ def test_a_long_text_of_few_tokens_is_read_whole() -> None:
         vocab_size=2,
         eos_ids=[],
     )
-    assert tokens.prepare(prompt=("a" * 100 + " ") * 4000, params=NO_LIMITS).prompt_ids == (1,) * 4000
+    assert (
+        tokens.prepare(prompt=("a" * 100 + " ") * 4000, params=NO_LIMITS).prompt_ids == (1,) * 4000
+    )
 
 
 class Spy:
     """A tokenizer that notes the length of each text."""
 
     def __init__(self, tokenizer: Tokenizer, seen: list[int]) -> None:
-        self._tokenizer, self._seen = tokenizer, seen
+        self._tokenizer = tokenizer
+        self._seen = seen
 
     def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
         """As the tokenizer does."""
@@ -89,7 +102,9 @@ class Spy:
 
 
 def test_a_folder_without_tokenizer_takes_only_token_ids(tmp_path: Path) -> None:
-    row = model_row(tmp_path, name="tiny", fingerprint="f2", context_length=64, vocab_size=96, eos_ids=(2, 3))
+    row = model_row(
+        tmp_path, name="tiny", fingerprint="f2", context_length=64, vocab_size=96, eos_ids=(2, 3)
+    )
     tokens = Tokens.from_row(row)
 
     assert tokens.prepare(prompt=(5, 6), params=NO_LIMITS).prompt_ids == (5, 6)
@@ -103,11 +118,16 @@ def test_a_folder_without_tokenizer_takes_only_token_ids(tmp_path: Path) -> None
 def test_prepared_text_has_the_ids_of_transformers(clerk: Tokens) -> None:
     reference = AutoTokenizer.from_pretrained(CLERK)
     for text in ("date: 3 March 2024 =", "Grüße, 北京 🎉", " spaces  and\nlines "):
-        assert list(clerk.prepare(prompt=text, params=NO_LIMITS).prompt_ids) == reference(text)["input_ids"]
+        assert (
+            list(clerk.prepare(prompt=text, params=NO_LIMITS).prompt_ids)
+            == reference(text)["input_ids"]
+        )
 
 
 @pytest.mark.parametrize("template", [None, CHATML])
-def test_rendered_messages_have_the_ids_of_transformers(row: dict[str, Any], template: str | None) -> None:
+def test_rendered_messages_have_the_ids_of_transformers(
+    row: dict[str, Any], template: str | None
+) -> None:
     reference = AutoTokenizer.from_pretrained(CLERK)
     source = template or row["chat_template"]
     messages = [Message("system", "Be <brief> & right."), Message("user", "date: 3 März 2024")]
@@ -118,7 +138,11 @@ def test_rendered_messages_have_the_ids_of_transformers(row: dict[str, Any], tem
         return_dict=False,
     )
 
-    ids = Tokens.from_row({**row, "chat_template": source}).prepare(messages=messages, params=NO_LIMITS).prompt_ids
+    ids = (
+        Tokens.from_row({**row, "chat_template": source})
+        .prepare(messages=messages, params=NO_LIMITS)
+        .prompt_ids
+    )
 
     assert list(ids) == expected
 
@@ -138,15 +162,24 @@ def test_max_tokens_defaults_to_what_the_context_leaves(clerk: Tokens) -> None:
 def test_max_tokens_defaults_to_what_pipelines_below_the_context_leave(
     clerk: Tokens, kv_tokens: int | None, max_tokens: int
 ) -> None:
-    assert clerk.within(kv_tokens).prepare(prompt=(5,) * 200, params=NO_LIMITS).max_tokens == max_tokens
+    assert (
+        clerk.within(kv_tokens).prepare(prompt=(5,) * 200, params=NO_LIMITS).max_tokens
+        == max_tokens
+    )
 
 
-@pytest.mark.parametrize(("num_prompt", "max_tokens", "field"), [(256, None, "prompt"), (200, 57, "max_tokens")])
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "field"), [(256, None, "prompt"), (200, 57, "max_tokens")]
+)
 def test_a_request_that_no_pipeline_holds_names_the_limit(
     clerk: Tokens, num_prompt: int, max_tokens: int | None, field: str
 ) -> None:
-    with pytest.raises(Invalid, match=r"length is 256 tokens.*what the KV of clerk's pipelines holds") as caught:
-        clerk.within(256).prepare(prompt=(5,) * num_prompt, params=SamplingParams(max_tokens=max_tokens))
+    with pytest.raises(
+        Invalid, match=r"length is 256 tokens.*what the KV of clerk's pipelines holds"
+    ) as caught:
+        clerk.within(256).prepare(
+            prompt=(5,) * num_prompt, params=SamplingParams(max_tokens=max_tokens)
+        )
     assert caught.value.field == field
 
 
@@ -155,17 +188,35 @@ def test_a_request_that_no_pipeline_holds_names_the_limit(
     [
         ({"prompt": ""}, {}, "prompt", "empty", "Send some text"),
         ({"prompt": (5,) * 512}, {}, "prompt", "512", "at most 511"),
-        ({"prompt": (5,) * 500}, {"max_tokens": 13}, "max_tokens", "maximum context length is 512", "at most 12"),
+        (
+            {"prompt": (5,) * 500},
+            {"max_tokens": 13},
+            "max_tokens",
+            "maximum context length is 512",
+            "at most 12",
+        ),
         ({"prompt": (5,) * 500}, {"min_tokens": 13}, "min_tokens", "12 that fit", "at most 12"),
         ({"prompt": (5, 896)}, {}, "prompt[1]", "vocabulary of 896", "0 to 895"),
-        ({"prompt": "a"}, {"stop_token_ids": (900,)}, "stop_token_ids[0]", "vocabulary of 896", "0 to 895"),
+        (
+            {"prompt": "a"},
+            {"stop_token_ids": (900,)},
+            "stop_token_ids[0]",
+            "vocabulary of 896",
+            "0 to 895",
+        ),
         ({"prompt": "x" * 70_000}, {}, "prompt", "maximum context length is 512", "at most 65536"),
         ({"prompt": "\ud800"}, {}, "prompt", "Unicode", "surrogates"),
         ({"messages": [Message("system", "x")]}, {}, "messages", "no user message", "roles"),
     ],
 )
 def test_a_request_over_a_limit_names_field_limit_and_remedy(
-    clerk: Tokens, *, request_fields: dict[str, Any], params: dict[str, Any], field: str, limit: str, remedy: str
+    clerk: Tokens,
+    *,
+    request_fields: dict[str, Any],
+    params: dict[str, Any],
+    field: str,
+    limit: str,
+    remedy: str,
 ) -> None:
     with pytest.raises(Invalid) as caught:
         clerk.prepare(**request_fields, params=SamplingParams(**params))
@@ -174,13 +225,17 @@ def test_a_request_over_a_limit_names_field_limit_and_remedy(
     assert remedy in caught.value.remedy
 
 
-def test_ids_that_a_tokenizer_makes_beyond_the_vocabulary_are_refused_with_the_token(row: dict[str, Any]) -> None:
+def test_ids_that_a_tokenizer_makes_beyond_the_vocabulary_are_refused_with_the_token(
+    row: dict[str, Any],
+) -> None:
     tokenizer = Tokenizer.from_str(row["tokenizer"])
     tokenizer.add_special_tokens([AddedToken("<image>", special=True)])
     tokens = Tokens.from_row({**row, "tokenizer": tokenizer.to_str()})
 
     for request in ({"prompt": "see <image> here"}, {"messages": [Message("user", "see <image>")]}):
-        with pytest.raises(Invalid, match="'<image>' token 896, which the model's vocabulary of 896") as caught:
+        with pytest.raises(
+            Invalid, match="'<image>' token 896, which the model's vocabulary of 896"
+        ) as caught:
             tokens.prepare(**request, params=NO_LIMITS)
         assert caught.value.field in request
 
@@ -189,7 +244,8 @@ class WatchedTokenizer:
     """A tokenizer that says whether another thread ran during each of its calls."""
 
     def __init__(self, tokenizer: Tokenizer, turns: list[int]) -> None:
-        self._tokenizer, self._turns = tokenizer, turns
+        self._tokenizer = tokenizer
+        self._turns = turns
         self.num_turns: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -205,8 +261,10 @@ class WatchedTokenizer:
 
 
 def test_other_threads_run_while_a_long_text_is_tokenized(clerk: Tokens) -> None:
-    """The interpreter takes no turns by time meanwhile: another thread runs only where the call lets it."""
-    turns, done = [0], threading.Event()
+    """The interpreter takes no turns by time meanwhile: another thread runs only where the call
+    lets it."""
+    turns = [0]
+    done = threading.Event()
     long = copy(clerk)
     long.context_length = long.longest = 1 << 20
     watched = WatchedTokenizer(clerk.tokenizer, turns)
@@ -232,7 +290,9 @@ def test_other_threads_run_while_a_long_text_is_tokenized(clerk: Tokens) -> None
 
 def test_messages_for_a_model_without_template_name_the_other_door(row: dict[str, Any]) -> None:
     with pytest.raises(Invalid, match="/v1/completions"):
-        Tokens.from_row({**row, "chat_template": None}).prepare(messages=[Message("user", "x")], params=NO_LIMITS)
+        Tokens.from_row({**row, "chat_template": None}).prepare(
+            messages=[Message("user", "x")], params=NO_LIMITS
+        )
 
 
 KNOWN_ROLES = (
@@ -250,13 +310,18 @@ def render(source: str, *messages: tuple[str, str], **variables: Any) -> str | N
 
 def test_a_developer_speaks_as_system_where_the_template_has_no_such_role() -> None:
     assert render(KNOWN_ROLES, ("developer", "Be brief."), ("user", "Hi")) == "[S]Be brief.[U]HI"
-    knows = KNOWN_ROLES + "{% if messages[0].role == 'developer' %}[D]{{ messages[0].content }}{% endif %}"
+    knows = (
+        KNOWN_ROLES
+        + "{% if messages[0].role == 'developer' %}[D]{{ messages[0].content }}{% endif %}"
+    )
     assert render(knows, ("developer", "Be brief."), ("user", "Hi")) == "[U]HI[D]Be brief."
 
 
 @pytest.mark.parametrize("role", ["function", "tool", "Developer", "system ", ""])
 @pytest.mark.parametrize("content", ["Be brief.", "i", "Hi"])
-def test_a_message_that_the_template_leaves_out_is_refused_by_its_role(role: str, content: str) -> None:
+def test_a_message_that_the_template_leaves_out_is_refused_by_its_role(
+    role: str, content: str
+) -> None:
     with pytest.raises(Invalid, match=f"leaves out this message of role {role!r}") as caught:
         render(KNOWN_ROLES, ("user", "Hi"), (role, content), ("user", "Hi"))
     assert caught.value.field == "messages[1]"
@@ -268,13 +333,21 @@ def test_a_system_message_that_only_the_first_place_has_room_for_is_refused() ->
 
 
 def test_a_message_whose_content_the_template_changes_is_there() -> None:
-    messages = [("user", " a "), ("assistant", "<think>so</think>"), ("assistant", "<think>b</think>c"), ("user", "")]
+    messages = [
+        ("user", " a "),
+        ("assistant", "<think>so</think>"),
+        ("assistant", "<think>b</think>c"),
+        ("user", ""),
+    ]
     assert render(KNOWN_ROLES, *messages) == "[U]A[A][A]c[U]"
 
 
 def test_a_template_gets_the_variables_of_the_request() -> None:
     source = "{{ messages[0].content }}{% if enable_thinking is false %}<think></think>{% endif %}{{ bos_token }}"
-    assert render(source, ("user", "Hi"), enable_thinking=False, bos_token="<s>") == "Hi<think></think><s>"
+    assert (
+        render(source, ("user", "Hi"), enable_thinking=False, bos_token="<s>")
+        == "Hi<think></think><s>"
+    )
     assert render(source, ("user", "Hi")) == "Hi"
     for name in ("messages", "add_generation_prompt", "tools"):
         with pytest.raises(Invalid, match=f"chat_template_kwargs.{name}"):

@@ -1,1 +1,2 @@
-"""The demo model `clerk`: its tasks, its tokenizer, its training and its weights. Knows nothing of Shardline."""
+"""The demo model `clerk`: its tasks, its tokenizer, its training and its weights. Knows nothing of
+Shardline."""

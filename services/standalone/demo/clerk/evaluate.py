@@ -1,7 +1,8 @@
-"""Owns the proof: how many unseen prompts the saved model answers exactly, by task, with greedy `generate`.
+"""Owns the proof: how many unseen prompts the saved model answers exactly, by task, with greedy
+`generate`.
 
-`python -m services.standalone.demo.clerk.evaluate` prints a Markdown table. An answer counts only if every
-character up to the end token is right.
+`python -m services.standalone.demo.clerk.evaluate` prints a Markdown table. An answer counts only
+if every character up to the end token is right.
 """
 
 import argparse
@@ -40,7 +41,8 @@ class Clerk:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[dtype])
 
     def answer(self, prompts: Sequence[str]) -> list[str]:
-        """Each answer up to its end token; one that never ends, up to the limit, which is longer than any answer."""
+        """Each answer up to its end token; one that never ends, up to the limit, which is longer
+        than any answer."""
         inputs = self._tokenizer(list(prompts), return_tensors="pt", padding=True)
         inputs.pop("token_type_ids", None)
         with torch.inference_mode():
@@ -56,7 +58,11 @@ def evaluate(clerk: Clerk, asked: Sequence[Example]) -> list[Score]:
     for start in range(0, len(in_order), _BATCH):
         batch = in_order[start : start + _BATCH]
         answers = clerk.answer([example.prompt for example in batch])
-        wrong += [(example, said) for example, said in zip(batch, answers, strict=True) if said != example.answer]
+        wrong += [
+            (example, said)
+            for example, said in zip(batch, answers, strict=True)
+            if said != example.answer
+        ]
     num_asked = Counter(example.task for example in asked)
     num_wrong = Counter(example.task for example, _ in wrong)
     return [
@@ -73,15 +79,22 @@ def evaluate(clerk: Clerk, asked: Sequence[Example]) -> list[Score]:
 def table(scores: Sequence[Score]) -> str:
     """Markdown, with the sum of all tasks in the last row."""
     rows = [(score.task, score.num_right, score.num_asked) for score in scores]
-    rows.append(("all", sum(score.num_right for score in scores), sum(score.num_asked for score in scores)))
-    lines = [f"| {task} | {right} of {asked} | {right / max(1, asked):.2%} |" for task, right, asked in rows]
+    rows.append(
+        ("all", sum(score.num_right for score in scores), sum(score.num_asked for score in scores))
+    )
+    lines = [
+        f"| {task} | {right} of {asked} | {right / max(1, asked):.2%} |"
+        for task, right, asked in rows
+    ]
     return "\n".join(["| task | exact | share |", "|---|---|---|", *lines])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=FOLDER)
-    parser.add_argument("--num", type=int, default=3000, help="prompts, shared evenly among the tasks")
+    parser.add_argument(
+        "--num", type=int, default=3000, help="prompts, shared evenly among the tasks"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=_DTYPES, default="float32")
     parser.add_argument("--show", type=int, default=0, help="wrong answers to print for each task")

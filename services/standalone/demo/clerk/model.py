@@ -29,7 +29,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Everything that AutoModelForCausalLM and AutoTokenizer read; `model` itself is rounded to bfloat16."""
+    """Everything that AutoModelForCausalLM and AutoTokenizer read; `model` itself is rounded to
+    bfloat16."""
     model.generation_config = GenerationConfig(
         do_sample=False,
         pad_token_id=tokenizer.pad_token_id,

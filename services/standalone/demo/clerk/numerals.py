@@ -1,4 +1,5 @@
-"""Owns English number words, ordinals and the spelling of whole numbers below one million. Knows no task."""
+"""Owns English number words, ordinals and the spelling of whole numbers below one million. Knows no
+task."""
 
 from typing import Final
 

@@ -18,7 +18,9 @@ _ITEMS: Final = words(
     "notebooks pens pencils plates pots ribbons rulers scissors screws shelves spoons stamps tables tapes tiles towels "
     "valves vests wires"
 )
-_KINDS: Final = words("black blue brown cheap green heavy large light long orange plain red short small white yellow")
+_KINDS: Final = words(
+    "black blue brown cheap green heavy large light long orange plain red short small white yellow"
+)
 _UNITS: Final = {
     "box": "boxes",
     "pack": "packs",

@@ -1,6 +1,8 @@
-"""Owns the clerical tasks: seeded prompts with their exact answers, and which prompts are never trained on.
+"""Owns the clerical tasks: seeded prompts with their exact answers, and which prompts are never
+trained on.
 
-Knows no tensor and no tokenizer. The answer is exactly the completion that the model must give, before its end token.
+Knows no tensor and no tokenizer. The answer is exactly the completion that the model must give,
+before its end token.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,16 +40,21 @@ class Example:
     answer: str
 
 
-def examples(seed: int, num: int, split: Split = "train", turns: Sequence[str] = ()) -> list[Example]:
+def examples(
+    seed: int, num: int, split: Split = "train", turns: Sequence[str] = ()
+) -> list[Example]:
     """`num` examples; the same seed gives the same list, and no prompt is in both splits.
 
-    Tasks take turns in the order of `turns` (a task named twice comes twice as often), else once each.
+    Tasks take turns in the order of `turns` (a task named twice comes twice as often), else once
+    each.
     """
     if num < 0:
         raise ValueError(f"num is {num}; ask for 0 or more examples")
     if unknown := set(turns) - set(TASKS):
         raise ValueError(f"turns names {sorted(unknown)}; clerk's tasks are {list(TASKS)}")
-    return list(islice(_endless(Random(f"clerk-{split}-{seed}"), split, turns or tuple(TASKS)), num))
+    return list(
+        islice(_endless(Random(f"clerk-{split}-{seed}"), split, turns or tuple(TASKS)), num)
+    )
 
 
 def is_unseen(prompt: str) -> bool:
@@ -84,9 +91,12 @@ def _date(rng: Random) -> tuple[str, str]:
 
 
 def _number(rng: Random) -> int:
-    """Long numbers are harder and more of them exist, so they come more often, but not as often as uniformly."""
+    """Long numbers are harder and more of them exist, so they come more often, but not as often as
+    uniformly."""
     num_digits = rng.choices(range(1, 7), weights=(1, 2, 4, 5, 6, 7))[0]
-    return rng.randrange(10 ** (num_digits - 1) if num_digits > 1 else 0, min(LIMIT, 10**num_digits))
+    return rng.randrange(
+        10 ** (num_digits - 1) if num_digits > 1 else 0, min(LIMIT, 10**num_digits)
+    )
 
 
 def _words(rng: Random) -> tuple[str, str]:
@@ -105,9 +115,12 @@ def _sort(rng: Random) -> tuple[str, str]:
 
 
 def _sum(rng: Random) -> tuple[str, str]:
-    """The answer shows the work column by column, from the right: a small model cannot carry in its head."""
-    left, right = rng.randint(100, 999), rng.randint(100, 999)
-    steps, carry = [], 0
+    """The answer shows the work column by column, from the right: a small model cannot carry in its
+    head."""
+    left = rng.randint(100, 999)
+    right = rng.randint(100, 999)
+    steps = []
+    carry = 0
     for a, b in zip(reversed(str(left)), reversed(str(right)), strict=True):
         total = int(a) + int(b) + carry
         steps.append(f"{a}+{b}+{carry}={total}")

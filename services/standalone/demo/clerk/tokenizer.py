@@ -1,7 +1,9 @@
-"""Owns clerk's tokenizer: byte-level BPE, each digit one token, and the chat template. Knows no model.
+"""Owns clerk's tokenizer: byte-level BPE, each digit one token, and the chat template. Knows no
+model.
 
-The plain prompt is the whole format: `<bos>date: 3 March 2024 =` is answered by `2024-03-03<eos>`. The chat template
-renders the last user message to that same text, so that both doors ask the model the same thing.
+The plain prompt is the whole format: `<bos>date: 3 March 2024 =` is answered by `2024-03-03<eos>`.
+The chat template renders the last user message to that same text, so that both doors ask the model
+the same thing.
 """
 
 from collections.abc import Iterable
@@ -10,11 +12,14 @@ from typing import Final
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+PAD = "<pad>"
+BOS = "<bos>"
+EOS = "<eos>"
 CONTEXT: Final = 512
 _VOCABULARY: Final = 896
-# clerk answers one message and remembers nothing, so earlier turns and system messages are left out on purpose. The
-# generation prompt is the equals sign that ends every question, unless the user typed it.
+# clerk answers one message and remembers nothing, so earlier turns and system messages are left out
+# on purpose. The generation prompt is the equals sign that ends every question, unless the user
+# typed it.
 _CHAT_TEMPLATE: Final = """\
 {#- Leaves messages out on purpose: the last question alone is answered. -#}
 {%- set turns = messages | selectattr('role', 'equalto', 'user') | list -%}
@@ -36,10 +41,14 @@ _CHAT_TEMPLATE: Final = """\
 
 
 def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Train the merges on `texts`; every byte is in the alphabet, so that any prompt can be encoded."""
+    """Train the merges on `texts`; every byte is in the alphabet, so that any prompt can be
+    encoded."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

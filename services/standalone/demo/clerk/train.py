@@ -1,7 +1,7 @@
 """Owns the training of clerk from nothing: seeded, resumable, within an hour on two cores.
 
-`python -m services.standalone.demo.clerk.train --out DIR`. Every step draws its own examples from its number, so
-a run that goes on from a checkpoint sees what an undisturbed one would have seen.
+`python -m services.standalone.demo.clerk.train --out DIR`. Every step draws its own examples from
+its number, so a run that goes on from a checkpoint sees what an undisturbed one would have seen.
 """
 
 import argparse
@@ -30,7 +30,8 @@ _ROW_TOKENS: Final = 96
 _MATRIX_RATE: Final = 5e-3
 _REST_RATE: Final = 1.5e-3
 _FLOOR: Final = 0.01  # of the rates, at the end of the cosine
-# The hard tasks come more often: in equal shares, dates were right after 400 steps and orders not after 800.
+# The hard tasks come more often: in equal shares, dates were right after 400 steps and orders not
+# after 800.
 _TURNS: Final = words("date words number number sum sum order order order sort sort sort")
 _CHECKPOINT_STEPS: Final = 200
 _PRINT_STEPS: Final = 25
@@ -57,9 +58,12 @@ class Trainer:
         matrices = [weight for weight in self.model.model.layers.parameters() if weight.ndim == 2]
         chosen = {id(weight) for weight in matrices}
         rest = [weight for weight in self.model.parameters() if id(weight) not in chosen]
-        # Orthogonal updates learn these tasks in about half the steps that AdamW takes on all weights.
+        # Orthogonal updates learn these tasks in about half the steps that AdamW takes on all
+        # weights.
         self.optimizers: tuple[torch.optim.Optimizer, ...] = (
-            torch.optim.Muon(matrices, lr=_MATRIX_RATE, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.Muon(
+                matrices, lr=_MATRIX_RATE, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
+            ),
             torch.optim.AdamW(rest, lr=_REST_RATE, weight_decay=0.0, betas=(0.9, 0.98)),
         )
         self.step = 0
@@ -95,7 +99,9 @@ def answer_loss(model: LlamaForCausalLM, batch: TrainingRows) -> torch.Tensor:
     """Only places that predict an answer reach the output head."""
     wanted = batch.labels != IGNORED
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden = model.model(batch.ids, position_ids=batch.positions, use_cache=False).last_hidden_state
+        hidden = model.model(
+            batch.ids, position_ids=batch.positions, use_cache=False
+        ).last_hidden_state
         logits = model.lm_head(hidden[wanted])
     return cross_entropy(logits.float(), batch.labels[wanted])
 
@@ -107,7 +113,9 @@ def save_checkpoint(trainer: Trainer, path: Path) -> None:
         for place, moments in optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{place}.{key}": value for key, value in moments.items()}
     partial = path.with_suffix(".partial")
-    save_file(tensors, partial, metadata={"step": str(trainer.step), "elapsed_s": str(trainer.elapsed_s)})
+    save_file(
+        tensors, partial, metadata={"step": str(trainer.step), "elapsed_s": str(trainer.elapsed_s)}
+    )
     partial.replace(path)
 
 
@@ -130,18 +138,24 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
 
 
 def train(plan: TrainingPlan) -> None:
-    """Go on from the folder's checkpoint, if it has one, to the end of the plan; leave the model in the folder."""
+    """Go on from the folder's checkpoint, if it has one, to the end of the plan; leave the model in
+    the folder."""
     plan.out.mkdir(parents=True, exist_ok=True)
     checkpoint = plan.out / "checkpoint.safetensors"
     resumes = checkpoint.exists()
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(plan.out) if resumes else _new_tokenizer(plan.out)
+    tokenizer = (
+        PreTrainedTokenizerFast.from_pretrained(plan.out) if resumes else _new_tokenizer(plan.out)
+    )
     trainer = Trainer(plan, tokenizer)
     if resumes:
         load_checkpoint(trainer, checkpoint)
     while trainer.progress < 1.0:
         loss = trainer.train_step()
         if trainer.step % _PRINT_STEPS == 0:
-            print(f"step {trainer.step}  loss {loss:.4f}  {trainer.elapsed_s / 60:.1f} min", flush=True)
+            print(
+                f"step {trainer.step}  loss {loss:.4f}  {trainer.elapsed_s / 60:.1f} min",
+                flush=True,
+            )
         if trainer.step % _CHECKPOINT_STEPS == 0:
             save_checkpoint(trainer, checkpoint)
     save_model(trainer.model, tokenizer, plan.out)
@@ -149,7 +163,8 @@ def train(plan: TrainingPlan) -> None:
 
 
 def _new_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Saved at once: a run that goes on must read the ids it began with, even if the tasks' code has changed."""
+    """Saved at once: a run that goes on must read the ids it began with, even if the tasks' code
+    has changed."""
     drawn = examples(_SEED, _TOKENIZER_EXAMPLES)
     tokenizer = build_tokenizer(f"{example.prompt}{example.answer}" for example in drawn)
     tokenizer.save_pretrained(folder)
@@ -158,14 +173,28 @@ def _new_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the model and the checkpoint")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for the model and the checkpoint"
+    )
     parser.add_argument("--steps", type=int, default=1800)
-    parser.add_argument("--minutes", type=float, default=60.0, help="the rates fall to the floor by then at the latest")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=60.0,
+        help="the rates fall to the floor by then at the latest",
+    )
     parser.add_argument("--batch", type=int, default=96, help="examples in one step")
     given = parser.parse_args()
     if given.steps < 1 or given.minutes <= 0 or given.batch < 1:
         parser.error("--steps, --minutes and --batch must be above 0")
-    train(TrainingPlan(out=given.out, num_steps=given.steps, limit_s=given.minutes * 60, batch_examples=given.batch))
+    train(
+        TrainingPlan(
+            out=given.out,
+            num_steps=given.steps,
+            limit_s=given.minutes * 60,
+            batch_examples=given.batch,
+        )
+    )
 
 
 if __name__ == "__main__":

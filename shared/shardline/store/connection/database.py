@@ -38,7 +38,8 @@ SESSION = (
     "standard_conforming_strings=on",
     "default_transaction_isolation=read\\ committed",
 )
-"""What the driver's decoders and our statements rest on, whatever a server, a database or a role has as its default."""
+"""What the driver's decoders and our statements rest on, whatever a server, a database or a role
+has as its default."""
 
 HAS_DATABASE = text("SELECT true FROM pg_database WHERE datname = :name")
 
@@ -46,11 +47,13 @@ READ_ONLY = "25006"
 """SQLSTATE of a server that takes no writes: a standby, or a primary that became one."""
 
 NOT_PREPARED = ("26000", "42P05")
-"""SQLSTATEs of a prepared statement that is not there, or is there already: a pooler gave us another session."""
+"""SQLSTATEs of a prepared statement that is not there, or is there already: a pooler gave us
+another session."""
 
 LOST = ("08", "57P", READ_ONLY, "25P03", "25P04", *NOT_PREPARED)
-"""SQLSTATEs that begin so: the connection broke; the server shuts down, has crashed, starts, ended this session, or
-is not the one that we want. In each case a new connection may do what this one cannot."""
+"""SQLSTATEs that begin so: the connection broke; the server shuts down, has crashed, starts, ended
+this session, or is not the one that we want. In each case a new connection may do what this one
+cannot."""
 
 WRITABLE = {"in_hot_standby": "off", "default_transaction_read_only": "off"}
 """What a server reports of itself (from release 14 on) if it takes writes."""
@@ -79,10 +82,17 @@ class Failure:
 def failure_of(error: DBAPIError) -> Failure:
     """Describes the driver's error, without the statement's parameters."""
     sqlstate = getattr(error.orig, "sqlstate", None)
-    # Without a code it is the driver's own: there is no connection, or it would not send what it was given.
-    is_lost = sqlstate.startswith(LOST) if sqlstate else isinstance(error, OperationalError | InterfaceError)
+    # Without a code it is the driver's own: there is no connection, or it would not send what it
+    # was given.
+    is_lost = (
+        sqlstate.startswith(LOST)
+        if sqlstate
+        else isinstance(error, OperationalError | InterfaceError)
+    )
     problem = str(error.orig).partition("\n")[0][:MAX_SAID]
-    return Failure(is_lost=is_lost or error.connection_invalidated, sqlstate=sqlstate, problem=problem)
+    return Failure(
+        is_lost=is_lost or error.connection_invalidated, sqlstate=sqlstate, problem=problem
+    )
 
 
 def unavailable(error: DBAPIError) -> Unavailable:
@@ -97,7 +107,8 @@ def is_over_limit(cause: BaseException | None) -> bool:
 
 
 def connect(url: str, **options: Any) -> Engine:
-    """A pool of connections. Connects lazily. `options`: the timeouts of `connect_arguments`, else create_engine's."""
+    """A pool of connections. Connects lazily. `options`: the timeouts of `connect_arguments`, else
+    create_engine's."""
     return _watched(create_engine(normalize(url), **_engine_options(url, options)))
 
 
@@ -135,8 +146,9 @@ def connect_arguments(
 ) -> dict[str, Any]:
     """libpq's settings: nothing waits for ever, and a peer that vanished is noticed.
 
-    `given` are those of the URL, which stay. Its `options` (or PGOPTIONS) are joined with ours: they come before the
-    session settings that our decoders need and before time limits that the caller asks for, and after our defaults.
+    `given` are those of the URL, which stay. Its `options` (or PGOPTIONS) are joined with ours:
+    they come before the session settings that our decoders need and before time limits that the
+    caller asks for, and after our defaults.
     """
     defaults = {
         "statement_timeout": STATEMENT_TIMEOUT_S,
@@ -174,7 +186,8 @@ def _adapt(connection: Any, _record: object) -> None:
 
 
 def _leave_details_out(context: ExceptionContext) -> None:
-    """What Postgres adds to the first line quotes the row that it refuses: a prompt, on its way into logs."""
+    """What Postgres adds to the first line quotes the row that it refuses: a prompt, on its way
+    into logs."""
     if getattr(context.original_exception, "sqlstate", None) is None:
         return
     for error in (context.original_exception, context.sqlalchemy_exception):
@@ -185,7 +198,11 @@ def _leave_details_out(context: ExceptionContext) -> None:
 def _engine_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
     names = connect_arguments.__kwdefaults__ or {}
     arguments = {name: options.pop(name) for name in list(options) if name in names}
-    pool: dict[str, Any] = {"pool_pre_ping": True, "hide_parameters": True, "json_deserializer": decoding.load_json}
+    pool: dict[str, Any] = {
+        "pool_pre_ping": True,
+        "hide_parameters": True,
+        "json_deserializer": decoding.load_json,
+    }
     if "poolclass" not in options:
         pool |= {
             "pool_size": POOL_SIZE,
@@ -193,11 +210,16 @@ def _engine_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
             "pool_timeout": POOL_TIMEOUT_S,
             "pool_recycle": POOL_RECYCLE_S,
         }
-    return {**pool, "connect_args": connect_arguments(libpq_parameters(url), **arguments), **options}
+    return {
+        **pool,
+        "connect_args": connect_arguments(libpq_parameters(url), **arguments),
+        **options,
+    }
 
 
 def _watched(engine: Engine) -> Engine:
-    """Its pool keeps no connection that cannot do what a new one may: a ping alone passes on a standby."""
+    """Its pool keeps no connection that cannot do what a new one may: a ping alone passes on a
+    standby."""
     has_pooler = threading.Event()
 
     def on_error(context: ExceptionContext) -> None:
@@ -228,4 +250,6 @@ def _watched(engine: Engine) -> Engine:
 
 
 def _takes_writes(driver: Any) -> bool:
-    return all(driver.info.parameter_status(name) in (None, value) for name, value in WRITABLE.items())
+    return all(
+        driver.info.parameter_status(name) in (None, value) for name, value in WRITABLE.items()
+    )

@@ -1,4 +1,5 @@
-"""The address of Postgres: one URL, parsed once, with libpq's own parser, for every driver and tool. Opens nothing."""
+"""The address of Postgres: one URL, parsed once, with libpq's own parser, for every driver and
+tool. Opens nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ MAX_PORT = 65_535
 
 
 def normalize(url: str) -> URL:
-    """Any Postgres URL that libpq takes, of a unix socket and of several hosts too, with the psycopg 3 driver.
+    """Any Postgres URL that libpq takes, of a unix socket and of several hosts too, with the
+    psycopg 3 driver.
 
     Raises Invalid, naming the parameter, without repeating the URL.
     """
@@ -57,7 +59,8 @@ def normalize(url: str) -> URL:
 
 
 def libpq_parameters(url: str | URL) -> dict[str, Any]:
-    """The URL as keywords of `psycopg.connect`: the same that an engine of SQLAlchemy gives to its connections."""
+    """The URL as keywords of `psycopg.connect`: the same that an engine of SQLAlchemy gives to its
+    connections."""
     parsed = normalize(url) if isinstance(url, str) else url
     dialect: Any = PGDialect_psycopg()  # type: ignore[no-untyped-call] # SQLAlchemy's dialects have no types
     _, parameters = dialect.create_connect_args(parsed)
@@ -65,7 +68,8 @@ def libpq_parameters(url: str | URL) -> dict[str, Any]:
 
 
 def _with_one_host(rest: str) -> str:
-    """SQLAlchemy's form of several hosts, `?host=a:1&host=b:2`, as libpq's, `?host=a,b&port=1,2`."""
+    """SQLAlchemy's form of several hosts, `?host=a:1&host=b:2`, as libpq's,
+    `?host=a,b&port=1,2`."""
     authority, _, query = rest.partition("?")
     pairs = [pair for pair in query.split("&") if pair]
     hosts = [pair.removeprefix("host=") for pair in pairs if pair.startswith("host=")]
@@ -89,18 +93,27 @@ def _check(parameters: dict[str, str]) -> None:
     for name in FILES:
         path = parameters.get(name)
         if path and path != SYSTEM_ROOTS and not Path(path).exists():
-            raise Invalid(FIELD, f"{name} names a file that is not there", "Put it there, or leave the parameter out")
+            raise Invalid(
+                FIELD,
+                f"{name} names a file that is not there",
+                "Put it there, or leave the parameter out",
+            )
 
 
 def _url_of(parameters: dict[str, str]) -> URL:
-    host, port = parameters.pop("host", ""), parameters.pop("port", "")
+    host = parameters.pop("host", "")
+    port = parameters.pop("port", "")
     is_plain = bool(host) and "," not in host and not host.startswith(("/", "@"))
     if is_plain:
         address: dict[str, Any] = {"host": host, "port": int(port) if port else None}
         query = {}
     else:
         address = {}
-        query = {name: value for name, value in (("host", host), ("port", port.strip(",") and port)) if value}
+        query = {
+            name: value
+            for name, value in (("host", host), ("port", port.strip(",") and port))
+            if value
+        }
     if "," in host:
         # Of several hosts the one that takes writes: which it is changes with a failover.
         parameters.setdefault("target_session_attrs", "read-write")

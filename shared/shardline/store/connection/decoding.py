@@ -1,6 +1,8 @@
-"""What Postgres holds and Python does not, read so that one such value keeps no reader from the others of its query.
+"""What Postgres holds and Python does not, read so that one such value keeps no reader from the
+others of its query.
 
-A row may be written by hand: a number of a million digits, a moment called infinity. Knows no table.
+A row may be written by hand: a number of a million digits, a moment called infinity. Knows no
+table.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from psycopg.types.datetime import TimestamptzLoader
 MAX_DIGITS = 4_300
 """Python makes no integer of more, since that takes quadratic time."""
 
-FIRST, LAST = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
+FIRST = datetime.min.replace(tzinfo=UTC)
+LAST = datetime.max.replace(tzinfo=UTC)
 
 
 class NearestTimestamptz(TimestamptzLoader):
-    """A moment that Python has not (infinity, or a year without four digits) as the first or last that it has."""
+    """A moment that Python has not (infinity, or a year without four digits) as the first or last
+    that it has."""
 
     def load(self, data: Buffer) -> datetime:
         """Never raises."""

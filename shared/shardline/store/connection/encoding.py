@@ -1,4 +1,5 @@
-"""Values that cross into Postgres as JSON, and rows as contracts. Owns what Postgres's JSON and text cannot hold."""
+"""Values that cross into Postgres as JSON, and rows as contracts. Owns what Postgres's JSON and
+text cannot hold."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ NO_PROBABILITY = -9999.0
 
 
 def dump(rows: object) -> str:
-    """Rows for `jsonb_to_recordset`: one parameter, whatever their number and however ragged their arrays."""
+    """Rows for `jsonb_to_recordset`: one parameter, whatever their number and however ragged their
+    arrays."""
     return encode_json(rows).decode()
 
 
@@ -49,21 +51,30 @@ def is_any(column: Column[Any], ids: Collection[UUID]) -> ColumnElement[bool]:
 
 
 def storable(text: str) -> str:
-    """Generated text with the two things replaced that Postgres refuses: NUL and lone surrogates."""
+    """Generated text with the two things replaced that Postgres refuses: NUL and lone
+    surrogates."""
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")
 
 
 def dump_logprobs(logprobs: Iterable[TokenLogprob]) -> list[Any]:
     """Returns nested arrays `[token_id, logprob, [[token_id, logprob], …]]`."""
     return [
-        [entry.token_id, _finite(entry.logprob), [[token_id, _finite(value)] for token_id, value in entry.top]]
+        [
+            entry.token_id,
+            _finite(entry.logprob),
+            [[token_id, _finite(value)] for token_id, value in entry.top],
+        ]
         for entry in logprobs
     ]
 
 
 def load_logprobs(document: object) -> tuple[TokenLogprob, ...] | None:
     """The reverse of `dump_logprobs`; None stays None."""
-    return None if document is None else msgspec.convert(document, tuple[TokenLogprob, ...], strict=False)
+    return (
+        None
+        if document is None
+        else msgspec.convert(document, tuple[TokenLogprob, ...], strict=False)
+    )
 
 
 def load_params(document: object) -> SamplingParams:
@@ -108,7 +119,8 @@ def load_result(row: RowMapping, prefix: str = "") -> Result:
 
 
 def load_job(row: RowMapping) -> Job:
-    """A row of `jobs` with the columns of its result under the prefix `result_`, null without one."""
+    """A row of `jobs` with the columns of its result under the prefix `result_`, null without
+    one."""
     return Job(
         id=row["id"],
         tenant=row["tenant_id"],
@@ -132,8 +144,8 @@ def load_job(row: RowMapping) -> Job:
 
 
 def unstorable(value: object) -> str | None:
-    """What in here Postgres's text and JSON cannot hold, or None: NUL, a lone surrogate, NaN or Infinity, or nesting
-    deeper than MAX_DEPTH."""
+    """What in here Postgres's text and JSON cannot hold, or None: NUL, a lone surrogate, NaN or
+    Infinity, or nesting deeper than MAX_DEPTH."""
     level = [value]
     for _ in range(MAX_DEPTH):
         if not level:
@@ -194,10 +206,13 @@ def _encodes(text: str) -> bool:
 
 
 def readable_params(document: object) -> SamplingParams:
-    """A row written by hand, or by a later release, may hold parameters that fail it; it must stay readable."""
+    """A row written by hand, or by a later release, may hold parameters that fail it; it must stay
+    readable."""
     known = document.items() if isinstance(document, Mapping) else ()
     try:
-        return load_params({name: value for name, value in known if name in SamplingParams.__struct_fields__})
+        return load_params(
+            {name: value for name, value in known if name in SamplingParams.__struct_fields__}
+        )
     except msgspec.ValidationError:
         return SamplingParams()
 

@@ -28,7 +28,8 @@ class SortedRows:
 
     readable: list[UUID] = field(default_factory=list)
     later: list[UUID] = field(default_factory=list)
-    """Of a later release: to run them without what they ask for would be wrong, to fail them too."""
+    """Of a later release: to run them without what they ask for would be wrong, to fail them
+    too."""
     wrong: dict[UUID, dict[str, Any]] = field(default_factory=dict)
     """With values that no release takes, and the reason: changed after they were checked."""
 
@@ -45,11 +46,17 @@ def sort_rows(rows: Iterable[Row[Any]]) -> SortedRows:
             if unknown:
                 found.later.append(row.id)
                 log.warning(
-                    "a job waits for a newer head: this one lacks parameters", job_id=str(row.id), lacks=unknown
+                    "a job waits for a newer head: this one lacks parameters",
+                    job_id=str(row.id),
+                    lacks=unknown,
                 )
             else:
                 found.wrong[row.id] = invalid_from(error).as_dict()
-                log.warning("a job fails: its row was changed after its check", job_id=str(row.id), error=str(error))
+                log.warning(
+                    "a job fails: its row was changed after its check",
+                    job_id=str(row.id),
+                    error=str(error),
+                )
         else:
             found.readable.append(row.id)
     return found

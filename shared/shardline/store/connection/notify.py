@@ -1,4 +1,5 @@
-"""LISTEN and NOTIFY: a bell without words. One that is missed costs its listener a poll, never a job."""
+"""LISTEN and NOTIFY: a bell without words. One that is missed costs its listener a poll, never a
+job."""
 
 from __future__ import annotations
 
@@ -21,13 +22,15 @@ IS_DEAF = """
 SELECT pg_is_in_recovery() OR current_setting('transaction_read_only')::boolean
     OR %s NOT IN (SELECT pg_listening_channels())
 """
-"""On a standby, or in another session than the one that listened, because a pooler changed it: nothing rings."""
+"""On a standby, or in another session than the one that listened, because a pooler changed it:
+nothing rings."""
 
 RING = text("SELECT pg_notify(:channel, '')")
 
 
 def ring(connection: Connection, channel: str) -> None:
-    """Heard by all listeners once this transaction commits; Postgres makes one of several in a transaction."""
+    """Heard by all listeners once this transaction commits; Postgres makes one of several in a
+    transaction."""
     connection.execute(RING, {"channel": channel})
 
 
@@ -95,13 +98,17 @@ def listening(url: str, channel: str) -> Iterator[Listener]:
         listener.close()
 
 
-async def rings(url: str | URL, channel: str, *, check_s: float = CHECK_S) -> AsyncGenerator[None, None]:
+async def rings(
+    url: str | URL, channel: str, *, check_s: float = CHECK_S
+) -> AsyncGenerator[None, None]:
     """Yields, for asyncio, one item once it listens, because what rang before was not heard, then
     one for each ring.
 
     Ends when it has become deaf. Raises psycopg.Error.
     """
-    async with await psycopg.AsyncConnection.connect(**_options(libpq_parameters(url))) as connection:
+    async with await psycopg.AsyncConnection.connect(
+        **_options(libpq_parameters(url))
+    ) as connection:
         await connection.execute(_listen(channel))
         yield
         while True:

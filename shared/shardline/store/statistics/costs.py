@@ -21,8 +21,8 @@ RateKind = Literal["price", "carbon"]
 """Money, and grams of CO2 equivalent, for each kWh."""
 
 MAX_JOBS = 100_000
-"""Of one report, the newest: each is looked up with its attempts and its result. 8 s on two cores with much other
-work; a gateway gives a list 10 s."""
+"""Of one report, the newest: each is looked up with its attempts and its result. 8 s on two cores
+with much other work; a gateway gives a list 10 s."""
 MAX_GROUPS = 10_000
 
 PUT_EPOCH_ENERGY = text("""
@@ -118,7 +118,8 @@ class EpochEnergy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Jobs of one day, model and tenant, or of all where that is None. A job's day is that on which it came, in UTC."""
+    """Jobs of one day, model and tenant, or of all where that is None. A job's day is that on which
+    it came, in UTC."""
 
     day: date | None
     model: str | None
@@ -150,7 +151,8 @@ def put_series(connection: Connection, kind: RateKind, rates: Mapping[datetime, 
 
 
 def put_fixed(connection: Connection, kind: RateKind, per_kwh: float) -> int:
-    """Write one rate that holds from now on, unless it does already; the first one holds for the past too."""
+    """Write one rate that holds from now on, unless it does already; the first one holds for the
+    past too."""
     return connection.execute(PUT_FIXED, {"kind": kind, "per_kwh": per_kwh}).rowcount
 
 
@@ -160,7 +162,12 @@ def present_rates(connection: Connection) -> dict[str, float]:
 
 
 def costs(
-    connection: Connection, *, num_days: int, by: Collection[str], model: str | None = None, tenant: str | None = None
+    connection: Connection,
+    *,
+    num_days: int,
+    by: Collection[str],
+    model: str | None = None,
+    tenant: str | None = None,
 ) -> list[Cost]:
     """Sums up jobs that came within `num_days` days, MAX_JOBS at most, by any of `day`, `model` and
     `tenant`."""

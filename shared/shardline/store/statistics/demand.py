@@ -1,4 +1,5 @@
-"""What is asked of a model: how many jobs come, how long they are, and how many wait. Reads only."""
+"""What is asked of a model: how many jobs come, how long they are, and how many wait. Reads
+only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What of the tables stays until somebody deletes it: their sizes, and the dead letters. Reads only."""
+"""What of the tables stays until somebody deletes it: their sizes, and the dead letters. Reads
+only."""
 
 from __future__ import annotations
 
@@ -28,13 +29,16 @@ class Size:
     num_bytes: int
     """On disk, with indexes, long values and space that Postgres will use again."""
     num_dead_rows: int
-    """Old versions of rows, estimated by Postgres. VACUUM takes away what no open transaction can see."""
+    """Old versions of rows, estimated by Postgres. VACUUM takes away what no open transaction can
+    see."""
 
 
 def sizes(connection: Connection) -> dict[str, Size]:
     """Returns the sizes by table."""
     rows = connection.execute(SIZES, {"names": list(TABLES)})
-    return {row.name: Size(num_bytes=row.num_bytes, num_dead_rows=row.num_dead_rows) for row in rows}
+    return {
+        row.name: Size(num_bytes=row.num_bytes, num_dead_rows=row.num_dead_rows) for row in rows
+    }
 
 
 def num_dead(connection: Connection) -> int:

@@ -1,4 +1,5 @@
-"""What came of a set of jobs, for those who report on them: states, results, a sample. Knows no job in the making.
+"""What came of a set of jobs, for those who report on them: states, results, a sample. Knows no job
+in the making.
 
 Reads only, with few columns: whole jobs are in `jobs`, pages of them in `listing`.
 """
@@ -24,7 +25,9 @@ FROM jobs LEFT JOIN results ON results.job_id = jobs.id
 WHERE jobs.id = ANY(CAST(:ids AS uuid[])) ORDER BY jobs.created_at, jobs.id
 """)
 
-USAGE = text("SELECT prompt_tokens, completion_tokens, cached_tokens FROM results WHERE job_id = :job_id")
+USAGE = text(
+    "SELECT prompt_tokens, completion_tokens, cached_tokens FROM results WHERE job_id = :job_id"
+)
 
 SAMPLE = text(f"""
 SELECT jobs.id, jobs.prompt, results.text, results.completion_tokens AS tokens,

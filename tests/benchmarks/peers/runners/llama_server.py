@@ -1,4 +1,5 @@
-"""llama.cpp's own server, asked over HTTP with token ids, one stream for each request. Runs in its own environment."""
+"""llama.cpp's own server, asked over HTTP with token ids, one stream for each request. Runs in its
+own environment."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ class LlamaServer:
         """See `Engine`."""
         record = Record(len(work.prompts))
         with ThreadPoolExecutor(max_workers=len(work.prompts)) as pool:
-            for _ in pool.map(lambda index: self._ask(work, index, record), range(len(work.prompts))):
+            for _ in pool.map(
+                lambda index: self._ask(work, index, record), range(len(work.prompts))
+            ):
                 pass
         return record
 
@@ -59,7 +62,9 @@ class LlamaServer:
             "stream": True,
         }
         connection = http.client.HTTPConnection("127.0.0.1", self._port)
-        connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request(
+            "POST", "/completion", json.dumps(body), {"Content-Type": "application/json"}
+        )
         answer = connection.getresponse()
         for line in answer:
             if line.startswith(b"data: {"):

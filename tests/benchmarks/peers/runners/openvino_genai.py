@@ -19,7 +19,9 @@ class OpenVino:
         scheduler = genai.SchedulerConfig()
         for name, value in settings["scheduler"].items():
             setattr(scheduler, name, value)
-        self._pipeline = genai.ContinuousBatchingPipeline(settings["model"], scheduler, "CPU", settings["properties"])
+        self._pipeline = genai.ContinuousBatchingPipeline(
+            settings["model"], scheduler, "CPU", settings["properties"]
+        )
         self._open: dict[int, Any] = {}
         self._number = 0
 
@@ -34,7 +36,8 @@ class OpenVino:
         """See `Stepper`."""
         config = genai.GenerationConfig()
         config.max_new_tokens = config.min_new_tokens = new_tokens
-        config.ignore_eos, config.do_sample = True, False
+        config.ignore_eos = True
+        config.do_sample = False
         self._number += 1
         ids = ov.Tensor(np.array([prompt], dtype=np.int64))
         self._open[index] = self._pipeline.add_request(self._number, ids, config)
@@ -56,7 +59,9 @@ def _read(handle: Any) -> list[int]:
 
 def load(settings: Settings) -> tuple[Engine, dict[str, str]]:
     """The engine, and the versions that matter."""
-    return OpenVino(settings), {name: version(name) for name in ("openvino", "openvino-genai", "optimum-intel")}
+    return OpenVino(settings), {
+        name: version(name) for name in ("openvino", "openvino-genai", "optimum-intel")
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Draws the pictures of a results file: `plots RESULTS FOLDER`. Runs in an environment with matplotlib."""
+"""Draws the pictures of a results file: `plots RESULTS FOLDER`. Runs in an environment with
+matplotlib."""
 
 from __future__ import annotations
 
@@ -60,13 +61,22 @@ def load(cells: Cells) -> Any:
     """Waits under random arrivals, against their rate: median full, 99th of 100 dashed."""
     figure, both = plt.subplots(1, 2, figsize=(11, 4))
     traces = [cell for cell in cells if cell["workload"].startswith("poisson-")]
-    for axes, what, title in zip(both, ("ttft", "itl"), ("first token, ms", "between tokens, ms"), strict=True):
+    for axes, what, title in zip(
+        both, ("ttft", "itl"), ("first token, ms", "between tokens, ms"), strict=True
+    ):
         for engine in dict.fromkeys(cell["engine"] for cell in traces):
             mine = [cell for cell in traces if cell["engine"] == engine]
             rates = [float(cell["workload"].removeprefix("poisson-")) for cell in mine]
             for share, style in (("p50", "-"), ("p99", "--")):
                 values = [middle(cell, f"{what}_{share}_ms") for cell in mine]
-                axes.plot(rates, values, style, marker="o", color=COLORS[engine], label=f"{engine} {share}")
+                axes.plot(
+                    rates,
+                    values,
+                    style,
+                    marker="o",
+                    color=COLORS[engine],
+                    label=f"{engine} {share}",
+                )
         axes.set_xlabel("arrivals/s")
         axes.set_ylabel(title)
         axes.set_yscale("log")
@@ -76,7 +86,11 @@ def load(cells: Cells) -> Any:
 
 def bars(axes: Any, names: list[str], groups: list[Cells], what: str) -> None:
     """Bars side by side, each with its value."""
-    engines = [engine for engine in COLORS if any(cell["engine"] == engine for group in groups for cell in group)]
+    engines = [
+        engine
+        for engine in COLORS
+        if any(cell["engine"] == engine for group in groups for cell in group)
+    ]
     width = 0.8 / max(1, len(engines))
     for place, engine in enumerate(engines):
         points = [
@@ -85,7 +99,13 @@ def bars(axes: Any, names: list[str], groups: list[Cells], what: str) -> None:
             for cell in group
             if cell["engine"] == engine
         ]
-        drawn = axes.bar([x for x, _ in points], [y for _, y in points], width, color=COLORS[engine], label=engine)
+        drawn = axes.bar(
+            [x for x, _ in points],
+            [y for _, y in points],
+            width,
+            color=COLORS[engine],
+            label=engine,
+        )
         axes.bar_label(drawn, fmt="%.0f", fontsize=7)
     axes.set_xticks([index + 0.4 - width / 2 for index in range(len(names))], names)
     axes.legend()
@@ -93,7 +113,9 @@ def bars(axes: Any, names: list[str], groups: list[Cells], what: str) -> None:
 
 def find(cells: Cells, precision: str, workload: str) -> Cells:
     """Cells of one precision and workload."""
-    return [cell for cell in cells if (cell["precision"], cell["workload"]) == (precision, workload)]
+    return [
+        cell for cell in cells if (cell["precision"], cell["workload"]) == (precision, workload)
+    ]
 
 
 def middle(cell: dict[str, Any], what: str) -> float:

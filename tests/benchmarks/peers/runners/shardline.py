@@ -1,4 +1,5 @@
-"""Shardline's bare engine behind the same lines as its peers. Runs in the project's own environment."""
+"""Shardline's bare engine behind the same lines as its peers. Runs in the project's own
+environment."""
 
 from __future__ import annotations
 
@@ -34,7 +35,12 @@ class Shardline(Pipeline):
         params = SamplingParams(max_tokens=work.new_tokens, temperature=0.0, ignore_eos=True)
         for index in sorted(range(len(work.prompts)), key=work.arrivals_s.__getitem__):
             _IDLE.wait(max(0.0, work.arrivals_s[index] - record.now_s()))
-            request = Request(key=(str(index), 0), prompt_ids=tuple(work.prompts[index]), params=params, seed=index)
+            request = Request(
+                key=(str(index), 0),
+                prompt_ids=tuple(work.prompts[index]),
+                params=params,
+                seed=index,
+            )
             self._engine.add(request, CompletionText(self._vocabulary, params, room=1024))
         for _ in work.prompts:
             self._done.acquire()
@@ -65,7 +71,8 @@ class Ours:
     def __init__(self, settings: Settings) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="shardline-peers-")
         defaults = vars(parser().parse_args(["--model", settings["model"], "--device", "cpu:0"]))
-        # A model of random weights repeats itself: prompt lookup would guess what no real text lets it guess.
+        # A model of random weights repeats itself: prompt lookup would guess what no real text lets
+        # it guess.
         options = argparse.Namespace(**defaults | {"prompt_lookup": 0} | settings)
         self._pipeline = Shardline(Path(self._folder.name), options)
 

@@ -1,6 +1,8 @@
-"""Writes a Llama checkpoint as GGUF: `to_gguf.py FOLDER OUT bf16|q8_0`. Runs in llama.cpp's environment.
+"""Writes a Llama checkpoint as GGUF: `to_gguf.py FOLDER OUT bf16|q8_0`. Runs in llama.cpp's
+environment.
 
-Its vocabulary is one word per id: prompts go in as ids, and the server only needs some text for each answer.
+Its vocabulary is one word per id: prompts go in as ids, and the server only needs some text for
+each answer.
 """
 
 from __future__ import annotations
@@ -26,18 +28,23 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
-CONTROL, NORMAL = 3, 1
+CONTROL = 3
+NORMAL = 1
 """Kinds of tokens."""
 
 
 def main() -> None:
     """Converts one checkpoint."""
-    folder, out, kind = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    folder = Path(sys.argv[1])
+    out = sys.argv[2]
+    kind = sys.argv[3]
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(out, "llama")
     describe(writer, config)
     stored = {"bf16": gguf.GGMLQuantizationType.BF16, "q8_0": gguf.GGMLQuantizationType.Q8_0}[kind]
-    writer.add_file_type({"bf16": gguf.LlamaFileType.MOSTLY_BF16, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}[kind])
+    writer.add_file_type(
+        {"bf16": gguf.LlamaFileType.MOSTLY_BF16, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}[kind]
+    )
     for name, values in tensors(folder / "model.safetensors"):
         rows = interleaved(name, values, config)
         if rows.ndim == 1:
@@ -88,13 +95,16 @@ def tensors(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def interleaved(name: str, values: Any, config: dict[str, Any]) -> Any:
-    """Query and key rows in the order that llama.cpp rotates: pairs side by side, not half a head apart."""
+    """Query and key rows in the order that llama.cpp rotates: pairs side by side, not half a head
+    apart."""
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     count = heads.get(name.split(".")[-2])
     if count is None:
         return values
     return np.ascontiguousarray(
-        values.reshape(count, 2, values.shape[0] // count // 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        values.reshape(count, 2, values.shape[0] // count // 2, values.shape[1])
+        .swapaxes(1, 2)
+        .reshape(values.shape)
     )
 
 

@@ -14,7 +14,9 @@ class Vllm:
     """One engine, turned by steps; requests are token ids, and no text is made of the answers."""
 
     def __init__(self, settings: Settings) -> None:
-        self._engine = LLMEngine.from_engine_args(EngineArgs(model=settings["model"], **settings["engine"]))
+        self._engine = LLMEngine.from_engine_args(
+            EngineArgs(model=settings["model"], **settings["engine"])
+        )
         self._number = 0
         self._index: dict[str, int] = {}
 
@@ -40,7 +42,10 @@ class Vllm:
 
     def step(self) -> list[tuple[int, list[int]]]:
         """See `Stepper`."""
-        return [(self._index[one.request_id], list(one.outputs[0].token_ids)) for one in self._engine.step()]
+        return [
+            (self._index[one.request_id], list(one.outputs[0].token_ids))
+            for one in self._engine.step()
+        ]
 
 
 def load(settings: Settings) -> tuple[Engine, dict[str, str]]:

@@ -1,4 +1,5 @@
-"""Owns the lines between the benchmark and a runner: settings, `ready`, then workloads in and tokens with times out.
+"""Owns the lines between the benchmark and a runner: settings, `ready`, then workloads in and
+tokens with times out.
 
 Runs in the environments of peers: standard library only.
 """
@@ -29,7 +30,8 @@ class Work:
 
 
 class Record:
-    """Tokens of every request, each with the time at which its caller could have it, in seconds after the start."""
+    """Tokens of every request, each with the time at which its caller could have it, in seconds
+    after the start."""
 
     def __init__(self, num_requests: int) -> None:
         self.began_s = time.perf_counter()

@@ -1,4 +1,5 @@
-"""What a next release might add to attempts, for tests. A step of its own: no step locks two tables."""
+"""What a next release might add to attempts, for tests. A step of its own: no step locks two
+tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A real Celery worker with the stage's pool on a real Valkey: how many messages it lets in, and which."""
+"""A real Celery worker with the stage's pool on a real Valkey: how many messages it lets in, and
+which."""
 
 from __future__ import annotations
 
@@ -27,9 +28,12 @@ from tests.poisoned_messages import envelope, poisons
 from tests.polling import until
 
 QUEUE = "seating"
-SEATS, INTERACTIVE_SEATS = 4, 2
+SEATS = 4
+INTERACTIVE_SEATS = 2
 NUM_RECONNECTS = 20
-UNREADABLE = '{"status": "REVOKED", "result": {"id": "a completion is no exception"}, "task_id": "x"}'
+UNREADABLE = (
+    '{"status": "REVOKED", "result": {"id": "a completion is no exception"}, "task_id": "x"}'
+)
 
 
 @dataclass(slots=True)
@@ -68,7 +72,9 @@ class HoldingHandler:
 @pytest.fixture
 def app(redis_url: str) -> Celery:
     """A stage's app, as it would be without a stage."""
-    settings = StageSettings(model="m", redis_url=redis_url, seats=SEATS, interactive_seats=INTERACTIVE_SEATS)
+    settings = StageSettings(
+        model="m", redis_url=redis_url, seats=SEATS, interactive_seats=INTERACTIVE_SEATS
+    )
     app = make_app(settings.model_copy(update={"result_backend": redis_url}))
     app.shardline = SimpleNamespace(
         delivery_handler=HoldingHandler(),
@@ -85,7 +91,13 @@ def app(redis_url: str) -> Celery:
 def handler(app: Celery) -> Iterator[HoldingHandler]:
     """Of a worker that consumes."""
     app.amqp.queues.select_add(QUEUE)
-    with start_worker(app, concurrency=SEATS, pool=app.conf.worker_pool, perform_ping_check=False, shutdown_timeout=60):
+    with start_worker(
+        app,
+        concurrency=SEATS,
+        pool=app.conf.worker_pool,
+        perform_ping_check=False,
+        shutdown_timeout=60,
+    ):
         yield app.shardline.delivery_handler
 
 
@@ -117,7 +129,9 @@ def test_verdicts_ask_no_result_backend_which_may_hold_anything(
     until(lambda: len(handler.held) == SEATS)
 
 
-def test_interactive_jobs_get_their_own_seats_beside_batch_jobs(app: Celery, handler: HoldingHandler) -> None:
+def test_interactive_jobs_get_their_own_seats_beside_batch_jobs(
+    app: Celery, handler: HoldingHandler
+) -> None:
     send(app, 20, 5)
     until(lambda: handler.priorities() == [5] * SEATS)
 
@@ -147,7 +161,9 @@ def test_no_message_in_a_heads_queue_ends_it_or_keeps_a_seat(
         until(lambda: redis.hlen("unacked") == 0)
 
 
-def test_a_full_pool_takes_no_more_than_its_seats_when_redis_hangs_up(app: Celery, handler: HoldingHandler) -> None:
+def test_a_full_pool_takes_no_more_than_its_seats_when_redis_hangs_up(
+    app: Celery, handler: HoldingHandler
+) -> None:
     send(app, 200, 5)
     send(app, 200, 3)
     until(lambda: len(handler.held) >= SEATS + INTERACTIVE_SEATS)

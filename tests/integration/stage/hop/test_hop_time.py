@@ -1,4 +1,5 @@
-"""What a stage says of the time in its hops: of real frames on real sockets, by its control link, at the head."""
+"""What a stage says of the time in its hops: of real frames on real sockets, by its control link,
+at the head."""
 
 from __future__ import annotations
 
@@ -77,7 +78,10 @@ class Pair:
     def generate(self, name: str, num_tokens: int) -> None:
         """One job, to its end."""
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0)
-        self.engine.add(Request(key=(name, 1), prompt_ids=(5, 6, 7), params=params, seed=5), CountingSink(num_tokens))
+        self.engine.add(
+            Request(key=(name, 1), prompt_ids=(5, 6, 7), params=params, seed=5),
+            CountingSink(num_tokens),
+        )
         while not isinstance(event := self.events.get(timeout=PATIENCE_S), SequenceFinished):
             assert not isinstance(event, SequenceFailed), event.reason
 
@@ -86,7 +90,11 @@ class Pair:
 
         def status() -> MemberStatus | None:
             (member,) = self.head.pipeline.status().stages
-            return member if member.num_steps == self.tail.engine.progress.num_steps and self._is_idle() else None
+            return (
+                member
+                if member.num_steps == self.tail.engine.progress.num_steps and self._is_idle()
+                else None
+            )
 
         return cast(MemberStatus, until(status))
 
@@ -103,7 +111,9 @@ def device(tmp_path: Path) -> Iterator[Device]:
 
 @pytest.fixture
 def pair(device: Device, tmp_path: Path) -> Iterator[Pair]:
-    first, last = load_chain(save_model(tmp_path, num_hidden_layers=NUM_LAYERS), 2, device, tmp_path / "cache")
+    first, last = load_chain(
+        save_model(tmp_path, num_hidden_layers=NUM_LAYERS), 2, device, tmp_path / "cache"
+    )
     events: queue.Queue[Event] = queue.Queue()
     began_s = time.perf_counter()
     with open_pipes(Sockets(bind="tcp://127.0.0.1")) as pipes:
@@ -113,7 +123,11 @@ def pair(device: Device, tmp_path: Path) -> Iterator[Pair]:
         wiring = head.ready()
         scheduler = Scheduler(
             SchedulerConfig(
-                num_blocks=wiring.num_blocks, max_seats=4, token_budget=64, num_lanes=wiring.num_lanes, max_len=512
+                num_blocks=wiring.num_blocks,
+                max_seats=4,
+                token_budget=64,
+                num_lanes=wiring.num_lanes,
+                max_len=512,
             )
         )
 
@@ -142,7 +156,9 @@ def test_a_head_tells_the_time_of_its_real_frames_through_a_tail(pair: Pair) -> 
     assert second.num_steps > first.num_steps >= 4
     progress = pair.tail.engine.progress
     assert second.hop_us <= progress.hop_s * 1e6
-    assert progress.hop_s + progress.compute_s <= time.perf_counter() - pair.began_s, "no time is counted twice"
+    assert progress.hop_s + progress.compute_s <= time.perf_counter() - pair.began_s, (
+        "no time is counted twice"
+    )
 
 
 def test_each_stage_tells_its_waits_and_its_bubble_share(pair: Pair) -> None:
@@ -151,10 +167,13 @@ def test_each_stage_tells_its_waits_and_its_bubble_share(pair: Pair) -> None:
     until(lambda: time.perf_counter() - idle_from_s > 0.5)
     pair.generate("second", 4)
     until(lambda: pair.told().num_steps == pair.engine.num_steps)
-    told, busy_s = pair.told(), time.perf_counter() - pair.began_s - 0.5
+    told = pair.told()
+    busy_s = time.perf_counter() - pair.began_s - 0.5
     for progress in (pair.engine.progress, pair.tail.engine.progress):
         assert progress.wait_s > 0, "with one sequence a stage waits while the other computes"
-        assert progress.wait_s + progress.hop_s + progress.compute_s <= busy_s, "idle time is counted for no stage"
+        assert progress.wait_s + progress.hop_s + progress.compute_s <= busy_s, (
+            "idle time is counted for no stage"
+        )
         assert 0 < progress.bubble_share < 1
     assert told.wait_us <= pair.tail.engine.progress.wait_s * 1e6
     assert told.bubble_share == pytest.approx(pair.tail.engine.progress.bubble_share, rel=1e-3)
@@ -172,7 +191,8 @@ def test_an_epoch_takes_what_each_stage_draws_while_it_computes(pair: Pair) -> N
 
     found = cast(EpochEnergy, energy())
     assert (found.source, found.num_rows) == ("table+unknown", 3 + 3)
-    own, later = pair.engine.progress, pair.tail.engine.progress
+    own = pair.engine.progress
+    later = pair.tail.engine.progress
     both_j = 5.0 * own.compute_s + WATTS * later.compute_s
     assert found.energy_j == pytest.approx(both_j, rel=1e-3)
 
@@ -181,7 +201,8 @@ def test_both_stages_remember_the_same_steps(pair: Pair) -> None:
     pair.generate("only", 4)
 
     def both() -> tuple[list[StepTime], list[StepTime]] | None:
-        first, last = pair.engine.step_times.last(), pair.tail.engine.step_times.last()
+        first = pair.engine.step_times.last()
+        last = pair.tail.engine.step_times.last()
         return (first, last) if len(first) == len(last) == pair.engine.num_steps else None
 
     first, last = cast(tuple[list[StepTime], list[StepTime]], until(both))
@@ -189,4 +210,6 @@ def test_both_stages_remember_the_same_steps(pair: Pair) -> None:
     assert [time[-4:] for time in first] == [time[-4:] for time in last]
     assert [time.num_tokens for time in first if time.num_tokens] == [3, 1, 1, 1]
     computed_s = [time.compute_began_s + time.compute_s for time in first]
-    assert all(head_s < time.began_s for head_s, time in zip(computed_s, last, strict=True)), "one clock for a host"
+    assert all(head_s < time.began_s for head_s, time in zip(computed_s, last, strict=True)), (
+        "one clock for a host"
+    )

@@ -1,4 +1,5 @@
-"""What a head's jobs are tested with: a tiny engine for each file, and a database whose head lives."""
+"""What a head's jobs are tested with: a tiny engine for each file, and a database whose head
+lives."""
 
 from __future__ import annotations
 

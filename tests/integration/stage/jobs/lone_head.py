@@ -1,4 +1,5 @@
-"""A head without Celery and pipeline: a test offers jobs to its lease manager and reads the verdicts. No test."""
+"""A head without Celery and pipeline: a test offers jobs to its lease manager and reads the
+verdicts. No test."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ class LoneHead:
 
     def blamed(self, outcome: str) -> float | None:
         """What a scraper reads."""
-        return self.meter.registry.get_sample_value("shardline_jobs_blamed_total", {"outcome": outcome})
+        return self.meter.registry.get_sample_value(
+            "shardline_jobs_blamed_total", {"outcome": outcome}
+        )
 
     def offer(self, job_id: UUID) -> None:
         """One delivery of a job."""
@@ -157,7 +160,12 @@ def open_lone_head(
     """Ready to take jobs."""
     scheduler = Scheduler(
         SchedulerConfig(
-            num_blocks=executor.num_blocks, max_seats=8, token_budget=64, num_lanes=1, max_len=4096, max_adapters=2
+            num_blocks=executor.num_blocks,
+            max_seats=8,
+            token_budget=64,
+            num_lanes=1,
+            max_len=4096,
+            max_adapters=2,
         )
     )
 
@@ -168,8 +176,11 @@ def open_lone_head(
     publisher = DeltaPublisher(DeltaWriter(redis_url))
     announced = threading.Event()
     meter = StageMeter(cast(Any, loaded_stage(executor, times)))
-    spans, rows = AttemptSpans(tracer), list[int]()
-    tokenizer = Tokenizer(WordLevel({f"<{number}>": number for number in range(VOCAB_SIZE)}, unk_token="<0>"))
+    spans = AttemptSpans(tracer)
+    rows = list[int]()
+    tokenizer = Tokenizer(
+        WordLevel({f"<{number}>": number for number in range(VOCAB_SIZE)}, unk_token="<0>")
+    )
     lease_manager = LeaseManager(
         database=database,
         engine=engine,
@@ -217,7 +228,11 @@ def tiny_executor(folder: Path) -> Iterator[Executor]:
             device=device,
             dtype="float32",
             limits=Limits(
-                kv_bytes=64 << 20, token_budget=64, max_open=16, adapters_folder=folder / "adapters", max_adapters=2
+                kv_bytes=64 << 20,
+                token_budget=64,
+                max_open=16,
+                adapters_folder=folder / "adapters",
+                max_adapters=2,
             ),
             cache_folder=folder / "cache",
         )

@@ -1,4 +1,5 @@
-"""Jobs with adapters on a head between a real Postgres and a real engine: loaded while it serves, or refused."""
+"""Jobs with adapters on a head between a real Postgres and a real engine: loaded while it serves,
+or refused."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ def executor(folder: Path) -> Iterator[Executor]:
 @pytest.fixture
 def head(database_url: str, executor: Executor, redis_url: str) -> Iterator[LoneHead]:
     """Ready to take jobs."""
-    with database_with_head(database_url) as database, open_lone_head(database, executor, redis_url, TIMES) as head:
+    with (
+        database_with_head(database_url) as database,
+        open_lone_head(database, executor, redis_url, TIMES) as head,
+    ):
         yield head
 
 
@@ -65,7 +69,9 @@ def outcome(job: Job) -> object:
     return job.result.token_ids, job.result.logprobs
 
 
-def test_adapters_of_several_tenants_serve_side_by_side_and_come_while_serving(head: LoneHead, folder: Path) -> None:
+def test_adapters_of_several_tenants_serve_side_by_side_and_come_while_serving(
+    head: LoneHead, folder: Path
+) -> None:
     # Given a head that began without any adapter, and four that come then
     names = ["a", "b", "c", "d"]
     for seed, each in enumerate(names):
@@ -88,13 +94,21 @@ def test_adapters_of_several_tenants_serve_side_by_side_and_come_while_serving(h
         assert job.result.provenance.get("adapter") == expected
 
 
-def test_a_job_whose_adapter_cannot_serve_fails_alone_with_the_reason(head: LoneHead, folder: Path) -> None:
+def test_a_job_whose_adapter_cannot_serve_fails_alone_with_the_reason(
+    head: LoneHead, folder: Path
+) -> None:
     save_adapter(folder / "llama", folder / "adapters" / "weighted", seed=9, use_dora=True)
 
     jobs_ended = ended(head, [submit(head.database, name) for name in ("weighted", "gone", None)])
 
-    assert [job.state for job in jobs_ended] == [JobState.FAILED, JobState.FAILED, JobState.SUCCEEDED]
+    assert [job.state for job in jobs_ended] == [
+        JobState.FAILED,
+        JobState.FAILED,
+        JobState.SUCCEEDED,
+    ]
     problems = [job.error["problem"] for job in jobs_ended if job.error is not None]
     assert problems[0].startswith("adapter 'weighted': use_dora is set, which is not supported")
-    assert problems[1].startswith("adapter 'gone': it needs adapter_config.json and adapter_model.safetensors")
+    assert problems[1].startswith(
+        "adapter 'gone': it needs adapter_config.json and adapter_model.safetensors"
+    )
     assert [job.crashes for job in jobs_ended] == [0, 0, 0]

@@ -49,14 +49,22 @@ def test_a_job_with_an_id_that_the_model_does_not_have_fails_alone(head: LoneHea
         strange, innocent = jobs.get_jobs(connection, ids)
     assert (strange.state, innocent.state) == (JobState.FAILED, JobState.SUCCEEDED)
     assert strange.error is not None
-    assert f"token id {VOCAB_SIZE} is not in the vocabulary of {VOCAB_SIZE}" in strange.error["problem"]
+    assert (
+        f"token id {VOCAB_SIZE} is not in the vocabulary of {VOCAB_SIZE}"
+        in strange.error["problem"]
+    )
     assert (strange.crashes, innocent.fence) == (0, 1)
 
 
-def test_a_rows_text_goes_on_behind_its_prompt_and_stages_see_no_parameters_of_texts(database: Database) -> None:
+def test_a_rows_text_goes_on_behind_its_prompt_and_stages_see_no_parameters_of_texts(
+    database: Database,
+) -> None:
     tokenizer = byte_fallback()
-    hello, world = id_of(tokenizer, "▁hello"), id_of(tokenizer, "▁world")
-    params = SamplingParams(skip_special_tokens=False, chat_template_kwargs={"enable_thinking": False})
+    hello = id_of(tokenizer, "▁hello")
+    world = id_of(tokenizer, "▁world")
+    params = SamplingParams(
+        skip_special_tokens=False, chat_template_kwargs={"enable_thinking": False}
+    )
     row = replace(running(database), prompt_ids=(hello,), params=params)
     requests = EngineRequests(
         tokenizer=tokenizer,
@@ -69,5 +77,8 @@ def test_a_rows_text_goes_on_behind_its_prompt_and_stages_see_no_parameters_of_t
 
     asked, text = requests.build(row)
 
-    assert [text.push(token)[0] for token in (world, id_of(tokenizer, "<|end|>"))] == [" world", "<|end|>"]
+    assert [text.push(token)[0] for token in (world, id_of(tokenizer, "<|end|>"))] == [
+        " world",
+        "<|end|>",
+    ]
     assert (asked.params.chat_template_kwargs, asked.params.skip_special_tokens) == ({}, True)

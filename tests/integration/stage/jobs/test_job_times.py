@@ -53,7 +53,9 @@ def test_rows_are_those_that_the_engine_computed_and_that_sql_counts(
 
 def seconds(head: LoneHead, name: str, **labels: str) -> float:
     """The sum of one of the histograms of jobs."""
-    value = head.meter.registry.get_sample_value(f"shardline_job_{name}_sum", {"model": "m", **labels})
+    value = head.meter.registry.get_sample_value(
+        f"shardline_job_{name}_sum", {"model": "m", **labels}
+    )
     assert value is not None
     return value
 

@@ -1,4 +1,5 @@
-"""A head's lease manager between a real Postgres, a real engine on a tiny model, and verdicts that a test reads."""
+"""A head's lease manager between a real Postgres, a real engine on a tiny model, and verdicts that
+a test reads."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def times() -> Times:
 
 
 @pytest.fixture
-def head(database: Database, executor: Executor, redis_url: str, times: Times) -> Iterator[LoneHead]:
+def head(
+    database: Database, executor: Executor, redis_url: str, times: Times
+) -> Iterator[LoneHead]:
     """Ready to take jobs."""
     with open_lone_head(database, executor, redis_url, times) as head:
         yield head
@@ -62,7 +65,11 @@ def submit(database: Database, max_tokens: int, **fields: Any) -> UUID:
 def saved_tokens(database: Database, job_id: UUID) -> int:
     """Checkpointed tokens of the newest attempt."""
     return int(
-        cell(database, "SELECT coalesce(max(cardinality(tokens)), 0) FROM attempts WHERE job_id = :id", id=job_id)
+        cell(
+            database,
+            "SELECT coalesce(max(cardinality(tokens)), 0) FROM attempts WHERE job_id = :id",
+            id=job_id,
+        )
     )
 
 
@@ -82,7 +89,11 @@ def test_an_offered_job_is_claimed_run_committed_and_settled(head: LoneHead) -> 
         job = jobs.get_job(connection, job_id)
     assert job is not None
     assert job.result is not None
-    assert (job.state, len(job.result.token_ids), job.result.exact) == (JobState.SUCCEEDED, 12, True)
+    assert (job.state, len(job.result.token_ids), job.result.exact) == (
+        JobState.SUCCEEDED,
+        12,
+        True,
+    )
     assert job.result.provenance["pipeline"] == "p"
     assert [stage["dtype"] for stage in job.result.provenance["stages"]] == ["float32"]
 
@@ -100,7 +111,9 @@ def test_a_committed_job_is_one_line_of_the_log(head: LoneHead) -> None:
     assert {"prompt_tokens", "queued_s", "running_s", "first_token_s"} <= line.keys()
 
 
-def test_a_refused_statement_is_logged_and_nothing_is_lost_once_it_is_mended(head: LoneHead) -> None:
+def test_a_refused_statement_is_logged_and_nothing_is_lost_once_it_is_mended(
+    head: LoneHead,
+) -> None:
     with capture_logs() as told:
         change(head.database, "ALTER TABLE results RENAME TO hidden")
         job_id = submit(head.database, 12)
@@ -111,7 +124,10 @@ def test_a_refused_statement_is_logged_and_nothing_is_lost_once_it_is_mended(hea
         assert head.verdict() == (job_id, "succeeded")
         until(lambda: not head.lease_manager.stats()["database_away"])
     (line,) = [one for one in told if one["event"].startswith(("Postgres", "postgres"))][:-1]
-    assert (line["event"].partition(":")[0], line["log_level"]) == ("Postgres refuses a statement", "error")
+    assert (line["event"].partition(":")[0], line["log_level"]) == (
+        "Postgres refuses a statement",
+        "error",
+    )
     assert (line["sqlstate"], "results" in line["error"]) == ("42P01", True)
     assert told[-1]["event"] == "Postgres works again"
 
@@ -139,8 +155,14 @@ def test_a_cancel_read_by_the_heartbeat_keeps_the_partial_tokens(head: LoneHead)
     change(head.database, "UPDATE jobs SET cancel_requested_at = now() WHERE id = :id", id=job_id)
 
     assert head.verdict() == (job_id, Terminated.__name__)
-    assert cell(head.database, "SELECT finish_reason FROM results WHERE job_id = :id", id=job_id) == "cancelled"
-    assert cell(head.database, "SELECT completion_tokens FROM results WHERE job_id = :id", id=job_id) > 0
+    assert (
+        cell(head.database, "SELECT finish_reason FROM results WHERE job_id = :id", id=job_id)
+        == "cancelled"
+    )
+    assert (
+        cell(head.database, "SELECT completion_tokens FROM results WHERE job_id = :id", id=job_id)
+        > 0
+    )
     until(lambda: head.executor.blocks_used == 0)
 
 
@@ -160,14 +182,20 @@ def test_nothing_more_is_written_once_another_head_holds_the_fence(head: LoneHea
     head.offer(job_id)
     assert head.verdict() == (job_id, "started")
 
-    change(head.database, "UPDATE jobs SET fence = fence + 1, worker = 'other' WHERE id = :id", id=job_id)
+    change(
+        head.database,
+        "UPDATE jobs SET fence = fence + 1, worker = 'other' WHERE id = :id",
+        id=job_id,
+    )
 
     assert head.verdict() == (job_id, Ignore.__name__)
     assert cell(head.database, "SELECT worker FROM jobs WHERE id = :id", id=job_id) == "other"
     until(lambda: head.executor.blocks_used == 0)
 
 
-def test_a_released_job_ends_on_another_head_with_the_same_tokens(head: LoneHead, redis_url: str) -> None:
+def test_a_released_job_ends_on_another_head_with_the_same_tokens(
+    head: LoneHead, redis_url: str
+) -> None:
     whole, interrupted = (submit(head.database, 1_500, temperature=0.8) for _ in range(2))
     head.offer(whole)
     assert [head.verdict(), head.verdict()] == [(whole, "started"), (whole, "succeeded")]
@@ -181,14 +209,21 @@ def test_a_released_job_ends_on_another_head_with_the_same_tokens(head: LoneHead
     assert state(head.database, interrupted) is JobState.QUEUED
     with open_lone_head(head.database, head.executor, redis_url, TIMES) as other:
         other.offer(interrupted)
-        assert [other.verdict(), other.verdict()] == [(interrupted, "started"), (interrupted, "succeeded")]
+        assert [other.verdict(), other.verdict()] == [
+            (interrupted, "started"),
+            (interrupted, "succeeded"),
+        ]
     tokens = "SELECT token_ids FROM results WHERE job_id = :id"
     assert cell(head.database, tokens, id=interrupted) == cell(head.database, tokens, id=whole)
     assert cell(head.database, "SELECT crashes FROM jobs WHERE id = :id", id=interrupted) == 0
 
 
-@pytest.mark.parametrize("times", [TIMES.model_copy(update={"lease_s": 3_600.0})], ids=["lease of an hour"])
-def test_tokens_are_streamed_while_postgres_holds_up_a_heartbeat(head: LoneHead, redis_url: str) -> None:
+@pytest.mark.parametrize(
+    "times", [TIMES.model_copy(update={"lease_s": 3_600.0})], ids=["lease of an hour"]
+)
+def test_tokens_are_streamed_while_postgres_holds_up_a_heartbeat(
+    head: LoneHead, redis_url: str
+) -> None:
     job_id = submit(head.database, LONG)
     head.offer(job_id)
     assert head.verdict() == (job_id, "started")
@@ -216,9 +251,12 @@ def test_jobs_wait_unclaimed_until_the_pipeline_is_ready(head: LoneHead) -> None
     assert [head.verdict(), head.verdict()] == [(job_id, "started"), (job_id, "succeeded")]
 
 
-@pytest.mark.parametrize("times", [TIMES, Times().scaled(1000)], ids=["usual", "no-heartbeat-for-long"])
+@pytest.mark.parametrize(
+    "times", [TIMES, Times().scaled(1000)], ids=["usual", "no-heartbeat-for-long"]
+)
 def test_a_second_suspect_is_claimed_once_the_first_has_saved_tokens(head: LoneHead) -> None:
-    first, second = submit(head.database, LONG), submit(head.database, LONG)
+    first = submit(head.database, LONG)
+    second = submit(head.database, LONG)
     change(head.database, "UPDATE jobs SET crashes = 1")
     for job_id in (first, second):
         head.offer(job_id)
@@ -228,7 +266,8 @@ def test_a_second_suspect_is_claimed_once_the_first_has_saved_tokens(head: LoneH
 
 def test_waiting_suspects_are_returned_unread_on_close(head: LoneHead) -> None:
     head.engine.unwire()
-    first, second = submit(head.database, LONG), submit(head.database, LONG)
+    first = submit(head.database, LONG)
+    second = submit(head.database, LONG)
     change(head.database, "UPDATE jobs SET crashes = 1")
     for job_id in (first, second):
         head.offer(job_id)
@@ -252,7 +291,10 @@ def test_a_job_that_breaks_the_pipeline_alone_is_counted_to_its_end(head: LoneHe
         assert head.verdict() == (job_id, verdict)
     assert state(head.database, job_id) is JobState.FAILED
     error = cell(head.database, "SELECT error FROM jobs WHERE id = :id", id=job_id)
-    assert (error["code"], [attempt["fence"] for attempt in error["attempts"]]) == ("crashed", [2, 1])
+    assert (error["code"], [attempt["fence"] for attempt in error["attempts"]]) == (
+        "crashed",
+        [2, 1],
+    )
     assert (head.blamed("crashed"), head.blamed("failed"), head.blamed("lost")) == (1, 1, 0)
 
 
@@ -265,7 +307,9 @@ def test_a_blamed_job_with_tokens_keeps_them_and_counts_no_crash(head: LoneHead)
     head.lease_manager.report([SequenceCrashed(key=(str(job_id), 1))])
 
     assert head.verdict() == (job_id, Ignore.__name__)
-    assert cell(head.database, "SELECT outcome FROM attempts WHERE job_id = :id", id=job_id) == "lost"
+    assert (
+        cell(head.database, "SELECT outcome FROM attempts WHERE job_id = :id", id=job_id) == "lost"
+    )
     assert (head.blamed("lost"), head.blamed("crashed")) == (1, 0)
     assert cell(head.database, "SELECT crashes FROM jobs WHERE id = :id", id=job_id) == 0
 
@@ -281,7 +325,8 @@ def test_jobs_offered_during_shutdown_are_returned_unread(head: LoneHead) -> Non
 
 
 def test_a_job_that_outgrows_the_kv_ends_with_the_same_tokens(head: LoneHead) -> None:
-    whole, outgrown = submit(head.database, 300), submit(head.database, 300)
+    whole = submit(head.database, 300)
+    outgrown = submit(head.database, 300)
     head.offer(whole)
     assert [head.verdict(), head.verdict()] == [(whole, "started"), (whole, "succeeded")]
     head.rebuild(num_blocks=2)
@@ -289,7 +334,10 @@ def test_a_job_that_outgrows_the_kv_ends_with_the_same_tokens(head: LoneHead) ->
     head.offer(outgrown)
 
     assert [head.verdict(), head.verdict()] == [(outgrown, "started"), (outgrown, Ignore.__name__)]
-    assert (state(head.database, outgrown), saved_tokens(head.database, outgrown)) == (JobState.QUEUED, 127)
+    assert (state(head.database, outgrown), saved_tokens(head.database, outgrown)) == (
+        JobState.QUEUED,
+        127,
+    )
     head.offer(outgrown)
     assert head.verdict() == (outgrown, Ignore.__name__), "it is not claimed by that pipeline again"
     late = "SELECT not_before > now() AND sent_at IS NULL FROM jobs WHERE id = :id"
@@ -322,12 +370,17 @@ def test_two_of_three_jobs_are_parked_while_the_kv_holds_one(head: LoneHead) -> 
 def test_a_parked_job_taken_by_a_relay_does_not_run_here(head: LoneHead) -> None:
     head.rebuild(num_blocks=1)
     head.engine.unwire()
-    first, parked = submit(head.database, 12), submit(head.database, 12)
+    first = submit(head.database, 12)
+    parked = submit(head.database, 12)
     for job_id in (first, parked):
         head.offer(job_id)
     assert [head.verdict(), head.verdict()] == [(first, "started"), (parked, "started")]
 
-    change(head.database, "UPDATE jobs SET fence = fence + 1, worker = 'other' WHERE id = :id", id=parked)
+    change(
+        head.database,
+        "UPDATE jobs SET fence = fence + 1, worker = 'other' WHERE id = :id",
+        id=parked,
+    )
     head.rebuild(num_blocks=1)
 
     assert {head.verdict(), head.verdict()} == {(first, "succeeded"), (parked, Ignore.__name__)}
@@ -359,7 +412,9 @@ def test_a_head_that_is_held_back_calls_no_answer_late(executor: Executor) -> No
     assert engine.num_awaited == 0
 
 
-@pytest.mark.parametrize("times", [TIMES.model_copy(update={"lease_s": 3_600.0})], ids=["lease of an hour"])
+@pytest.mark.parametrize(
+    "times", [TIMES.model_copy(update={"lease_s": 3_600.0})], ids=["lease of an hour"]
+)
 def test_a_head_makes_no_step_after_suspension_before_a_heartbeat(
     head: LoneHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:

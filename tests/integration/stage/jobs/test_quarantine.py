@@ -1,4 +1,5 @@
-"""Suspects on real servers: claimed alone whoever interferes, and soon whatever arrives, counted in heartbeats."""
+"""Suspects on real servers: claimed alone whoever interferes, and soon whatever arrives, counted in
+heartbeats."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def crash(database: Database, job_id: UUID) -> None:
     change(database, "UPDATE jobs SET crashes = 1 WHERE id = :id", id=job_id)
 
 
-# Choice and claim are two transactions --------------------------------------------------------------------------------
+# Choice and claim are two transactions
+# --------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True)
@@ -198,7 +200,8 @@ def test_two_heads_that_chose_one_suspect_lose_no_job(
 ) -> None:
     suspect, other = submit(database, 2)
     crash(database, suspect)
-    first, second = make_head(), make_head()
+    first = make_head()
+    second = make_head()
     first.offer(suspect)
     second.offer(suspect, other)
     taken: list[UUID] = []
@@ -246,12 +249,14 @@ def test_a_suspect_proven_by_another_head_is_still_claimed_alone(
     assert head.turn() == [other]
 
 
-# A whole head: Celery's worker, its pool, lease manager and engine ---------------------------------------------------
+# A whole head: Celery's worker, its pool, lease manager and engine
+# ---------------------------------------------------
 
 
 @dataclass(slots=True)
 class Rounds:
-    """What the lease manager did, in its order: the ids of each claim, None for each heartbeat after a step."""
+    """What the lease manager did, in its order: the ids of each claim, None for each heartbeat
+    after a step."""
 
     seen: list[tuple[UUID, ...] | None] = field(default_factory=list)
     num_steps: Callable[[], int] = lambda: 0
@@ -274,7 +279,9 @@ class Rounds:
 
 @pytest.fixture
 def rounds(monkeypatch: pytest.MonkeyPatch) -> Rounds:
-    rounds, claim, beat = Rounds(), claims.claim, leases.heartbeat
+    rounds = Rounds()
+    claim = claims.claim
+    beat = leases.heartbeat
 
     def claiming(*given: Any, **named: Any) -> list[ClaimedJob]:
         claimed = claim(*given, **named)
@@ -299,7 +306,9 @@ class Sender:
 
     def send(self, job_id: UUID, priority: int) -> None:
         """As a relay does."""
-        self.app.send_task(GENERATE_TASK, args=[str(job_id)], task_id=str(job_id), queue=QUEUE, priority=priority)
+        self.app.send_task(
+            GENERATE_TASK, args=[str(job_id)], task_id=str(job_id), queue=QUEUE, priority=priority
+        )
 
     def arrive(self, num: int) -> list[UUID]:
         """Fresh jobs of the best priority, with long prompts."""
@@ -313,22 +322,37 @@ class Sender:
 
 
 @pytest.fixture
-def sender_and_head(database: Database, executor: Executor, redis_url: str) -> Iterator[tuple[Sender, LoneHead]]:
-    app = make_app(StageSettings(model=MODEL, redis_url=redis_url, seats=SEATS, interactive_seats=0))
+def sender_and_head(
+    database: Database, executor: Executor, redis_url: str
+) -> Iterator[tuple[Sender, LoneHead]]:
+    app = make_app(
+        StageSettings(model=MODEL, redis_url=redis_url, seats=SEATS, interactive_seats=0)
+    )
     app.conf.broker_connection_retry_on_startup = True
     app.amqp.queues.select_add(QUEUE)
     with open_lone_head(database, executor, redis_url, TIMES) as head:
         app.shardline = SimpleNamespace(
-            delivery_handler=head.lease_manager, hub=HubCalls(Wakeup()), drain_s=5.0, hurries=False, interactive_seats=0
+            delivery_handler=head.lease_manager,
+            hub=HubCalls(Wakeup()),
+            drain_s=5.0,
+            hurries=False,
+            interactive_seats=0,
         )
         with start_worker(
-            app, concurrency=SEATS, pool=app.conf.worker_pool, perform_ping_check=False, shutdown_timeout=60
+            app,
+            concurrency=SEATS,
+            pool=app.conf.worker_pool,
+            perform_ping_check=False,
+            shutdown_timeout=60,
         ):
             yield Sender(app=app, database=database), head
 
 
 def test_a_suspect_with_a_seat_is_claimed_within_two_heartbeats_of_endless_arrivals(
-    database: Database, sender_and_head: tuple[Sender, LoneHead], rounds: Rounds, monkeypatch: pytest.MonkeyPatch
+    database: Database,
+    sender_and_head: tuple[Sender, LoneHead],
+    rounds: Rounds,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sender, head = sender_and_head
     rounds.num_steps = lambda: head.engine.progress.num_steps

@@ -1,4 +1,5 @@
-"""Two heads with one pipeline's name, on a real Postgres with real control links: the second one waits and says why."""
+"""Two heads with one pipeline's name, on a real Postgres with real control links: the second one
+waits and says why."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def epochs_of(engine: Engine, head: str, *, lease_s: float = LONG_S) -> Epochs:
     return Epochs(engine, NAME, model="m", fingerprint="w", head=head, lease_s=lease_s)
 
 
-def test_a_second_head_of_one_name_waits_until_the_first_has_gone(engine: Engine, pipes: Pipes) -> None:
+def test_a_second_head_of_one_name_waits_until_the_first_has_gone(
+    engine: Engine, pipes: Pipes
+) -> None:
     pipes.stage(8, 12)
     pipes.stage(8, 12)
     first_epochs = epochs_of(engine, "first@here")
@@ -64,7 +67,8 @@ def test_a_killed_head_goes_on_at_once_when_it_starts_again(engine: Engine) -> N
     assert epochs_of(engine, "head@here").take() == 3
 
     with pytest.raises(Conflict, match="held by the head head@here"):
-        killed.take()  # It was alive after all: a twin takes the name once, at its start, and not for ever.
+        # It was alive after all: a twin takes the name once, at its start, and not for ever.
+        killed.take()
 
 
 def test_a_head_does_not_wait_for_its_own_lease_after_a_lost_answer(

@@ -1,4 +1,5 @@
-"""Given clerk's saved weights, then they are small, plain, and answer prompts that training never saw."""
+"""Given clerk's saved weights, then they are small, plain, and answer prompts that training never
+saw."""
 
 import json
 

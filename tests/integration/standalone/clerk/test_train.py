@@ -1,4 +1,5 @@
-"""Given clerk's training code, then packed rows teach what single ones would, and a stopped run goes on the same."""
+"""Given clerk's training code, then packed rows teach what single ones would, and a stopped run
+goes on the same."""
 
 from pathlib import Path
 
@@ -11,7 +12,13 @@ from services.standalone.demo.clerk.evaluate import Clerk
 from services.standalone.demo.clerk.model import build_model
 from services.standalone.demo.clerk.tasks import examples
 from services.standalone.demo.clerk.tokenizer import build_tokenizer
-from services.standalone.demo.clerk.train import Trainer, TrainingPlan, load_checkpoint, save_checkpoint, train
+from services.standalone.demo.clerk.train import (
+    Trainer,
+    TrainingPlan,
+    load_checkpoint,
+    save_checkpoint,
+    train,
+)
 
 _ROW_TOKENS = 96
 
@@ -25,7 +32,9 @@ def _plan(folder: Path) -> TrainingPlan:
     return TrainingPlan(out=folder, num_steps=10, limit_s=600.0, batch_examples=6)
 
 
-def test_a_row_holds_whole_examples_and_labels_only_answers(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_row_holds_whole_examples_and_labels_only_answers(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     drawn = examples(0, 30)
     batch = pack(tokenizer, drawn, _ROW_TOKENS)
     assert batch.ids.shape == batch.positions.shape == batch.labels.shape
@@ -46,7 +55,9 @@ def test_a_packed_example_sees_nothing_of_its_neighbors(tokenizer: PreTrainedTok
     row = int((batch.positions == 0).sum(dim=1).argmax())
     _, start, end, *_ = (batch.positions[row] == 0).nonzero().flatten().tolist()
     with torch.inference_mode():
-        packed = model.model(batch.ids, position_ids=batch.positions, use_cache=False).last_hidden_state
+        packed = model.model(
+            batch.ids, position_ids=batch.positions, use_cache=False
+        ).last_hidden_state
         alone = model.model(batch.ids[row : row + 1, start:end], use_cache=False).last_hidden_state
     torch.testing.assert_close(packed[row, start:end], alone[0], atol=1e-5, rtol=1e-5)
 

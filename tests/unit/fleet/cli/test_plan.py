@@ -33,9 +33,14 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def profiles(tmp_path: Path, model: Path) -> Path:
     """A cache with profiles of two unlike devices, and of a device with another model."""
-    folder, own = tmp_path / "profiles", ModelCosts.read(model).shapes_id
+    folder = tmp_path / "profiles"
+    own = ModelCosts.read(model).shapes_id
     folder.mkdir()
-    for found in (device("fast:0", model=own), device("slow:0", slower=2.0, model=own), device("other:0")):
+    for found in (
+        device("fast:0", model=own),
+        device("slow:0", slower=2.0, model=own),
+        device("other:0"),
+    ):
         (folder / f"{found.device}.json").write_bytes(msgspec.json.encode(found))
     return folder
 
@@ -76,7 +81,12 @@ def test_plans_are_compared_by_what_their_devices_cost_an_hour(model: Path, prof
     read = json.loads(plan(model, *priced, "--json"))
     plans = [read["best"], *read["others"]]
     for each, cost in zip(plans, read["cost_per_million"], strict=True):
-        names = [name["device"] for one in each["pipelines"] for stage in one["stages"] for name in stage["devices"]]
+        names = [
+            name["device"]
+            for one in each["pipelines"]
+            for stage in one["stages"]
+            for name in stage["devices"]
+        ]
         per_hour = sum({"fast:0": 3.0, "slow:0": 0.5}[name] for name in names)
         assert cost == pytest.approx(per_hour / 3600 / each["tokens_per_s"] * 1e6)
     shown = plan(model, *priced)

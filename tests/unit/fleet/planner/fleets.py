@@ -10,7 +10,9 @@ LAYER_S = 0.001
 MODEL_ID = "of-tests"
 
 
-def model(num_layers: int = 12, *, kinds: tuple[str, ...] = ("full_attention",), **other: Any) -> ModelCosts:
+def model(
+    num_layers: int = 12, *, kinds: tuple[str, ...] = ("full_attention",), **other: Any
+) -> ModelCosts:
     """A model whose kinds of layers take turns."""
     config = {
         "num_hidden_layers": num_layers,

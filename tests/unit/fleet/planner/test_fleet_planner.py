@@ -17,7 +17,9 @@ SMALL = 4 << 20
 
 
 def fleet(*profiles: DeviceProfile) -> FleetPlanner:
-    return FleetPlanner(model(), {profile.device: profile for profile in profiles}, Workload(concurrency=1))
+    return FleetPlanner(
+        model(), {profile.device: profile for profile in profiles}, Workload(concurrency=1)
+    )
 
 
 def small(*names: str, slower: float = 1.0) -> list[DeviceProfile]:
@@ -25,7 +27,9 @@ def small(*names: str, slower: float = 1.0) -> list[DeviceProfile]:
     return [device(name, slower=slower, memory_bytes=SMALL) for name in names]
 
 
-def planned(planner: FleetPlanner, now: Deployment | None = None, *, may_improve: bool = False) -> Deployment:
+def planned(
+    planner: FleetPlanner, now: Deployment | None = None, *, may_improve: bool = False
+) -> Deployment:
     found = planner.replan(now, may_improve=may_improve)
     assert found is not None
     return found
@@ -91,7 +95,9 @@ def test_too_few_workers_for_the_model_are_refused() -> None:
 
 
 @pytest.mark.parametrize("memory_bytes", [5 << 20, 13 << 19])
-def test_a_device_that_has_drifted_gets_other_layers_however_small_its_memory(memory_bytes: int) -> None:
+def test_a_device_that_has_drifted_gets_other_layers_however_small_its_memory(
+    memory_bytes: int,
+) -> None:
     """Also where the devices hold the KV of a part of the load only."""
     workers = {name: device(name, memory_bytes=memory_bytes) for name in ("a:0", "b:0")}
     planner = FleetPlanner(model(), workers, Workload())
@@ -100,7 +106,9 @@ def test_a_device_that_has_drifted_gets_other_layers_however_small_its_memory(me
     slow = next(worker for worker, place in now.stages.items() if place == 0)
     drifted = FleetPlanner(model(), workers | {slow: workers[slow].scaled(3.0)}, Workload())
     then = planned(drifted, now, may_improve=True)
-    sizes = {worker: then.split[place][1] - then.split[place][0] for worker, place in then.stages.items()}
+    sizes = {
+        worker: then.split[place][1] - then.split[place][0] for worker, place in then.stages.items()
+    }
     assert sizes[slow] < min(sizes[worker] for worker in sizes if worker != slow)
     assert drifted.replan(then, may_improve=True) is None
 
@@ -114,19 +122,25 @@ def test_replicas_of_unlike_devices_are_no_reason_for_the_same_plan_again() -> N
 
 
 def test_a_slower_device_does_not_keep_its_layers_because_its_hardware_is_the_same() -> None:
-    """The best plan exchanges the two: equal hardware, but one of them has drifted since the plan gave it more."""
+    """The best plan exchanges the two: equal hardware, but one of them has drifted since the plan
+    gave it more."""
     workers = {name: device(name, memory_bytes=13 << 19) for name in ("a:0", "a:1")}
     now = Deployment(split=((0, 5), (5, 12)), stages={"a:0": 0, "a:1": 1})
     drifted = FleetPlanner(model(), workers | {"a:1": workers["a:1"].scaled(2.0)}, Workload())
     then = planned(drifted, now, may_improve=True)
-    sizes = {worker: then.split[place][1] - then.split[place][0] for worker, place in then.stages.items()}
+    sizes = {
+        worker: then.split[place][1] - then.split[place][0] for worker, place in then.stages.items()
+    }
     assert sizes["a:1"] < sizes["a:0"]
 
 
 def unlike(*names: str) -> FleetPlanner:
-    """Workers of which those named `large` hold the model with every request, and two others with some."""
+    """Workers of which those named `large` hold the model with every request, and two others with
+    some."""
     sizes = {name: 1 << 30 if name.startswith("large") else 13 << 19 for name in names}
-    profiles = {name: device(name, memory_bytes=memory_bytes) for name, memory_bytes in sizes.items()}
+    profiles = {
+        name: device(name, memory_bytes=memory_bytes) for name, memory_bytes in sizes.items()
+    }
     return FleetPlanner(model(), profiles, Workload())
 
 
@@ -178,7 +192,8 @@ def test_workers_that_can_keep_their_layers_in_another_pipeline_keep_them() -> N
 
 
 def test_the_speed_of_a_fleet_is_that_of_the_pipelines_that_its_workers_can_form() -> None:
-    """When two that served are gone, and return, it is as fast as planned; nothing is gained by another cut."""
+    """When two that served are gone, and return, it is as fast as planned; nothing is gained by
+    another cut."""
     planner = unlike("large:0", "a:0", "a:1")
     now = planned(planner)
     assert now.tokens_per_s is not None

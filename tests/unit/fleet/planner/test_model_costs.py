@@ -25,7 +25,9 @@ def test_weights_of_each_layer(name: str) -> None:
         model = tf.AutoModelForCausalLM.from_config(config)
     real = [_num_weights(layer) for layer in _layers(model)]
     assert [kind.num_weights for kind in costs.layers] == pytest.approx(real, rel=NORMS)
-    assert costs.num_weights == pytest.approx(_num_weights(model) - _num_positions(model), rel=NORMS)
+    assert costs.num_weights == pytest.approx(
+        _num_weights(model) - _num_positions(model), rel=NORMS
+    )
 
 
 def _num_weights(module: torch.nn.Module) -> int:
@@ -35,7 +37,11 @@ def _num_weights(module: torch.nn.Module) -> int:
 def _num_positions(model: tf.PreTrainedModel) -> int:
     """Weights of embeddings that are not of tokens."""
     tokens = model.get_input_embeddings()
-    embeddings = [each for each in model.modules() if isinstance(each, torch.nn.Embedding) and each is not tokens]
+    embeddings = [
+        each
+        for each in model.modules()
+        if isinstance(each, torch.nn.Embedding) and each is not tokens
+    ]
     return sum(map(_num_weights, embeddings))
 
 
@@ -47,10 +53,15 @@ def _layers(model: torch.nn.Module) -> torch.nn.ModuleList:
 
 
 def test_kinds_of_layers_are_told_apart() -> None:
-    assert list(ModelCosts.of(CONFIGS["gemma2"]().to_dict()).kinds) == ["sliding_attention", "full_attention"]
+    assert list(ModelCosts.of(CONFIGS["gemma2"]().to_dict()).kinds) == [
+        "sliding_attention",
+        "full_attention",
+    ]
     (experts,) = ModelCosts.of(CONFIGS["mixtral"]().to_dict()).kinds.values()
     assert experts.name == "full_attention+experts"
-    assert sum(a * b for a, b in experts.products) < experts.num_weights, "a row goes through two experts of four"
+    assert sum(a * b for a, b in experts.products) < experts.num_weights, (
+        "a row goes through two experts of four"
+    )
 
 
 def test_a_config_without_sizes_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardline.base.errors import Invalid
-from shardline_fleet.planner import LayerTimes, Link, Workload, make_plans, profile_of, read_profiles
+from shardline_fleet.planner import (
+    LayerTimes,
+    Link,
+    Workload,
+    make_plans,
+    profile_of,
+    read_profiles,
+)
 from shardline_fleet.planner.fleet_planner import FleetPlanner
 from shardline_fleet.planner.scaling import Scaling
 from tests.unit.fleet.planner.fleets import device, model
@@ -20,7 +27,9 @@ NO_TIME = LayerTimes(rows=((1, 0.0), (64, 0.0)), decode_context_s=0.0, prefill_c
 numbers = st.sampled_from([0.0, -1.0, 1e-300, 1e-12, 1.0, 1e6, 1e300, float("inf"), float("nan")])
 points = st.lists(st.tuples(numbers, numbers), max_size=3).map(tuple)
 layers = st.builds(LayerTimes, rows=points, decode_context_s=numbers, prefill_context_s=numbers)
-links = st.dictionaries(st.sampled_from(["", "a", "b"]), st.builds(Link, latency_s=numbers, bytes_per_s=numbers))
+links = st.dictionaries(
+    st.sampled_from(["", "a", "b"]), st.builds(Link, latency_s=numbers, bytes_per_s=numbers)
+)
 CHANGES = st.fixed_dictionaries(
     {},
     optional={
@@ -43,8 +52,11 @@ CHANGES = st.fixed_dictionaries(
 @settings(max_examples=300)
 @given(changes=st.lists(CHANGES, min_size=1, max_size=3))
 def test_only_invalid_is_raised_whatever_is_measured(changes: list[dict[str, Any]]) -> None:
-    costs, load = model(6), Workload(concurrency=4)
-    profiles = [msgspec.structs.replace(device(f"a:{place}"), **each) for place, each in enumerate(changes)]
+    costs = model(6)
+    load = Workload(concurrency=4)
+    profiles = [
+        msgspec.structs.replace(device(f"a:{place}"), **each) for place, each in enumerate(changes)
+    ]
     named = {profile.device: profile for profile in profiles}
     with suppress(Invalid):
         make_plans(costs, profiles, load)
@@ -59,14 +71,19 @@ def test_only_invalid_is_raised_whatever_is_measured(changes: list[dict[str, Any
     [
         ({"layers": {"full_attention": NO_TIME}}, "a:0: layers of full_attention take no time"),
         ({"layers": {}}, "a:0: its layers take no time"),
-        ({"step": ((4.0, 1.0), (4.0, 2.0))}, "a:0 has times of steps that are not in order of rows"),
+        (
+            {"step": ((4.0, 1.0), (4.0, 2.0))},
+            "a:0 has times of steps that are not in order of rows",
+        ),
         ({"frame_s": float("nan")}, "frame_s"),
         ({"memory_bytes": 1 << 200}, "no device profile"),
         ({"dtype": "float8"}, "a:0 has weights of 'float8'"),
         ({"version": 2}, "version 2 of a profile"),
     ],
 )
-def test_a_profile_that_no_device_has_is_refused_by_name(changes: dict[str, Any], problem: str) -> None:
+def test_a_profile_that_no_device_has_is_refused_by_name(
+    changes: dict[str, Any], problem: str
+) -> None:
     profile = msgspec.structs.replace(device("a:0"), **changes)
     with pytest.raises(Invalid, match=problem):
         make_plans(model(), [device("b:0"), profile], Workload())

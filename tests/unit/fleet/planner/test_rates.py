@@ -17,7 +17,9 @@ TIMED = ((1, 1), (64, 64), (256, 64))
 def test_rates_count_the_weights_that_a_row_meets() -> None:
     rates = Rates.of(device("a:0"), model())
     assert rates.weight_bytes_per_s == pytest.approx(4 * WEIGHTS / LAYER_S)
-    assert dict(rates.flops) == pytest.approx({rows: 2 * num * WEIGHTS / LAYER_S for rows, num in TIMED})
+    assert dict(rates.flops) == pytest.approx(
+        {rows: 2 * num * WEIGHTS / LAYER_S for rows, num in TIMED}
+    )
     assert rates.kv_bytes_per_s is None
 
 
@@ -34,7 +36,9 @@ def test_kinds_of_layers_count_by_their_number() -> None:
     context_s = {"full_attention": 4e-6, "sliding_attention": 1e-6}
     profile = device("a:0", kinds=kinds)
     layers = {
-        kind: LayerTimes(rows=profile.layers[kind].rows, decode_context_s=seconds, prefill_context_s=0.0)
+        kind: LayerTimes(
+            rows=profile.layers[kind].rows, decode_context_s=seconds, prefill_context_s=0.0
+        )
         for kind, seconds in context_s.items()
     }
     rates = Rates.of(device("a:0", layers=layers), model(3, kinds=kinds))

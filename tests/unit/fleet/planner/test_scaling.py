@@ -51,7 +51,8 @@ def test_workers_that_do_not_hold_the_model_alone_are_added_until_they_do() -> N
 
 def test_the_fastest_that_are_here_stay_and_further_ones_are_of_the_usual_kind() -> None:
     found = scaling(device("slow:0", slower=4), device("slow:1", slower=4), device("fast:0"))
-    alone, usual = scaling(device("fast:0")), scaling(device("slow:0", slower=4))
+    alone = scaling(device("fast:0"))
+    usual = scaling(device("slow:0", slower=4))
     assert speed(found, 1) == speed(alone, 1)
     assert speed(found, 5) < speed(alone, 1) + 5 * speed(usual, 1)
 

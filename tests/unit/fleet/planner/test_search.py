@@ -16,7 +16,8 @@ def cost(random: Random, num_layers: int, *, tight: bool) -> StageCost:
     """A device of random speed with layers of random weight."""
     speed = random.choice([1.0, 1.0, 2.0, 5.0])
     sizes = [random.choice([1.0, 1.0, 3.0]) for _ in range(num_layers)]
-    seconds, memory = [0.0], [0.0]
+    seconds = [0.0]
+    memory = [0.0]
     for size in sizes:
         seconds.append(seconds[-1] + size * speed)
         memory.append(memory[-1] + size)
@@ -37,15 +38,23 @@ def cost(random: Random, num_layers: int, *, tight: bool) -> StageCost:
 def streaming(random: Random, memory: list[float]) -> Streaming:
     """Of a device that may read what its memory does not hold; a quarter of each layer is KV."""
     kv_bytes = tuple(size / 4 for size in memory)
-    return Streaming(kv_bytes=kv_bytes, buffer_bytes=random.choice([0.0, 2.0]), byte_s=random.choice([0.1, 0.5, 2.0]))
+    return Streaming(
+        kv_bytes=kv_bytes,
+        buffer_bytes=random.choice([0.0, 2.0]),
+        byte_s=random.choice([0.1, 0.5, 2.0]),
+    )
 
 
 def search(seed: int) -> Search:
     """Up to four devices in groups, some of which can be used in two ways."""
     random = Random(seed)
-    num_layers, tight = random.randint(2, 7), random.random() < 0.5
+    num_layers = random.randint(2, 7)
+    tight = random.random() < 0.5
     counts = random.choice([(1, 1), (2, 1), (1, 1, 1), (2, 2), (3,)])
-    kinds = [DeviceKind(group=group, cost=cost(random, num_layers, tight=tight)) for group in range(len(counts))]
+    kinds = [
+        DeviceKind(group=group, cost=cost(random, num_layers, tight=tight))
+        for group in range(len(counts))
+    ]
     if random.random() < 0.5:
         kinds.append(DeviceKind(group=0, cost=cost(random, num_layers, tight=tight)))
     return Search(kinds, counts)
@@ -53,7 +62,9 @@ def search(seed: int) -> Search:
 
 def everything(search: Search, num_stages: int) -> Iterator[list[Slice]]:
     """Every way to cut the layers over every order of kinds that fits."""
-    several = [index for index, kind in enumerate(search.kinds) for _ in range(search.counts[kind.group])]
+    several = [
+        index for index, kind in enumerate(search.kinds) for _ in range(search.counts[kind.group])
+    ]
     for bounds in combinations(range(1, search.num_layers), num_stages - 1):
         edges = [0, *bounds, search.num_layers]
         for order in set(permutations(several, num_stages)):
@@ -94,7 +105,9 @@ def test_the_least_sum_of_all(seed: int) -> None:
     subject = search(seed)
     found = subject.least_sum()
     most = min(sum(subject.counts), subject.num_layers)
-    every = [total(subject, plan) for num in range(1, most + 1) for plan in everything(subject, num)]
+    every = [
+        total(subject, plan) for num in range(1, most + 1) for plan in everything(subject, num)
+    ]
     assert (found is None) == (not every)
     if found is not None:
         assert is_whole(found, subject.num_layers)

@@ -1,4 +1,5 @@
-"""Turns of several models on one fleet: nobody starves, nobody thrashes, workers move only where they are needed."""
+"""Turns of several models on one fleet: nobody starves, nobody thrashes, workers move only where
+they are needed."""
 
 from __future__ import annotations
 
@@ -7,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from shardline_fleet.planner.turns import IDLE_TURN_S, LOADS_IN_TURN, PATIENCE_S, TURN_S, Turn, Turns
+from shardline_fleet.planner.turns import (
+    IDLE_TURN_S,
+    LOADS_IN_TURN,
+    PATIENCE_S,
+    TURN_S,
+    Turn,
+    Turns,
+)
 
 ALL = ("a", "b", "c")
 LONG_S = 1e6
@@ -54,7 +62,11 @@ def test_a_turn_is_over_after_its_time_and_that_of_five_loads(turn: Turn, is_ove
 
 
 def test_of_models_that_wait_the_one_without_a_turn_for_longest_is_next() -> None:
-    models = {"a": SERVED, "b": Turn(is_wanted=True, since_s=10.0), "c": Turn(is_wanted=True, since_s=20.0)}
+    models = {
+        "a": SERVED,
+        "b": Turn(is_wanted=True, since_s=10.0),
+        "c": Turn(is_wanted=True, since_s=20.0),
+    }
     assert set(turns(models).assign({"w0": "a", "w1": "a"}).values()) == {"c"}
 
 
@@ -74,7 +86,9 @@ def test_a_model_that_cannot_go_on_with_the_rest_gives_all() -> None:
 
 def test_nobody_gives_workers_to_a_model_that_they_do_not_hold() -> None:
     now = {"w0": "a", "w1": "a"}
-    made = turns({"a": SERVED, "b": WANTED}, fits=lambda model, found: model == "a" and len(found) > 1)
+    made = turns(
+        {"a": SERVED, "b": WANTED}, fits=lambda model, found: model == "a" and len(found) > 1
+    )
     assert made.assign(now) == now
 
 
@@ -86,12 +100,16 @@ def test_workers_stay_with_what_they_may_serve() -> None:
 
 def test_every_model_with_jobs_gets_its_turn_and_keeps_it() -> None:
     """Three models on workers that hold one: a round of turns takes as long as all of them."""
-    since, served, now = dict.fromkeys(ALL, LONG_S), dict.fromkeys(ALL, 0.0), {"w0": "a", "w1": "a"}
+    since = dict.fromkeys(ALL, LONG_S)
+    served = dict.fromkeys(ALL, 0.0)
+    now = {"w0": "a", "w1": "a"}
     since["a"], order = 0.0, ["a"]
     for _ in range(10 * round(TURN_S)):
         here = order[-1]
         models = {
-            name: Turn(is_wanted=True, since_s=since[name], served_s=since[name] if name == here else None)
+            name: Turn(
+                is_wanted=True, since_s=since[name], served_s=since[name] if name == here else None
+            )
             for name in ALL
         }
         then = turns(models).assign(now)

@@ -17,7 +17,8 @@ NEAR = 0.1
 
 
 def scheduled(load: Workload, num_lanes: int) -> list[StepPlan]:
-    """The steps of the real scheduler, in which each step's answer comes when all lanes are in flight."""
+    """The steps of the real scheduler, in which each step's answer comes when all lanes are in
+    flight."""
     config = SchedulerConfig(
         num_blocks=100_000,
         max_seats=load.concurrency,
@@ -27,10 +28,14 @@ def scheduled(load: Workload, num_lanes: int) -> list[StepPlan]:
         prefix_cache=False,
         prompt_lookup=0,
     )
-    scheduler, flights, plans = Scheduler(config), [], []
+    scheduler = Scheduler(config)
+    flights = []
+    plans = []
     params = SamplingParams(max_tokens=load.output, temperature=0.0, ignore_eos=True)
     for number in range(load.concurrency):
-        request = Request(key=(str(number), 0), prompt_ids=(number,) * load.prompt, params=params, seed=0)
+        request = Request(
+            key=(str(number), 0), prompt_ids=(number,) * load.prompt, params=params, seed=0
+        )
         scheduler.add(request, CountingSink(load.output))
     while not scheduler.idle:
         plan = scheduler.schedule()
@@ -48,15 +53,20 @@ def total(steps: list[StepKind], of: str) -> float:
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2, 3])
-@pytest.mark.parametrize(("prompt", "output", "concurrency"), [(160, 64, 64), (32, 16, 128), (1500, 64, 8)])
+@pytest.mark.parametrize(
+    ("prompt", "output", "concurrency"), [(160, 64, 64), (32, 16, 128), (1500, 64, 8)]
+)
 def test_a_batch_of_requests(prompt: int, output: int, concurrency: int, num_lanes: int) -> None:
     load = Workload(prompt=prompt, output=output, concurrency=concurrency, at_once=True)
-    real, steps = scheduled(load, num_lanes), load.steps(num_lanes)
+    real = scheduled(load, num_lanes)
+    steps = load.steps(num_lanes)
     assert sum(step.count for step in steps) == pytest.approx(len(real), rel=NEAR)
     rows = [row for plan in real for row in plan.rows]
     decodes = [row for row in rows if row.decodes]
     assert total(steps, "decodes") == pytest.approx(len(decodes), rel=NEAR)
-    assert total(steps, "prefill") == pytest.approx(sum(row.length for row in rows if not row.decodes), rel=NEAR)
+    assert total(steps, "prefill") == pytest.approx(
+        sum(row.length for row in rows if not row.decodes), rel=NEAR
+    )
     context = sum(row.start + 1 for row in decodes)
     assert total(steps, "decode_context") == pytest.approx(context, rel=NEAR)
     attended = sum(row.length * (row.start + row.length / 2) for row in rows if not row.decodes)

@@ -1,4 +1,5 @@
-"""The jobs of a load: as a trace says them, in the share of a sample, and what no trace may hold."""
+"""The jobs of a load: as a trace says them, in the share of a sample, and what no trace may
+hold."""
 
 from __future__ import annotations
 
@@ -94,5 +95,8 @@ def test_jobs_of_a_trace_come_when_it_says_and_end_with_its_tokens(tmp_path: Pat
     }
     outcome = Simulation(msgspec.convert(text, FleetFile), tmp_path).run()
     assert outcome.jobs == 2
-    assert {second: tokens for second, tokens in enumerate(outcome.timeline) if tokens} == {0: 4, 50: 7}
+    assert {second: tokens for second, tokens in enumerate(outcome.timeline) if tokens} == {
+        0: 4,
+        50: 7,
+    }
     assert outcome.keeps_bounds

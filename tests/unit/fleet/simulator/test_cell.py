@@ -34,7 +34,12 @@ class FixedPlans(PlanBook):
         self._stages = stages
 
     def replan(
-        self, kind: int, profiles: Mapping[str, DeviceProfile], now: Deployment | None, *, may_improve: bool
+        self,
+        kind: int,
+        profiles: Mapping[str, DeviceProfile],
+        now: Deployment | None,
+        *,
+        may_improve: bool,
     ) -> Deployment | None:
         assert kind == 0
         assert not may_improve or now
@@ -66,7 +71,12 @@ class Play:
             calls=calls,
             times=TIMES,
             config=SchedulerConfig(
-                num_blocks=1, max_seats=4, token_budget=256, num_lanes=1, max_len=100_000, prefix_cache=False
+                num_blocks=1,
+                max_seats=4,
+                token_budget=256,
+                num_lanes=1,
+                max_len=100_000,
+                prefix_cache=False,
             ),
             lanes=None,
             load_s=LOAD_S,
@@ -114,7 +124,9 @@ def test_without_a_spare_the_job_waits_for_the_follower() -> None:
 def test_a_follower_of_a_dead_head_goes_to_another_one() -> None:
     play = Play({"head": 0, "other": 0, "tail": 1})
     gap_s = play.gap_s("head", is_silent=True)
-    assert TIMES.lease_s - TIMES.heartbeat_s < gap_s < TIMES.lease_s + TIMES.poll_s + PREFILL_S + 1.0
+    assert (
+        TIMES.lease_s - TIMES.heartbeat_s < gap_s < TIMES.lease_s + TIMES.poll_s + PREFILL_S + 1.0
+    )
     assert play.tally.num_again > 0
 
 

@@ -43,7 +43,9 @@ def test_a_program_reads_the_same(fleet: Path, capsys: pytest.CaptureFixture[str
     assert read["fleet"]["pipelines"] == 1
 
 
-def test_the_command_runs_the_simulator_of_the_repository(fleet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_runs_the_simulator_of_the_repository(
+    fleet: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(REPOSITORY)
     fleet.write_text("model: [")
     done = CliRunner().invoke(cli, ["simulate", str(fleet)])

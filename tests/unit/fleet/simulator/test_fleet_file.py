@@ -51,20 +51,32 @@ def test_a_small_file_has_defaults(tmp_path: Path) -> None:
     [
         (f"model: {MODEL}", "missing required field `cells`"),
         (f"model: {MODEL}\ncells: []", "cells: Expected `array` of length >= 1"),
-        (f"model: {MODEL}\ncells: [{{devices: {{l4: -1}}}}]", "cells[0].devices[...]: Expected `int` >= 1"),
-        (f"model: {MODEL}\ncells: [{{devices: {{l4: 1}}, size: 3}}]", "contains unknown field `size`"),
+        (
+            f"model: {MODEL}\ncells: [{{devices: {{l4: -1}}}}]",
+            "cells[0].devices[...]: Expected `int` >= 1",
+        ),
+        (
+            f"model: {MODEL}\ncells: [{{devices: {{l4: 1}}, size: 3}}]",
+            "contains unknown field `size`",
+        ),
         (
             f"model: {MODEL}\ncells: [{{devices: {{vax: 1}}}}]",
             "cells[0].devices: no datasheet of 'vax'. Use one of b200",
         ),
         (f"model: {MODEL}\ncells: [{{devices: {{gone.json: 1}}}}]", "gone.json cannot be read"),
         ("model: nowhere\ncells: [{devices: {l4: 1}}]", "model: "),
-        (f"model: {MODEL}\ncells: [{{devices: {{l4: 1}}}}]\nfaults: [{{at_s: 1}}]", "exactly one is needed"),
+        (
+            f"model: {MODEL}\ncells: [{{devices: {{l4: 1}}}}]\nfaults: [{{at_s: 1}}]",
+            "exactly one is needed",
+        ),
         (
             f"model: {MODEL}\ncells: [{{devices: {{l4: 1}}}}]\nload: {{spread: 1}}",
             "load.spread: Expected `float` < 1.0",
         ),
-        (f"model: {MODEL}\ncells: [{{devices: {{l4: 1}}}}]\nfaults: [{{at_s: 1, slow: 0.5}}]", "latency_ms"),
+        (
+            f"model: {MODEL}\ncells: [{{devices: {{l4: 1}}}}]\nfaults: [{{at_s: 1, slow: 0.5}}]",
+            "latency_ms",
+        ),
         ("model: [", "no YAML"),
     ],
 )
@@ -91,7 +103,9 @@ def test_of_several_profiles_in_a_file_the_dtype_takes_one(tmp_path: Path) -> No
 
 
 def test_a_measured_profile_stands_for_its_device(tmp_path: Path) -> None:
-    fleet = read_fleet(written(tmp_path, f"model: {MODEL}\ncells: [{{devices: {{own.json: 2}}, per_machine: 1}}]"))
+    fleet = read_fleet(
+        written(tmp_path, f"model: {MODEL}\ncells: [{{devices: {{own.json: 2}}, per_machine: 1}}]")
+    )
     model = read_model(fleet, tmp_path)
     (tmp_path / "own.json").write_bytes(msgspec.json.encode(device("own:0", model=model.shapes_id)))
     (kind,) = SampledFleet.of(fleet, model, tmp_path).kinds

@@ -7,7 +7,11 @@ from shardline_fleet.simulator.server_load import FleetRates, server_loads
 
 def fleet(stages: int) -> FleetRates:
     return FleetRates(
-        stages=stages, heads=stages / 4, running=10 * stages, jobs_per_s=stages / 10, tokens_per_s=50.0 * stages
+        stages=stages,
+        heads=stages / 4,
+        running=10 * stages,
+        jobs_per_s=stages / 10,
+        tokens_per_s=50.0 * stages,
     )
 
 

@@ -1,4 +1,5 @@
-"""Whole simulations: speeds near what is predicted, fleets that scale, what losses, joins and slow links cost."""
+"""Whole simulations: speeds near what is predicted, fleets that scale, what losses, joins and slow
+links cost."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ STRIKES_THE_TAIL = 0
 """A seed."""
 
 
-def simulated(model: dict[str, int], devices: dict[str, int], *, count: int = 1, **other: Any) -> Outcome:
+def simulated(
+    model: dict[str, int], devices: dict[str, int], *, count: int = 1, **other: Any
+) -> Outcome:
     per_machine = other.pop("per_machine", 1)
     text = {
         "model": model,
@@ -47,7 +50,14 @@ def simulated(model: dict[str, int], devices: dict[str, int], *, count: int = 1,
 
 
 def server(rate: float, seconds: float = 40.0, **other: Any) -> dict[str, Any]:
-    return {"scenario": "server", "rate": rate, "seconds": seconds, "prompt": 32, "output": 32, **other}
+    return {
+        "scenario": "server",
+        "rate": rate,
+        "seconds": seconds,
+        "prompt": 32,
+        "output": 32,
+        **other,
+    }
 
 
 @pytest.mark.parametrize(("model", "num"), [(SMALL, 1), (LARGE, 2)])
@@ -93,7 +103,9 @@ def test_without_a_spare_jobs_wait_for_the_stage_to_come_back() -> None:
 
 
 def test_jobs_of_a_dead_head_go_on_elsewhere_from_their_saved_tokens() -> None:
-    outcome = simulated(SMALL, {"l4": 2}, load=server(4.0), faults=[{"at_s": LATE_S, "lose": 0.5, "machines": True}])
+    outcome = simulated(
+        SMALL, {"l4": 2}, load=server(4.0), faults=[{"at_s": LATE_S, "lose": 0.5, "machines": True}]
+    )
     assert outcome.unfinished == 0
     assert 9.0 < outcome.held_up_s.p50 < 13.0
     assert 0 < outcome.tokens_again < 64 * 32
@@ -106,7 +118,9 @@ def test_a_restarted_process_gives_its_jobs_back_before_its_lease_ends() -> None
 
 def test_a_cell_that_lost_a_stage_for_good_is_cut_anew() -> None:
     fault = {"at_s": LATE_S, "lose": 0.3, "machines": True}
-    outcome = simulated(LARGE, {"l4": 3}, load=server(0.5, seconds=120.0), load_s=10.0, faults=[fault])
+    outcome = simulated(
+        LARGE, {"l4": 3}, load=server(0.5, seconds=120.0), load_s=10.0, faults=[fault]
+    )
     assert outcome.unfinished == 0
     assert sum(outcome.timeline[100:120]) > 0
 
@@ -114,7 +128,9 @@ def test_a_cell_that_lost_a_stage_for_good_is_cut_anew() -> None:
 def test_workers_that_join_make_the_fleet_faster() -> None:
     load = {"jobs": 3000, "prompt": 32, "output": 32}
     alone = simulated(SMALL, {"l4": 1}, load=load)
-    joined = simulated(SMALL, {"l4": 4}, load=load, load_s=1.0, faults=[{"at_s": 10.0, "join": 0.75}])
+    joined = simulated(
+        SMALL, {"l4": 4}, load=load, load_s=1.0, faults=[{"at_s": 10.0, "join": 0.75}]
+    )
     assert joined.fleet.pipelines == 1
     assert joined.seconds < 0.6 * alone.seconds
 
@@ -124,7 +140,9 @@ def test_slow_links_slow_pipelines_of_several_stages_only() -> None:
     load = {"jobs": 32, "prompt": 32, "output": 32}
     one, two = ((model, {"l4": num}) for model, num in ((SMALL, 1), (LARGE, 2)))
     assert simulated(*one, load=load, faults=slow) == simulated(*one, load=load)
-    assert simulated(*two, load=load, faults=slow).seconds > 1.5 * simulated(*two, load=load).seconds
+    assert (
+        simulated(*two, load=load, faults=slow).seconds > 1.5 * simulated(*two, load=load).seconds
+    )
 
 
 def test_a_model_that_a_cell_does_not_hold_is_refused() -> None:

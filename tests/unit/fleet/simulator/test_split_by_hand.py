@@ -40,7 +40,9 @@ def test_who_is_lost_keeps_its_stage_and_who_joins_gets_one() -> None:
 
 def test_a_lost_stage_of_a_split_by_hand_comes_back_with_its_layers() -> None:
     fault = {"at_s": 20.0, "lose": 0.5, "back_s": 25.0}
-    found = simulated(SMALL, {"l4": 2}, load=server(1.0), faults=[fault], split="0-1,2-3", load_s=300.0)
+    found = simulated(
+        SMALL, {"l4": 2}, load=server(1.0), faults=[fault], split="0-1,2-3", load_s=300.0
+    )
     assert found.unfinished == 0
     assert 20.0 < found.held_up_s.p50 < 30.0
 
@@ -53,7 +55,9 @@ def test_a_lost_stage_of_a_split_by_hand_comes_back_with_its_layers() -> None:
         ("0-0,1-11", 2, 1 << 22, "does not hold layers 1-11"),
     ],
 )
-def test_a_split_that_cannot_serve_is_refused(split: str, num: int, memory_bytes: int, said: str) -> None:
+def test_a_split_that_cannot_serve_is_refused(
+    split: str, num: int, memory_bytes: int, said: str
+) -> None:
     with pytest.raises(Invalid) as refused:
         SplitByHand(model(12), split).first(0, profiles(num, memory_bytes=memory_bytes))
     assert said in str(refused.value)

@@ -1,4 +1,5 @@
-"""When steps pass through stages: one after the other on each, beside each other on several, later over slow links."""
+"""When steps pass through stages: one after the other on each, beside each other on several, later
+over slow links."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def test_a_head_goes_on_while_later_stages_compute() -> None:
 
 def test_each_hop_takes_the_latency_of_its_link() -> None:
     far = {str(place): Link(latency_s=0.05, bytes_per_s=1e9) for place in range(2)}
-    near, apart = chain(0, 6), chain(0, 6, links=far)
+    near = chain(0, 6)
+    apart = chain(0, 6, links=far)
     assert apart.send(0.0, STEP, 8)[1] - near.send(0.0, STEP, 8)[1] == pytest.approx(0.1)
 
 

@@ -1,4 +1,5 @@
-"""Tuning: what is tried, what a goal makes of an outcome, and that nothing worse than the default is ever written."""
+"""Tuning: what is tried, what a goal makes of an outcome, and that nothing worse than the default
+is ever written."""
 
 from __future__ import annotations
 
@@ -62,7 +63,10 @@ def outcome(**other: Any) -> Outcome:
 
 def test_a_fleet_begins_with_the_settings_of_a_stage() -> None:
     fields = StageSettings.model_fields
-    assert (fleet().seats, fleet().token_budget) == (fields["seats"].default, fields["token_budget"].default)
+    assert (fleet().seats, fleet().token_budget) == (
+        fields["seats"].default,
+        fields["token_budget"].default,
+    )
     assert {setting.value for setting in Setting} <= fields.keys()
 
 
@@ -76,7 +80,9 @@ def test_kept_settings_stay() -> None:
     kept = [Setting.SEATS, Setting.SPLIT]
     tried: list[Candidate] = []
     searched = fleet({"l4": 2}, seats=70)
-    Tuner(searched, Path(), TuningGoal.TOKENS_PER_S, kept).run(12, lambda _, trial: tried.append(trial.candidate))
+    Tuner(searched, Path(), TuningGoal.TOKENS_PER_S, kept).run(
+        12, lambda _, trial: tried.append(trial.candidate)
+    )
     assert len({each[Setting.TOKEN_BUDGET] for each in tried}) > 1
     assert {(each[Setting.SEATS], each[Setting.SPLIT]) for each in tried} == {(70, None)}
 
@@ -85,8 +91,12 @@ def test_splits_are_the_even_one_and_the_planners(tmp_path: Path) -> None:
     model = {**SMALL, "num_hidden_layers": 12}
     of_model = ModelCosts.of(model).shapes_id
     for name, slower in (("fast.json", 1.0), ("slow.json", 3.0)):
-        (tmp_path / name).write_bytes(msgspec.json.encode(device(name, slower=slower, model=of_model)))
-    splits = values_to_try(fleet({"fast.json": 1, "slow.json": 1}, model=model), tmp_path)[Setting.SPLIT]
+        (tmp_path / name).write_bytes(
+            msgspec.json.encode(device(name, slower=slower, model=of_model))
+        )
+    splits = values_to_try(fleet({"fast.json": 1, "slow.json": 1}, model=model), tmp_path)[
+        Setting.SPLIT
+    ]
     assert {"0-11", "0-5,6-11", "0-8,9-11"} <= set(splits)
 
 
@@ -162,7 +172,9 @@ def test_the_default_is_the_first_trial_and_the_same_seed_finds_the_same() -> No
 def test_a_search_ends_where_nothing_is_left_to_try() -> None:
     told: list[Candidate] = []
     kept = [setting for setting in Setting if setting is not Setting.SEATS]
-    Tuner(fleet(), Path(), TuningGoal.TOKENS_PER_S, kept).run(100, lambda _, trial: told.append(trial.candidate))
+    Tuner(fleet(), Path(), TuningGoal.TOKENS_PER_S, kept).run(
+        100, lambda _, trial: told.append(trial.candidate)
+    )
     assert {each[Setting.SEATS] for each in told} == {*SEATS}
     assert len(told) == len(SEATS)
 
@@ -170,7 +182,8 @@ def test_a_search_ends_where_nothing_is_left_to_try() -> None:
 def test_what_is_only_better_with_one_seed_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     of = fleet(seats=8, token_budget=32)
     own = {setting: getattr(of, setting) for setting in Setting}
-    simulate, tried = Tuner.simulate, list[Trial]()
+    simulate = Tuner.simulate
+    tried = list[Trial]()
 
     def lucky(tuner: Tuner, candidate: Candidate, seed: int) -> Trial:
         return simulate(tuner, candidate if seed == of.seed else own, seed)
@@ -204,7 +217,9 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_command_writes_a_profile_that_a_stage_reads(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_a_profile_that_a_stage_reads(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     profile = file.with_name("tuned.env")
     options = ["--output", str(profile), "--goal", "ttft-p99", "--trials", "12", "--keep", "split"]
     done = CliRunner().invoke(cli, ["tune", str(file), *options])
@@ -217,7 +232,9 @@ def test_the_command_writes_a_profile_that_a_stage_reads(file: Path, monkeypatch
 
 
 def test_a_program_reads_one_document(file: Path) -> None:
-    done = CliRunner().invoke(cli, ["tune", str(file), "-o", str(file.with_name("o.env")), "--trials", "2", "--json"])
+    done = CliRunner().invoke(
+        cli, ["tune", str(file), "-o", str(file.with_name("o.env")), "--trials", "2", "--json"]
+    )
     found = json.loads(done.output)
     assert found["default"]["candidate"]["seats"] == 8
     assert found["gain"] >= 1

@@ -1,4 +1,5 @@
-"""Adapters within the call of a product: right beside float64, and each row with its bits whatever runs beside it."""
+"""Adapters within the call of a product: right beside float64, and each row with its bits whatever
+runs beside it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from tests.unit.stage.attention.attending import all_kernels
 
 KINDS = [(kernel, weights) for kernel in all_kernels() for weights in Weights]
 IDS = [f"{kernel.isa}-{weights.name.lower()}" for kernel, weights in KINDS]
-WIDTH, NUM_ROWS = 77, 300
+WIDTH = 77
+NUM_ROWS = 300
 LAYERS = {"a": slice(0, 20), "b": slice(20, 53)}
 """Linear layers side by side: the outputs of each."""
 ADAPTERS: tuple[dict[str, int], ...] = ({"a": 4, "b": 9}, {"b": 33}, {})
@@ -59,10 +61,15 @@ def adapted(kind: int) -> Adapted:
     kernel, weights = KINDS[kind]
     own = Weights.FLOAT32 if weights is Weights.FLOAT32 else Weights.BFLOAT16
     product = TiledLinear(kernel, drawn(1, 53, WIDTH), drawn(2, 53), weights)
-    products = AdaptedProducts({name: OutputPlace(product, outputs.start) for name, outputs in LAYERS.items()})
+    products = AdaptedProducts(
+        {name: OutputPlace(product, outputs.start) for name, outputs in LAYERS.items()}
+    )
     pairs = [
         {
-            name: (drawn(rank, rank, WIDTH), drawn(rank + 1, LAYERS[name].stop - LAYERS[name].start, rank))
+            name: (
+                drawn(rank, rank, WIDTH),
+                drawn(rank + 1, LAYERS[name].stop - LAYERS[name].start, rank),
+            )
             for name, rank in adapter.items()
         }
         for adapter in ADAPTERS
@@ -79,25 +86,31 @@ def adapted(kind: int) -> Adapted:
 
 def rows_of(kind: int) -> Tensor:
     """Inputs of KINDS[kind]."""
-    return drawn(3, NUM_ROWS, WIDTH).to(torch.float32 if KINDS[kind][1] is Weights.FLOAT32 else torch.bfloat16)
+    return drawn(3, NUM_ROWS, WIDTH).to(
+        torch.float32 if KINDS[kind][1] is Weights.FLOAT32 else torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=IDS)
 def test_adapters_add_their_products_to_their_rows_and_outputs(kind: int) -> None:
     # Given what the product gives without
-    x, made = rows_of(kind), adapted(kind)
+    x = rows_of(kind)
+    made = adapted(kind)
     plain = made.product(x)
-    expected, size = plain.double(), plain.double().abs()
+    expected = plain.double()
+    size = plain.double().abs()
     for pairs, rows in zip(made.weights, ROWS, strict=True):
         for name, (down, up) in pairs.items():
-            at, inputs = (rows.long(), LAYERS[name]), x[rows.long()].double()
+            at = (rows.long(), LAYERS[name])
+            inputs = x[rows.long()].double()
             expected[at] += inputs @ down.double().T @ up.double().T
             size[at] += inputs.abs() @ down.double().T.abs() @ up.double().T.abs()
 
     # When adapters add to some rows
     got = made.outputs(x, ROWS)
 
-    # Then each has its own, but for roundings; rows of the adapter without layers here, and of none, keep their bits
+    # Then each has its own, but for roundings; rows of the adapter without layers here, and of
+    # none, keep their bits
     assert ((got.double() - expected).abs() <= 2 * torch.finfo(x.dtype).eps * size).all()
     assert torch.equal(got[3::4], plain[3::4])
     assert torch.equal(got[2::4], plain[2::4])
@@ -107,12 +120,16 @@ def test_adapters_add_their_products_to_their_rows_and_outputs(kind: int) -> Non
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=IDS)
 def test_a_row_with_an_adapter_keeps_its_bits_whatever_runs_beside_it(kind: int) -> None:
     # Given each row alone
-    x, made = rows_of(kind), adapted(kind)
-    first, none = torch.zeros(1), torch.empty(0)
+    x = rows_of(kind)
+    made = adapted(kind)
+    first = torch.zeros(1)
+    none = torch.empty(0)
     torch.set_num_threads(1)
     alone = torch.cat(
         [
-            made.outputs(row[None], [first if place % 4 == adapter else none for adapter in range(3)])
+            made.outputs(
+                row[None], [first if place % 4 == adapter else none for adapter in range(3)]
+            )
             for place, row in enumerate(x)
         ]
     )
@@ -126,6 +143,7 @@ def test_a_row_with_an_adapter_keeps_its_bits_whatever_runs_beside_it(kind: int)
 
 
 def test_a_product_of_fewer_rows_than_adapters_have_is_refused() -> None:
-    x, made = rows_of(0), adapted(0)
+    x = rows_of(0)
+    made = adapted(0)
     with pytest.raises(AssertionError):
         made.outputs(x[:200], ROWS)

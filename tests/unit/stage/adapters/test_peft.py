@@ -33,7 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def adapter(model: Path, tmp_path: Path) -> Path:
     """For the query projection of the first layer, and the last layer's down projection."""
     return save_adapter(
-        model, tmp_path / "adapters" / "a", targets=("layers.0.self_attn.q_proj", "layers.3.mlp.down_proj")
+        model,
+        tmp_path / "adapters" / "a",
+        targets=("layers.0.self_attn.q_proj", "layers.3.mlp.down_proj"),
     )
 
 
@@ -81,7 +83,10 @@ def test_the_fingerprint_is_that_of_both_files(folder: AdapterFolder, adapter: P
         ({"some_later_variant": {"x": 1}}, "some_later_variant is set"),
         ({"bias": "all"}, "bias is 'all'"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which changes the base's weights"),
+        (
+            {"init_lora_weights": "pissa"},
+            "init_lora_weights is 'pissa', which changes the base's weights",
+        ),
         ({"rank_pattern": {"layers.0.*": 3}}, "rank_pattern has the expression 'layers.0.*'"),
         ({"r": 5}, f"{QUERY} has rank 4, its config says 5"),
         ({"lora_alpha": None}, "is broken"),
@@ -98,12 +103,24 @@ def test_configs_that_mean_more_are_refused_by_name(
 @pytest.mark.parametrize(
     ("layer", "shapes", "problem"),
     [
-        ("model.layers.9.self_attn.q_proj", [(4, 32), (32, 4)], "the model has no linear layer model.layers.9"),
+        (
+            "model.layers.9.self_attn.q_proj",
+            [(4, 32), (32, 4)],
+            "the model has no linear layer model.layers.9",
+        ),
         ("lm_head", [(4, 32), (96, 4)], "the model has no linear layer lm_head within its layers"),
-        (QUERY, [(4, 64), (64, 4)], f"{QUERY} has the shapes [4, 64] and [64, 4], this model needs [[4, 32], [32, 4]]"),
+        (
+            QUERY,
+            [(4, 64), (64, 4)],
+            f"{QUERY} has the shapes [4, 64] and [64, 4], this model needs [[4, 32], [32, 4]]",
+        ),
         (QUERY, [(4, 32)], f"{QUERY} lacks .lora_B.weight"),
         (QUERY, [(600, 32), (32, 600)], "has rank 600 of F32"),
-        ("model.embed_tokens.lora_embedding_A", [], "embed_tokens.lora_embedding_A is not supported"),
+        (
+            "model.embed_tokens.lora_embedding_A",
+            [],
+            "embed_tokens.lora_embedding_A is not supported",
+        ),
     ],
 )
 def test_weights_of_other_models_and_layers_are_refused_by_name(
@@ -116,7 +133,9 @@ def test_weights_of_other_models_and_layers_are_refused_by_name(
     assert problem in reason(folder)
 
 
-def test_folders_that_are_no_adapters_are_refused(folder: AdapterFolder, adapter: Path, tmp_path: Path) -> None:
+def test_folders_that_are_no_adapters_are_refused(
+    folder: AdapterFolder, adapter: Path, tmp_path: Path
+) -> None:
     assert "it needs adapter_config.json and adapter_model.safetensors" in reason(folder, "b")
     assert "a name has letters, digits" in reason(folder, "../adapters/a")
     assert "SHARDLINE_ADAPTERS_DIR is not set" in reason(AdapterFolder(None, SIZES, tmp_path))
@@ -127,7 +146,9 @@ def test_folders_that_are_no_adapters_are_refused(folder: AdapterFolder, adapter
     assert "is broken" in reason(folder)
 
 
-def test_a_watch_tells_what_comes_changes_and_goes(folder: AdapterFolder, adapter: Path, model: Path) -> None:
+def test_a_watch_tells_what_comes_changes_and_goes(
+    folder: AdapterFolder, adapter: Path, model: Path
+) -> None:
     # Given a watch that has told of one adapter
     told: list[Mapping[str, str]] = []
     watch = AdapterWatch(folder, every_s=60.0, tell=told.append)

@@ -1,4 +1,5 @@
-"""For attention tests: sequences, a float64 reference, and a driver that feeds them to an Attention in any chunks."""
+"""For attention tests: sequences, a float64 reference, and a driver that feeds them to an Attention
+in any chunks."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Layer(nn.Module):
 
 
 def all_kernels() -> list[Kernel]:
-    """Every variant that this processor runs, and that for AMX with emulated tiles if it has none."""
+    """Every variant that this processor runs, and that for AMX with emulated tiles if it has
+    none."""
     native = [Kernel(build(isa, KernelSettings().kernel_dir), isa) for isa in supported_isas()]
     return native if native[0].isa == "amx" else [emulated_amx(), *native]
 
@@ -58,16 +60,23 @@ class Case:
     @property
     def shape(self) -> KvShape:
         """The layer's KV."""
-        return KvShape(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, value_head_dim=self.value_dim)
+        return KvShape(
+            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, value_head_dim=self.value_dim
+        )
 
     def rows(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Query [H, n, D], key and value [Hk, n, D] of each sequence."""
         generator = torch.Generator().manual_seed(self.seed)
 
         def draw(num_rows: int, num_heads: int, dim: int) -> Tensor:
-            return torch.randn(num_rows, num_heads, dim, generator=generator).to(self.dtype).transpose(0, 1)
+            return (
+                torch.randn(num_rows, num_heads, dim, generator=generator)
+                .to(self.dtype)
+                .transpose(0, 1)
+            )
 
-        num_heads, num_kv_heads = self.num_kv_heads * self.group, self.num_kv_heads
+        num_heads = self.num_kv_heads * self.group
+        num_kv_heads = self.num_kv_heads
         return [
             (
                 draw(n, num_heads, self.head_dim),
@@ -95,13 +104,17 @@ def reference(case: Case) -> list[Tensor]:
 
 
 def _attend_in_float64(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
-    key, value = key.repeat_interleave(case.group, 0), value.repeat_interleave(case.group, 0)
-    options, num = case.options, query.shape[1]
+    key = key.repeat_interleave(case.group, 0)
+    value = value.repeat_interleave(case.group, 0)
+    options = case.options
+    num = query.shape[1]
     scores = query @ key.transpose(1, 2) * options.get("scaling", case.head_dim**-0.5)
     if cap := options.get("softcap"):
         scores = cap * torch.tanh(scores / cap)
     age = torch.arange(num)[:, None] - torch.arange(num)[None]
-    scores = scores.masked_fill((age < 0) | (age >= (options.get("sliding_window") or num)), float("-inf"))
+    scores = scores.masked_fill(
+        (age < 0) | (age >= (options.get("sliding_window") or num)), float("-inf")
+    )
     if (sinks := options.get("s_aux")) is not None:
         scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(-1, num, 1)], -1)
     return (scores.softmax(-1)[..., :num] @ value).transpose(0, 1)
@@ -115,31 +128,44 @@ def attend(
     min_rows: int = 1,
     place: Place = IN_MEMORY,
 ) -> list[Tensor]:
-    """Each sequence's rows [n, H, D], fed in steps in which every unfinished sequence takes its next chunk."""
+    """Each sequence's rows [n, H, D], fed in steps in which every unfinished sequence takes its
+    next chunk."""
     attention = Attention(kernel)
     num_blocks = sum(blocks_for(n) for n in case.lengths) + 1
-    kv = PagedKv(layers={LAYER: case.shape}, num_blocks=num_blocks, dtype=case.dtype, device=place.device)
+    kv = PagedKv(
+        layers={LAYER: case.shape}, num_blocks=num_blocks, dtype=case.dtype, device=place.device
+    )
     for tensor in (kv.keys[LAYER], kv.values[LAYER]):
         tensor.fill_(float("nan"))  # what was never written must never count
     attention.bind(kv)
-    rows, tables = case.rows(), shuffled_tables(case.lengths, num_blocks, place.shuffle)
-    options = {name: each.to(place.device) if isinstance(each, Tensor) else each for name, each in case.options.items()}
+    rows = case.rows()
+    tables = shuffled_tables(case.lengths, num_blocks, place.shuffle)
+    options = {
+        name: each.to(place.device) if isinstance(each, Tensor) else each
+        for name, each in case.options.items()
+    }
     outputs: list[list[Tensor]] = [[] for _ in case.lengths]
     for step in _steps(case.lengths, chunks):
-        spans = [Span(start=start, length=count, blocks=tables[index]) for index, start, count in step]
+        spans = [
+            Span(start=start, length=count, blocks=tables[index]) for index, start, count in step
+        ]
         micro_batch = MicroBatch.of(spans, min_rows=min_rows, device=place.device)
         attention.use(micro_batch)
         query, key, value = (
-            _pack([rows[index][part][:, start : start + count] for index, start, count in step], micro_batch).to(
-                place.device
-            )
+            _pack(
+                [rows[index][part][:, start : start + count] for index, start, count in step],
+                micro_batch,
+            ).to(place.device)
             for part in range(3)
         )
         out, _ = attention.attend(Layer(LAYER), query, key, value, None, **options)
         outs = (
             out[0]
             .cpu()
-            .split([count for _, _, count in step] + [micro_batch.num_rows - sum(count for _, _, count in step)])
+            .split(
+                [count for _, _, count in step]
+                + [micro_batch.num_rows - sum(count for _, _, count in step)]
+            )
         )
         assert not outs[-1].any()
         for (index, _, _), rows_of_span in zip(step, outs, strict=False):
@@ -154,9 +180,14 @@ def shuffled_tables(lengths: Sequence[int], num_blocks: int, seed: int) -> list[
 
 
 def _steps(lengths: Sequence[int], chunks: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-    done, sizes = [0] * len(lengths), cycle(chunks)
+    done = [0] * len(lengths)
+    sizes = cycle(chunks)
     while any(start < n for start, n in zip(done, lengths, strict=True)):
-        step = [(i, done[i], min(next(sizes), n - done[i])) for i, n in enumerate(lengths) if done[i] < n]
+        step = [
+            (i, done[i], min(next(sizes), n - done[i]))
+            for i, n in enumerate(lengths)
+            if done[i] < n
+        ]
         for index, _, count in step:
             done[index] += count
         yield step
@@ -165,5 +196,7 @@ def _steps(lengths: Sequence[int], chunks: Sequence[int]) -> Iterator[list[tuple
 def _pack(parts: list[Tensor], micro_batch: MicroBatch) -> Tensor:
     """[1, heads, rows, D], with rubbish in the padding rows."""
     packed = torch.cat(parts, dim=1)
-    padding = packed.new_full((packed.shape[0], micro_batch.num_rows - packed.shape[1], packed.shape[2]), float("nan"))
+    padding = packed.new_full(
+        (packed.shape[0], micro_batch.num_rows - packed.shape[1], packed.shape[2]), float("nan")
+    )
     return torch.cat([packed, padding], dim=1)[None]

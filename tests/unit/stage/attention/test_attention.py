@@ -1,4 +1,5 @@
-"""Attention against a float64 reference: heads, windows, softcap, sinks, head sizes, dtypes, any chunking."""
+"""Attention against a float64 reference: heads, windows, softcap, sinks, head sizes, dtypes, any
+chunking."""
 
 from __future__ import annotations
 
@@ -59,21 +60,30 @@ def one_thread() -> Iterator[None]:
 chunkings = st.lists(st.integers(1, 70), min_size=1, max_size=4)
 
 
-@pytest.mark.parametrize("kernel", [*KERNELS, None], ids=[*(kernel.isa for kernel in KERNELS), "sdpa"])
+@pytest.mark.parametrize(
+    "kernel", [*KERNELS, None], ids=[*(kernel.isa for kernel in KERNELS), "sdpa"]
+)
 @settings(max_examples=20)
 @given(case=cases(), chunks=chunkings)
-def test_any_layer_in_any_chunks_matches_the_reference(kernel: Kernel | None, case: Case, chunks: list[int]) -> None:
+def test_any_layer_in_any_chunks_matches_the_reference(
+    kernel: Kernel | None, case: Case, chunks: list[int]
+) -> None:
     # When its rows are fed chunk by chunk, decode and prefill mixed
     outputs = attend(kernel, case, chunks, min_rows=2)
 
     # Then every row is what the textbook says, within the rounding of its dtype
     for output, expected in zip(outputs, reference(case), strict=True):
         assert output.dtype == case.dtype
-        torch.testing.assert_close(output.double(), expected, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
+        torch.testing.assert_close(
+            output.double(), expected, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype]
+        )
 
 
 MODELS = {
-    "softcap and alternate windows": (transformers.Gemma2Config, {"sliding_window": 8, "head_dim": 20}),
+    "softcap and alternate windows": (
+        transformers.Gemma2Config,
+        {"sliding_window": 8, "head_dim": 20},
+    ),
     "a window in every layer": (transformers.MistralConfig, {"sliding_window": 8}),
     "a window that only the module knows": (
         transformers.Qwen2MoeConfig,
@@ -92,7 +102,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("kernel", [*KERNELS[:1], None], ids=lambda kernel: "sdpa" if kernel is None else kernel.isa)
+@pytest.mark.parametrize(
+    "kernel", [*KERNELS[:1], None], ids=lambda kernel: "sdpa" if kernel is None else kernel.isa
+)
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
 def test_a_model_of_transformers_gets_what_it_asks_for(name: str, kernel: Kernel | None) -> None:
@@ -100,7 +112,9 @@ def test_a_model_of_transformers_gets_what_it_asks_for(name: str, kernel: Kernel
     config_class, extra = MODELS[name]
     torch.manual_seed(0)
     config = config_class(**_TINY, **extra)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
     ids = torch.randint(0, 50, (1, 30))
     expected = model(ids, use_cache=False).logits
 
@@ -108,7 +122,9 @@ def test_a_model_of_transformers_gets_what_it_asks_for(name: str, kernel: Kernel
     attention = Attention(kernel)
     model.set_attn_implementation(attention.name)
     shape = KvShape(num_kv_heads=2, head_dim=getattr(config, "head_dim", None) or 16)
-    attention.bind(PagedKv(layers=dict.fromkeys(range(2), shape), num_blocks=3, dtype=torch.float32))
+    attention.bind(
+        PagedKv(layers=dict.fromkeys(range(2), shape), num_blocks=3, dtype=torch.float32)
+    )
     logits = []
     for start, end in ((0, 21), (21, 30)):
         attention.use(MicroBatch.of([Span(start=start, length=end - start, blocks=[2])]))
@@ -131,7 +147,10 @@ _TINY: dict[str, Any] = {
 
 
 def test_a_kv_block_costs_what_its_tensors_take() -> None:
-    layers = {0: KvShape(num_kv_heads=2, head_dim=20), 5: KvShape(num_kv_heads=1, head_dim=64, value_head_dim=24)}
+    layers = {
+        0: KvShape(num_kv_heads=2, head_dim=20),
+        5: KvShape(num_kv_heads=1, head_dim=64, value_head_dim=24),
+    }
     kv = PagedKv(layers=layers, num_blocks=3, dtype=torch.bfloat16)
     allocated = sum(t.nbytes for tensors in (kv.keys, kv.values) for t in tensors.values())
     assert PagedKv.bytes_per_block(layers, torch.bfloat16) * 3 == allocated

@@ -1,4 +1,5 @@
-"""The promise that resume rests on: a row's bits depend on its own sequence and position, and on nothing else."""
+"""The promise that resume rests on: a row's bits depend on its own sequence and position, and on
+nothing else."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ DTYPES = [torch.float32, torch.bfloat16]
 ALONE = Case(lengths=[150], num_kv_heads=2, group=3, head_dim=80)
 LAYERS = {
     "plain": {},
-    "window, softcap, sinks": {"sliding_window": 70, "softcap": 20.0, "s_aux": torch.linspace(-1, 1, 6)},
+    "window, softcap, sinks": {
+        "sliding_window": 70,
+        "softcap": 20.0,
+        "s_aux": torch.linspace(-1, 1, 6),
+    },
 }
 
 
@@ -49,7 +54,9 @@ class TestRowBits:
     def test_do_not_depend_on_the_batch(self, kernel: int, dtype: torch.dtype, layer: str) -> None:
         case = replace(ALONE, dtype=dtype, options=LAYERS[layer])
         crowd = replace(case, lengths=[150, 9, 140, 64, 1])  # the first sequence is the same
-        assert torch.equal(_first(kernel, crowd, [1, 30, 8, 64]), _first(kernel, case, [1], min_rows=4))
+        assert torch.equal(
+            _first(kernel, crowd, [1, 30, 8, 64]), _first(kernel, case, [1], min_rows=4)
+        )
 
     def test_do_not_depend_on_threads(self, kernel: int, dtype: torch.dtype, layer: str) -> None:
         crowd = replace(ALONE, lengths=[150, 60, 90], dtype=dtype, options=LAYERS[layer])
@@ -59,14 +66,18 @@ class TestRowBits:
         torch.set_num_threads(1)
         assert all(map(torch.equal, alone, together))
 
-    def test_do_not_depend_on_vectors_width(self, kernel: int, dtype: torch.dtype, layer: str) -> None:
+    def test_do_not_depend_on_vectors_width(
+        self, kernel: int, dtype: torch.dtype, layer: str
+    ) -> None:
         case = replace(ALONE, dtype=dtype, options=LAYERS[layer])
         narrowest = len(KERNELS) - 1
         is_own_order = KERNELS[kernel].isa in OWN_ORDER and dtype == torch.bfloat16
         other = kernel if is_own_order else narrowest
         assert torch.equal(_first(kernel, case, [50]), _first(other, case, [150]))
 
-    def test_do_not_depend_on_who_wrote_a_shared_block(self, kernel: int, dtype: torch.dtype, layer: str) -> None:
+    def test_do_not_depend_on_who_wrote_a_shared_block(
+        self, kernel: int, dtype: torch.dtype, layer: str
+    ) -> None:
         # Given a sequence of 150 tokens in blocks 3, 0, 2
         case = replace(ALONE, dtype=dtype, options=LAYERS[layer])
         attention = Attention(KERNELS[kernel])
@@ -86,8 +97,15 @@ class TestRowBits:
 @st.composite
 def crowds(draw: st.DrawFn) -> Case:
     """Any layer, for its first sequence and others."""
-    layers: list[dict[str, Any]] = [{}, {"sliding_window": 33}, {"softcap": 5.0}, {"sliding_window": 64}]
-    dim, value_dim = draw(st.sampled_from([(20, 24), (64, None), (80, None), (96, None), (112, None), (192, 128)]))
+    layers: list[dict[str, Any]] = [
+        {},
+        {"sliding_window": 33},
+        {"softcap": 5.0},
+        {"sliding_window": 64},
+    ]
+    dim, value_dim = draw(
+        st.sampled_from([(20, 24), (64, None), (80, None), (96, None), (112, None), (192, 128)])
+    )
     case = Case(
         lengths=draw(st.lists(st.integers(1, 200), min_size=1, max_size=3)),
         num_kv_heads=draw(st.integers(1, 2)),
@@ -105,8 +123,14 @@ def crowds(draw: st.DrawFn) -> Case:
 
 @pytest.mark.parametrize("kernel", range(len(KERNELS)), ids=[kernel.isa for kernel in KERNELS])
 @settings(max_examples=25)
-@given(case=crowds(), chunks=st.lists(st.integers(1, 90), min_size=1, max_size=4), threads=st.integers(1, 2))
-def test_a_row_has_its_bits_in_any_crowd(kernel: int, case: Case, chunks: list[int], threads: int) -> None:
+@given(
+    case=crowds(),
+    chunks=st.lists(st.integers(1, 90), min_size=1, max_size=4),
+    threads=st.integers(1, 2),
+)
+def test_a_row_has_its_bits_in_any_crowd(
+    kernel: int, case: Case, chunks: list[int], threads: int
+) -> None:
     alone = _first(kernel, replace(case, lengths=case.lengths[:1]), [case.lengths[0]])
     torch.set_num_threads(threads)
     crowded = _first(kernel, case, chunks)

@@ -32,7 +32,9 @@ BROKEN = {
 
 
 def _attend(attention: Attention, micro_batch: MicroBatch) -> tuple[PagedKv, torch.Tensor]:
-    kv = PagedKv(layers={0: KvShape(num_kv_heads=1, head_dim=16)}, num_blocks=4, dtype=torch.float32)
+    kv = PagedKv(
+        layers={0: KvShape(num_kv_heads=1, head_dim=16)}, num_blocks=4, dtype=torch.float32
+    )
     attention.bind(kv)
     rows = torch.ones(1, 1, 3, 16)
     attention.use(micro_batch)
@@ -52,7 +54,9 @@ def test_sdpa_refuses_blocks_outside_the_pool(block: int) -> None:
         _attend(Attention(None), MicroBatch.of([Span(start=0, length=3, blocks=[block])]))
 
 
-@pytest.mark.parametrize("kernel", [*KERNELS, None], ids=lambda kernel: "sdpa" if kernel is None else kernel.isa)
+@pytest.mark.parametrize(
+    "kernel", [*KERNELS, None], ids=lambda kernel: "sdpa" if kernel is None else kernel.isa
+)
 def test_only_the_rows_of_the_micro_batch_are_written(kernel: Kernel | None) -> None:
     kv, out = _attend(Attention(kernel), GOOD)
     # Three tokens of ones in sixteen dimensions; a value that looks back sees zeros too

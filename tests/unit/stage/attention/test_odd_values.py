@@ -15,8 +15,11 @@ from tests.unit.stage.attention.attending import Case, attend, kernels
 
 BACKENDS: list[Kernel | TritonBackend | None] = [*kernels(), TritonBackend(), None]
 NAMES = [*(kernel.isa for kernel in kernels()), "triton", "sdpa"]
-LENGTH, ODD, CHUNKS = 100, 68, (65, 35)
-"""Tokens of the sequence, the one that is not finite, and chunks in which it is amid the rows of a tile."""
+LENGTH = 100
+ODD = 68
+CHUNKS = (65, 35)
+"""Tokens of the sequence, the one that is not finite, and chunks in which it is amid the rows of a
+tile."""
 WINDOW = 24
 
 
@@ -36,7 +39,9 @@ class OddCase(Case):
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("part", "odd"), [(1, float("nan")), (2, float("inf"))], ids=["key", "value"])
+@pytest.mark.parametrize(
+    ("part", "odd"), [(1, float("nan")), (2, float("inf"))], ids=["key", "value"]
+)
 @pytest.mark.parametrize(
     "options",
     [{}, {"sliding_window": WINDOW}, {"softcap": 5.0, "s_aux": torch.ones(6)}],
@@ -45,7 +50,13 @@ class OddCase(Case):
 def test_a_token_that_is_not_finite_reaches_only_rows_that_see_it(
     backend: Any, dtype: torch.dtype, part: int, odd: float, options: dict[str, Any]
 ) -> None:
-    shape: dict[str, Any] = {"lengths": [LENGTH, 20], "num_kv_heads": 2, "group": 3, "head_dim": 32, "dtype": dtype}
+    shape: dict[str, Any] = {
+        "lengths": [LENGTH, 20],
+        "num_kv_heads": 2,
+        "group": 3,
+        "head_dim": 32,
+        "dtype": dtype,
+    }
     expected = attend(backend, Case(**shape, options=options), CHUNKS)
 
     first, second = attend(backend, OddCase(**shape, options=options, odd=odd, part=part), CHUNKS)
@@ -57,8 +68,12 @@ def test_a_token_that_is_not_finite_reaches_only_rows_that_see_it(
 
 @pytest.mark.parametrize("kernel", kernels(), ids=lambda kernel: kernel.isa)
 @pytest.mark.parametrize("options", [{}, {"sliding_window": WINDOW}], ids=["plain", "window"])
-def test_rows_that_see_it_have_the_same_bits_in_any_chunks(kernel: Kernel, options: dict[str, Any]) -> None:
-    case = OddCase(lengths=[LENGTH], group=3, head_dim=32, options=options, odd=float("inf"), part=2)
+def test_rows_that_see_it_have_the_same_bits_in_any_chunks(
+    kernel: Kernel, options: dict[str, Any]
+) -> None:
+    case = OddCase(
+        lengths=[LENGTH], group=3, head_dim=32, options=options, odd=float("inf"), part=2
+    )
     whole, chunked = (attend(kernel, case, chunks)[0] for chunks in ([LENGTH], CHUNKS))
     assert torch.equal(whole.isnan(), chunked.isnan())
     assert torch.equal(whole.nan_to_num(), chunked.nan_to_num())

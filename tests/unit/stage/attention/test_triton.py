@@ -1,4 +1,5 @@
-"""The GPU attention: against float64, against the C++ kernel, and its promise that a row's bits depend on nothing else.
+"""The GPU attention: against float64, against the C++ kernel, and its promise that a row's bits
+depend on nothing else.
 
 Runs in Triton's interpreter, or compiled on the device that SHARDLINE_TEST_DEVICE names.
 """
@@ -17,7 +18,15 @@ from hypothesis import strategies as st
 from services.stage.attention.attention import Attention, KvShape, MicroBatch, PagedKv, Span
 from services.stage.attention.triton_backend import TritonBackend, load
 from shardline.base.errors import ProtocolError
-from tests.unit.stage.attention.attending import LAYER, Case, Layer, Place, attend, kernels, reference
+from tests.unit.stage.attention.attending import (
+    LAYER,
+    Case,
+    Layer,
+    Place,
+    attend,
+    kernels,
+    reference,
+)
 
 DEVICE = os.environ.get("SHARDLINE_TEST_DEVICE", "cpu")
 TRITON = TritonBackend()
@@ -54,25 +63,35 @@ def cases(draw: st.DrawFn) -> Case:
     return case
 
 
-chunkings = st.lists(st.integers(1, 70), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) >= 8 * len(sizes))
-"""Decode rows beside prefills. Not decodes alone: the interpreter takes a millisecond for a row's block."""
+chunkings = st.lists(st.integers(1, 70), min_size=1, max_size=4).filter(
+    lambda sizes: sum(sizes) >= 8 * len(sizes)
+)
+"""Decode rows beside prefills. Not decodes alone: the interpreter takes a millisecond for a row's
+block."""
 places = st.builds(Place, device=st.just(DEVICE), shuffle=st.integers(0, 9))
 
 
 @settings(max_examples=8)
 @given(case=cases(), chunks=chunkings, place=places)
-def test_any_layer_in_any_chunks_matches_the_reference(case: Case, chunks: list[int], place: Place) -> None:
+def test_any_layer_in_any_chunks_matches_the_reference(
+    case: Case, chunks: list[int], place: Place
+) -> None:
     outputs = attend(TRITON, case, chunks, min_rows=2, place=place)
     for output, expected in zip(outputs, reference(case), strict=True):
         assert output.dtype == case.dtype
-        torch.testing.assert_close(output.double(), expected, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
+        torch.testing.assert_close(
+            output.double(), expected, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype]
+        )
 
 
 @pytest.mark.parametrize("kernel", kernels()[:1], ids=lambda kernel: kernel.isa)
 @settings(max_examples=5)
 @given(case=cases(), chunks=chunkings, place=places)
-def test_any_layer_matches_our_kernel_on_the_cpu(kernel: Any, case: Case, chunks: list[int], place: Place) -> None:
-    ours, other = attend(kernel, case, chunks), attend(TRITON, case, chunks, place=place)
+def test_any_layer_matches_our_kernel_on_the_cpu(
+    kernel: Any, case: Case, chunks: list[int], place: Place
+) -> None:
+    ours = attend(kernel, case, chunks)
+    other = attend(TRITON, case, chunks, place=place)
     tolerance = TOLERANCE[case.dtype]
     for one, another in zip(ours, other, strict=True):
         torch.testing.assert_close(another, one, atol=tolerance, rtol=tolerance)
@@ -80,7 +99,9 @@ def test_any_layer_matches_our_kernel_on_the_cpu(kernel: Any, case: Case, chunks
 
 @settings(max_examples=8)
 @given(case=cases(), chunks=chunkings, place=places)
-def test_a_row_has_its_bits_in_any_crowd_chunk_and_block(case: Case, chunks: list[int], place: Place) -> None:
+def test_a_row_has_its_bits_in_any_crowd_chunk_and_block(
+    case: Case, chunks: list[int], place: Place
+) -> None:
     alone = replace(case, lengths=case.lengths[:1])
     whole = attend(TRITON, alone, case.lengths[:1], place=Place(device=DEVICE))
     crowded = attend(TRITON, case, chunks, min_rows=4, place=place)
@@ -91,17 +112,23 @@ def test_a_row_has_its_bits_in_any_crowd_chunk_and_block(case: Case, chunks: lis
 @pytest.mark.parametrize(
     "options", [{}, {"sliding_window": 40, "s_aux": torch.ones(6)}], ids=["plain", "window, sinks"]
 )
-def test_decoded_rows_have_the_bits_of_a_prefill(dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_decoded_rows_have_the_bits_of_a_prefill(
+    dtype: torch.dtype, options: dict[str, Any]
+) -> None:
     case = Case(lengths=[70], num_kv_heads=1, group=6, head_dim=80, dtype=dtype, options=options)
-    whole, place = attend(TRITON, case, [70], place=Place(device=DEVICE)), Place(device=DEVICE, shuffle=3)
+    whole = attend(TRITON, case, [70], place=Place(device=DEVICE))
+    place = Place(device=DEVICE, shuffle=3)
     assert torch.equal(attend(TRITON, case, [60, *[1] * 9, 63], place=place)[0], whole[0])
 
 
 def test_rows_with_infinities_leave_other_rows_alone() -> None:
     # Given a sequence whose last rows overflowed
     case = Case(lengths=[70], dtype=torch.float16)
-    attention, blocks = Attention(TRITON), [2, 0]
-    attention.bind(PagedKv(layers={LAYER: case.shape}, num_blocks=3, dtype=case.dtype, device=DEVICE))
+    attention = Attention(TRITON)
+    blocks = [2, 0]
+    attention.bind(
+        PagedKv(layers={LAYER: case.shape}, num_blocks=3, dtype=case.dtype, device=DEVICE)
+    )
     query, key, value = (part[None].to(DEVICE) for part in case.rows()[0])
 
     def rows(end: int) -> torch.Tensor:
@@ -118,9 +145,15 @@ def test_rows_with_infinities_leave_other_rows_alone() -> None:
 
 
 def test_only_rows_of_the_micro_batch_are_written() -> None:
-    kv = PagedKv(layers={0: KvShape(num_kv_heads=1, head_dim=16)}, num_blocks=4, dtype=torch.float32, device=DEVICE)
+    kv = PagedKv(
+        layers={0: KvShape(num_kv_heads=1, head_dim=16)},
+        num_blocks=4,
+        dtype=torch.float32,
+        device=DEVICE,
+    )
     spans = [Span(start=70, length=2, blocks=[3, 1]), Span(start=0, length=1, blocks=[2])]
-    attention, rows = Attention(TRITON), torch.ones(1, 1, 5, 16, device=DEVICE)
+    attention = Attention(TRITON)
+    rows = torch.ones(1, 1, 5, 16, device=DEVICE)
     attention.bind(kv)
     attention.use(MicroBatch.of(spans, min_rows=5, device=DEVICE))
     out = attention.attend(Layer(0), rows, rows, rows, None)[0]
@@ -134,7 +167,9 @@ def test_only_rows_of_the_micro_batch_are_written() -> None:
 @pytest.mark.parametrize("block", [-1, 4])
 def test_blocks_outside_the_pool_are_refused(block: int) -> None:
     attention = Attention(TRITON)
-    attention.bind(PagedKv(layers={0: KvShape(num_kv_heads=1, head_dim=16)}, num_blocks=4, dtype=torch.float32))
+    attention.bind(
+        PagedKv(layers={0: KvShape(num_kv_heads=1, head_dim=16)}, num_blocks=4, dtype=torch.float32)
+    )
     with pytest.raises(ProtocolError, match="4 KV blocks"):
         attention.use(MicroBatch.of([Span(start=0, length=3, blocks=[block])]))
 

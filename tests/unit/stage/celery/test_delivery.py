@@ -1,4 +1,5 @@
-"""Deliveries, the hub calls and the pool that keeps them: Celery's side of a job, without a broker."""
+"""Deliveries, the hub calls and the pool that keeps them: Celery's side of a job, without a
+broker."""
 
 from __future__ import annotations
 
@@ -53,7 +54,11 @@ def handler() -> NotingHandler:
 def pool(handler: NotingHandler) -> EnginePool:
     """A started pool that drains for no time at all."""
     stage = SimpleNamespace(
-        delivery_handler=handler, hub=HubCalls(Wakeup()), drain_s=0.0, hurries=False, interactive_seats=2
+        delivery_handler=handler,
+        hub=HubCalls(Wakeup()),
+        drain_s=0.0,
+        hurries=False,
+        interactive_seats=2,
     )
     pool = EnginePool(limit=4, app=SimpleNamespace(shardline=stage))
     pool.on_start()
@@ -88,7 +93,9 @@ def ending(told: list[Any]) -> type[BaseException]:
     return type(value.exception.exc)
 
 
-def test_celery_hears_started_and_the_value_of_a_succeeded_job(pool: EnginePool, handler: NotingHandler) -> None:
+def test_celery_hears_started_and_the_value_of_a_succeeded_job(
+    pool: EnginePool, handler: NotingHandler
+) -> None:
     job_id = str(uuid4())
     told = deliver(pool, job_id, job_id)
     (delivery,) = handler.offered
@@ -106,7 +113,11 @@ def test_celery_hears_started_and_the_value_of_a_succeeded_job(pool: EnginePool,
 
 @pytest.mark.parametrize(
     ("verdict", "error"),
-    [(Delivery.drop, Ignore), (Delivery.revoke, Terminated), (lambda delivery: delivery.fail("why"), JobFailed)],
+    [
+        (Delivery.drop, Ignore),
+        (Delivery.revoke, Terminated),
+        (lambda delivery: delivery.fail("why"), JobFailed),
+    ],
 )
 def test_celery_gets_the_exception_of_a_verdict(
     verdict: Any, error: type[BaseException], pool: EnginePool, handler: NotingHandler
@@ -132,7 +143,9 @@ def test_the_first_of_two_final_verdicts_counts(pool: EnginePool, handler: Notin
     assert ending(told) is Terminated
 
 
-@pytest.mark.parametrize("arguments", [(), ("nonsense",), (None,), (str(uuid4()),), (str(uuid4()), 2)])
+@pytest.mark.parametrize(
+    "arguments", [(), ("nonsense",), (None,), (str(uuid4()),), (str(uuid4()), 2)]
+)
 def test_a_message_without_its_jobs_id_is_dropped_unread(
     arguments: tuple[object, ...], pool: EnginePool, handler: NotingHandler
 ) -> None:
@@ -143,7 +156,9 @@ def test_a_message_without_its_jobs_id_is_dropped_unread(
     assert ending(told) is Ignore
 
 
-def test_a_stopping_pool_gives_back_jobs_that_outlast_the_drain(pool: EnginePool, handler: NotingHandler) -> None:
+def test_a_stopping_pool_gives_back_jobs_that_outlast_the_drain(
+    pool: EnginePool, handler: NotingHandler
+) -> None:
     pool._drain_s = 0.5
     job_id = str(uuid4())
     told = deliver(pool, job_id, job_id)
@@ -166,7 +181,9 @@ def test_a_pool_that_hurries_does_not_drain(pool: EnginePool, handler: NotingHan
     assert ending(told) is Ignore
 
 
-def test_the_pool_counts_its_seats_over_all_lost_connections(pool: EnginePool, handler: NotingHandler) -> None:
+def test_the_pool_counts_its_seats_over_all_lost_connections(
+    pool: EnginePool, handler: NotingHandler
+) -> None:
     """kombu asks before each message; after a reconnect its own count begins at 0."""
     for _ in range(20):
         for _ in range(pool.limit):

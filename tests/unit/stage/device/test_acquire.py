@@ -58,7 +58,9 @@ def test_a_kind_alone_takes_a_free_one_of_it(tmp_path: Path) -> None:
 def test_more_cores_than_are_free_are_refused_unless_they_are_shared(tmp_path: Path) -> None:
     num = len(usable_cores())
     held = acquire("cpu", worker="first", lock_folder=tmp_path, shared=True, num_cores=1)
-    with pytest.raises(Invalid, match=f"{num - 1} of {num} cores of this machine are free, {num} are asked for"):
+    with pytest.raises(
+        Invalid, match=f"{num - 1} of {num} cores of this machine are free, {num} are asked for"
+    ):
         acquire("cpu", worker="second", lock_folder=tmp_path, num_cores=num)
     shared = acquire("cpu", worker="second", lock_folder=tmp_path, shared=True, num_cores=num)
     assert shared.name == f"cpu:{show_cores(usable_cores())}"
@@ -81,7 +83,8 @@ def test_auto_shares_cores_with_those_that_share_them(tmp_path: Path) -> None:
 
 
 def test_who_looks_refuses_a_device_to_nobody(tmp_path: Path) -> None:
-    """Each of many looks takes the free lock for a moment; a worker that starts meanwhile waits for that moment."""
+    """Each of many looks takes the free lock for a moment; a worker that starts meanwhile waits for
+    that moment."""
     DeviceLocks(tmp_path, ["core-0"], worker="first").release()
     ended = threading.Event()
 
@@ -130,5 +133,7 @@ def test_what_is_no_device_names_the_forms(name: str, tmp_path: Path) -> None:
 
 
 def test_a_device_module_that_is_not_there_is_named() -> None:
-    with pytest.raises(Invalid, match="SHARDLINE_DEVICE_MODULE: no_such_backend cannot be imported"):
+    with pytest.raises(
+        Invalid, match="SHARDLINE_DEVICE_MODULE: no_such_backend cannot be imported"
+    ):
         load_module("no_such_backend")

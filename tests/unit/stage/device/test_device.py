@@ -48,13 +48,21 @@ def test_every_thread_is_pinned_to_the_taken_core(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("shared", "is_asleep"), [("true", True), ("0", False)])
-def test_threads_that_wait_leave_their_cores_to_those_who_share_them(shared: str, is_asleep: bool) -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+def test_threads_that_wait_leave_their_cores_to_those_who_share_them(
+    shared: str, is_asleep: bool
+) -> None:
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))
+    }
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "SHARDLINE_DEVICE_SHARED": shared}
     argv = [sys.executable, "-m", "services.stage", "devices"]
 
     run = subprocess.run(
-        argv, env={**environment, "OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True, check=True
+        argv,
+        env={**environment, "OMP_DISPLAY_ENV": "verbose"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
 
     # As libgomp, which torch computes with, has read it
@@ -72,7 +80,8 @@ def test_a_held_core_names_its_holder(tmp_path: Path) -> None:
 
 
 def test_an_exclusive_worker_is_refused_a_shared_core(tmp_path: Path) -> None:
-    first, second = take(tmp_path, shared=True), take(tmp_path, worker="second", shared=True)
+    first = take(tmp_path, shared=True)
+    second = take(tmp_path, worker="second", shared=True)
 
     with pytest.raises(Invalid, match="is held by second"):
         take(tmp_path, worker="third")
@@ -82,7 +91,9 @@ def test_an_exclusive_worker_is_refused_a_shared_core(tmp_path: Path) -> None:
     take(tmp_path, worker="third").release()
 
 
-def test_libraries_take_as_many_threads_as_cores_in_every_thread_that_computes(tmp_path: Path) -> None:
+def test_libraries_take_as_many_threads_as_cores_in_every_thread_that_computes(
+    tmp_path: Path,
+) -> None:
     device = take(tmp_path)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(device.enter_thread).result()
@@ -105,7 +116,9 @@ def test_the_kernel_frees_the_core_of_a_killed_holder(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", script, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as victim:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as victim:
         assert victim.stdout is not None
         assert victim.stdout.readline() == "held\n"
         with pytest.raises(Invalid, match=rf"held by victim \(pid {victim.pid} "):

@@ -43,7 +43,9 @@ def other(tmp_path: Path) -> Iterator[MemoryReservations]:
     reservations.release()
 
 
-def test_a_promise_counts_until_it_is_kept_or_its_maker_is_gone(tmp_path: Path, other: MemoryReservations) -> None:
+def test_a_promise_counts_until_it_is_kept_or_its_maker_is_gone(
+    tmp_path: Path, other: MemoryReservations
+) -> None:
     mine = MemoryReservations(tmp_path)
     other.make(5 * MIB)
     assert (mine.others(), mine.others(same_cgroup=True), other.others()) == (5 * MIB, 5 * MIB, 0)
@@ -55,7 +57,9 @@ def test_a_promise_counts_until_it_is_kept_or_its_maker_is_gone(tmp_path: Path, 
     assert other.others() == 0
 
 
-def test_a_promise_of_a_dead_process_is_forgotten(tmp_path: Path, other: MemoryReservations) -> None:
+def test_a_promise_of_a_dead_process_is_forgotten(
+    tmp_path: Path, other: MemoryReservations
+) -> None:
     code = f"""import os; from pathlib import Path
 from services.stage.device.memory_reservations import MemoryReservations
 MemoryReservations(Path({str(tmp_path)!r})).make({9 * MIB}); os.kill(os.getpid(), 9)"""
@@ -66,7 +70,9 @@ MemoryReservations(Path({str(tmp_path)!r})).make({9 * MIB}); os.kill(os.getpid()
     assert len(list(tmp_path.glob("memory-*.promise"))) == 1
 
 
-def test_stages_that_start_beside_a_reader_keep_their_promises(tmp_path: Path, other: MemoryReservations) -> None:
+def test_stages_that_start_beside_a_reader_keep_their_promises(
+    tmp_path: Path, other: MemoryReservations
+) -> None:
     done = threading.Event()
 
     def read() -> int:
@@ -88,7 +94,9 @@ def test_stages_that_start_beside_a_reader_keep_their_promises(tmp_path: Path, o
     assert all(reader.result() > 0 for reader in readers)
 
 
-def test_memory_promised_to_a_loading_stage_is_not_free(device: Device, other: MemoryReservations) -> None:
+def test_memory_promised_to_a_loading_stage_is_not_free(
+    device: Device, other: MemoryReservations
+) -> None:
     assert device.available_bytes() > 0
 
     other.make(ALL_BYTES)
@@ -110,7 +118,9 @@ def limits(kv_bytes: int | None, offload_bytes: int = 0) -> Limits:
     return Limits(kv_bytes=kv_bytes, offload_bytes=offload_bytes, token_budget=64, max_open=2)
 
 
-def test_a_promise_is_kept_once_the_stage_has_taken_its_memory(device: Device, other: MemoryReservations) -> None:
+def test_a_promise_is_kept_once_the_stage_has_taken_its_memory(
+    device: Device, other: MemoryReservations
+) -> None:
     memory = StageMemory(limits(4 * MIB), device)
     memory.check_fits(WeightBytes(8 * MIB, {}))
     assert other.others() > 12 * MIB
@@ -121,7 +131,9 @@ def test_a_promise_is_kept_once_the_stage_has_taken_its_memory(device: Device, o
     assert kv.num_blocks == min(4 * MIB // PagedKv.bytes_per_block(KV_SHAPES, torch.float32), 2)
 
 
-def test_memory_for_offloaded_kv_is_promised_until_it_is_taken(device: Device, other: MemoryReservations) -> None:
+def test_memory_for_offloaded_kv_is_promised_until_it_is_taken(
+    device: Device, other: MemoryReservations
+) -> None:
     memory = StageMemory(limits(4 * MIB, offload_bytes=2 * MIB), device)
     memory.check_fits(WeightBytes(8 * MIB, {}))
     assert other.others() > 14 * MIB

@@ -1,4 +1,5 @@
-"""What a device draws: RAPL's counters in folders of a test, meters that fail, figures, and which of them counts."""
+"""What a device draws: RAPL's counters in folders of a test, meters that fail, figures, and which
+of them counts."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ RANGE_UJ = 262_143_328_850
 
 @pytest.fixture
 def powercap(tmp_path: Path) -> Path:
-    """Two packages of four logical cores each. Beside their zones there are those of cores and of the whole system."""
+    """Two packages of four logical cores each. Beside their zones there are those of cores and of
+    the whole system."""
     for core in range(8):
         write(tmp_path / f"cpu/cpu{core}/topology/physical_package_id", core // 4)
     zones = {
@@ -50,7 +52,11 @@ def opened(powercap: Path, *cores: int) -> Rapl:
 
 def test_cores_have_their_share_of_their_package_and_of_its_memory(powercap: Path) -> None:
     rapl = opened(powercap, 0, 1)
-    for zone, joules in (("intel-rapl:0", 8), ("intel-rapl:0/intel-rapl:0:1", 4), ("intel-rapl:1", 100)):
+    for zone, joules in (
+        ("intel-rapl:0", 8),
+        ("intel-rapl:0/intel-rapl:0:1", 4),
+        ("intel-rapl:1", 100),
+    ):
         write(powercap / zone / "energy_uj", 1_000_000 + joules * 1_000_000)
     write(powercap / "intel-rapl:2/energy_uj", 900_000_000)
 
@@ -91,7 +97,9 @@ def test_a_machine_without_counters_says_where_none_is(tmp_path: Path) -> None:
         opened(tmp_path / "powercap", 0)
 
 
-def test_counters_that_may_not_be_read_say_whose_they_are(powercap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_that_may_not_be_read_say_whose_they_are(
+    powercap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(file: Path) -> int:
         raise PermissionError(13, "Permission denied", str(file))
 
@@ -154,7 +162,9 @@ def test_a_meter_is_not_read_at_every_step(clock: SimpleNamespace) -> None:
     assert readings == pytest.approx([SAMPLE_S * 1.2] * 3)
 
 
-def test_a_meter_that_fails_is_told_once_and_its_last_power_counts_on(clock: SimpleNamespace) -> None:
+def test_a_meter_that_fails_is_told_once_and_its_last_power_counts_on(
+    clock: SimpleNamespace,
+) -> None:
     answers = [30.0]
     power = measured(lambda _: answers.pop())
     clock.now_s += 1.0

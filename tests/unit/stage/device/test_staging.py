@@ -1,4 +1,5 @@
-"""Staging buffers on the test accelerator, whose copies from and to pinned memory really are done later."""
+"""Staging buffers on the test accelerator, whose copies from and to pinned memory really are done
+later."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def states_of(step: int, device: Device) -> torch.Tensor:
     return torch.full(SHAPE, float(step), device=device.torch_device)
 
 
-def test_operators_after_a_copy_do_not_wait_for_it(toy: ModuleType, device: Device, staging: Staging) -> None:
+def test_operators_after_a_copy_do_not_wait_for_it(
+    toy: ModuleType, device: Device, staging: Staging
+) -> None:
     staging.buffer(0).zero_()
     states = states_of(7, device)
     with toy.copies_to_host_held():
@@ -78,7 +81,9 @@ def test_activations_stay_until_they_are_copied_though_nobody_else_holds_them(
     assert (copy.tensor == 7).all()
 
 
-def test_a_copy_waits_for_what_the_device_was_given_before(device: Device, staging: Staging) -> None:
+def test_a_copy_waits_for_what_the_device_was_given_before(
+    device: Device, staging: Staging
+) -> None:
     received = staging.buffer(0).view(torch.float32).view(SHAPE).fill_(7)
 
     copy = staging.copy_out(0, received.to(device.torch_device, non_blocking=True))
@@ -88,7 +93,9 @@ def test_a_copy_waits_for_what_the_device_was_given_before(device: Device, stagi
     assert (copy.tensor == 7).all()
 
 
-def test_one_buffer_brings_a_step_in_and_out_and_comes_around(device: Device, staging: Staging) -> None:
+def test_one_buffer_brings_a_step_in_and_out_and_comes_around(
+    device: Device, staging: Staging
+) -> None:
     buffers = [staging.buffer(step) for step in range(2 * (NUM_LANES + 1))]
 
     assert all(buffer.is_pinned() for buffer in buffers)
@@ -106,20 +113,31 @@ def test_lent_buffers_arrive_whole_while_the_credit_is_used_up(
     tmp_path: Path, device: Device, staging: Staging
 ) -> None:
     sockets = Sockets(bind=f"ipc://{tmp_path}")
-    hop, channel = ZeroMqHop(sockets, Times()), Channel(pipeline=UUID(int=1), epoch=1, kind=Kind.PLAN, num_lanes=2)
+    hop = ZeroMqHop(sockets, Times())
+    channel = Channel(pipeline=UUID(int=1), epoch=1, kind=Kind.PLAN, num_lanes=2)
     receiver = hop.open_receiver(channel)
     sender = hop.open_sender(channel, receiver.address, PATIENCE_S)
     for step in range(4 * (NUM_LANES + 1)):
         copy = staging.copy_out(step, states_of(step, device))
         copy.wait()
         assert copy.tensor is not None
-        activations: Any = {"tensor": view_of(copy.tensor), "dtype": name_of(copy.tensor.dtype), "shape": SHAPE}
-        sender.send(Frame(kind=Kind.PLAN, pipeline=UUID(int=1), epoch=1, step=step, message=b"", **activations))
+        activations: Any = {
+            "tensor": view_of(copy.tensor),
+            "dtype": name_of(copy.tensor.dtype),
+            "shape": SHAPE,
+        }
+        sender.send(
+            Frame(
+                kind=Kind.PLAN, pipeline=UUID(int=1), epoch=1, step=step, message=b"", **activations
+            )
+        )
         if step >= NUM_LANES:
             received = receiver.receive(PATIENCE_S)
             assert received is not None
             assert received.tensor is not None
-            assert (torch.frombuffer(received.tensor, dtype=torch.float32) == step - NUM_LANES).all()
+            assert (
+                torch.frombuffer(received.tensor, dtype=torch.float32) == step - NUM_LANES
+            ).all()
     sender.close()
     receiver.close()
     sockets.close()

@@ -1,7 +1,9 @@
-"""A GPU that is not there: the whole engine runs on torch's fake tensors, which have a device and no values.
+"""A GPU that is not there: the whole engine runs on torch's fake tensors, which have a device and
+no values.
 
-Any operator that is given tensors of two devices raises, as on a GPU. What only values can answer is made up here:
-which tokens are largest, which experts are chosen. What reads a fake tensor's memory raises.
+Any operator that is given tensors of two devices raises, as on a GPU. What only values can answer
+is made up here: which tokens are largest, which experts are chosen. What reads a fake tensor's
+memory raises.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ class FakeAcceleratorInfo(AcceleratorInfo):
 
 
 class Fake(FakeTensorMode):
-    """Fake tensors of a device that never starts, whatever other accelerators this process knows."""
+    """Fake tensors of a device that never starts, whatever other accelerators this process
+    knows."""
 
     avoid_device_init = True  # a property there
 
@@ -85,11 +88,17 @@ class Answers(TorchDispatchMode):
         if packet in {aten.equal, aten.is_nonzero}:
             return True
         if packet is aten._unique2 or packet is aten.unique_dim:
-            return (torch.empty(2, dtype=given.dtype, device=given.device), given.clone(), given.clone())
+            return (
+                torch.empty(2, dtype=given.dtype, device=given.device),
+                given.clone(),
+                given.clone(),
+            )
         if packet is aten.nonzero:
             return torch.empty(1, given.dim(), dtype=torch.long, device=given.device)
         if packet is aten.where and len(args) == 1:
-            return tuple(torch.empty(1, dtype=torch.long, device=given.device) for _ in range(given.dim()))
+            return tuple(
+                torch.empty(1, dtype=torch.long, device=given.device) for _ in range(given.dim())
+            )
         for one in args:
             if isinstance(one, FakeTensor):
                 one.constant = None  # else torch would compute with it on the GPU
@@ -97,9 +106,11 @@ class Answers(TorchDispatchMode):
 
 
 class Memory(TorchFunctionMode):
-    """Refuses the address of a fake tensor; makes up values for numpy, of CPU tensors or when a copy is asked for.
+    """Refuses the address of a fake tensor; makes up values for numpy, of CPU tensors or when a
+    copy is asked for.
 
-    They shrink from call to call, as the weights do among which the sampler still chooses: it comes to an end.
+    They shrink from call to call, as the weights do among which the sampler still chooses: it comes
+    to an end.
     """
 
     def __init__(self) -> None:
@@ -119,14 +130,17 @@ class Memory(TorchFunctionMode):
 
 
 class Capture(TorchDispatchMode):
-    """Refuses what no graph can hold: values asked for by the host, and copies from or to its memory."""
+    """Refuses what no graph can hold: values asked for by the host, and copies from or to its
+    memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = func.overloadpacket
         assert packet not in ASKING, f"a graph cannot hold {func}"
         assert packet is not aten.where or len(args) > 1, f"a graph cannot hold {func}"
         out = func(*args, **(kwargs or {}))
-        devices = {one.device.type for one in (*args, out) if isinstance(one, Tensor) and one.dim() > 0}
+        devices = {
+            one.device.type for one in (*args, out) if isinstance(one, Tensor) and one.dim() > 0
+        }
         assert devices <= {"cuda"}, f"{func} works on {devices}"
         return out
 
@@ -142,7 +156,8 @@ class FakeRecorder:
 
 
 class Launched:
-    """A kernel in Triton that is launched and computes nothing: its tensors must all be on the GPU."""
+    """A kernel in Triton that is launched and computes nothing: its tensors must all be on the
+    GPU."""
 
     def __init__(self) -> None:
         self.num_launches = 0
@@ -174,11 +189,14 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Launched]]:
         return model, report
 
     monkeypatch.setattr(tf.PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
-    monkeypatch.setattr(executor, "check_split", lambda *_: None)  # only values tell whether logits agree
+    # only values tell whether logits agree
+    monkeypatch.setattr(executor, "check_split", lambda *_: None)
     monkeypatch.setattr(loading, "give_back", lambda _: None)  # fake tensors have no pages
     kernels = {name: Launched() for name in ("attend", "write", "multiply", "rms_norm")}
     for name, kernel in kernels.items():
-        monkeypatch.setattr(attention_kernels if name in {"attend", "write"} else model_kernels, name, kernel)
+        monkeypatch.setattr(
+            attention_kernels if name in {"attend", "write"} else model_kernels, name, kernel
+        )
     torch.ops.load_library(build("cuda_guard"))
     with fake, Answers(), Memory():
         yield kernels
@@ -188,7 +206,13 @@ def _moved(moved: Any, fake: FakeTensorMode, device: torch.device) -> Any:
     """What a module's `to` does. torch's own cannot put fake tensors in the place of real ones."""
     for module in moved.modules():
         for tensors in (module._parameters, module._buffers):
-            tensors.update({name: _faked(one, fake).to(device) for name, one in tensors.items() if one is not None})
+            tensors.update(
+                {
+                    name: _faked(one, fake).to(device)
+                    for name, one in tensors.items()
+                    if one is not None
+                }
+            )
     return moved
 
 

@@ -1,4 +1,5 @@
-"""Adapters in a chain of stages: what they compute, beside others and alone; which are loaded, which refused."""
+"""Adapters in a chain of stages: what they compute, beside others and alone; which are loaded,
+which refused."""
 
 from __future__ import annotations
 
@@ -43,9 +44,16 @@ def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Adapters of unlike ranks, scales and layers."""
     folder = tmp_path_factory.mktemp("adapters")
     save_adapter(model, folder / "all", rank=4, seed=1)
-    save_adapter(model, folder / "rooted", targets=("q_proj", "v_proj"), rank=9, seed=2, use_rslora=True)
-    patterns = {"rank_pattern": {"down_proj": 2}, "alpha_pattern": {"layers.1.self_attn.o_proj": 16}}
-    save_adapter(model, folder / "pattern", targets=("o_proj", "down_proj"), rank=16, seed=3, **patterns)
+    save_adapter(
+        model, folder / "rooted", targets=("q_proj", "v_proj"), rank=9, seed=2, use_rslora=True
+    )
+    patterns = {
+        "rank_pattern": {"down_proj": 2},
+        "alpha_pattern": {"layers.1.self_attn.o_proj": 16},
+    }
+    save_adapter(
+        model, folder / "pattern", targets=("o_proj", "down_proj"), rank=16, seed=3, **patterns
+    )
     return folder
 
 
@@ -65,7 +73,9 @@ def chains(model: Path, folder: Path, device: Device) -> Chains:
 
 def prompts(num: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(5)
-    return [torch.randint(3, VOCAB_SIZE, (4 + 7 * n,), generator=generator).tolist() for n in range(num)]
+    return [
+        torch.randint(3, VOCAB_SIZE, (4 + 7 * n,), generator=generator).tolist() for n in range(num)
+    ]
 
 
 def outcomes(ends: list[SequenceFinished]) -> list[object]:
@@ -73,7 +83,9 @@ def outcomes(ends: list[SequenceFinished]) -> list[object]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_adapter_gives_what_merged_weights_give(name: str, chains: Chains, model: Path, folder: Path) -> None:
+def test_an_adapter_gives_what_merged_weights_give(
+    name: str, chains: Chains, model: Path, folder: Path
+) -> None:
     stages = chains["float32", 2]
     (asked,) = with_adapters(stages, requests(prompts(3)[2:], GREEDY), name)
 
@@ -81,7 +93,11 @@ def test_an_adapter_gives_what_merged_weights_give(name: str, chains: Chains, mo
 
     ids = torch.tensor([[*asked.prompt_ids, *end.output_ids]])
     with torch.inference_mode():
-        expected = merged(model, folder / name)(ids).logits[0, len(asked.prompt_ids) - 1 : -1].log_softmax(-1)
+        expected = (
+            merged(model, folder / name)(ids)
+            .logits[0, len(asked.prompt_ids) - 1 : -1]
+            .log_softmax(-1)
+        )
     assert tuple(expected.argmax(-1).tolist()) == end.output_ids
     assert end.logprobs is not None
     given = torch.tensor([each.logprob for each in end.logprobs if each is not None])
@@ -89,7 +105,9 @@ def test_an_adapter_gives_what_merged_weights_give(name: str, chains: Chains, mo
 
 
 @pytest.mark.parametrize(("dtype", "num_stages"), KINDS)
-def test_a_job_has_the_same_bits_alone_and_in_a_crowd_of_adapters(dtype: str, num_stages: int, chains: Chains) -> None:
+def test_a_job_has_the_same_bits_alone_and_in_a_crowd_of_adapters(
+    dtype: str, num_stages: int, chains: Chains
+) -> None:
     # Given jobs of three adapters and of none
     stages = chains[dtype, num_stages]
     assert all(stage.exact for stage in stages)
@@ -97,17 +115,27 @@ def test_a_job_has_the_same_bits_alone_and_in_a_crowd_of_adapters(dtype: str, nu
 
     # When all run together, and each alone
     crowd = outcomes(complete(stages, wanted, budget=96, seats=16, guesses=Guesses()))
-    alone = [outcomes(complete(stages, [one], budget=256, seats=1, prefix_cache=False))[0] for one in wanted]
+    alone = [
+        outcomes(complete(stages, [one], budget=256, seats=1, prefix_cache=False))[0]
+        for one in wanted
+    ]
 
     # Then no bit differs, and adapters change tokens
     assert crowd == alone
     plain = outcomes(complete(stages, with_adapters(stages, wanted, None), budget=96, seats=16))
-    assert [one == other for one, other in zip(crowd, plain, strict=True)] == [False, False, False, True] * 4
+    assert [one == other for one, other in zip(crowd, plain, strict=True)] == [
+        False,
+        False,
+        False,
+        True,
+    ] * 4
 
 
 def test_kv_is_shared_by_jobs_of_one_adapter_only(chains: Chains) -> None:
     stages = chains["float32", 2]
-    prompt = torch.randint(3, VOCAB_SIZE, (150,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompt = torch.randint(
+        3, VOCAB_SIZE, (150,), generator=torch.Generator().manual_seed(1)
+    ).tolist()
     wanted = with_adapters(stages, requests([prompt] * 4, GREEDY), "all", "rooted", None, "all")
 
     ends = complete(stages, wanted, budget=256, seats=1)
@@ -131,7 +159,8 @@ def test_more_adapters_than_fit_take_turns_and_keep_their_bits(
 def test_a_stage_with_other_files_fails_that_job_alone_and_the_epoch_lives(
     chains: Chains, model: Path, folder: Path, device: Device, tmp_path: Path
 ) -> None:
-    # Given a middle whose copy of an adapter differs, and not that of another name for the same files
+    # Given a middle whose copy of an adapter differs, and not that of another name for the same
+    # files
     shutil.copytree(folder, tmp_path / "files")
     shutil.copytree(folder / "all", tmp_path / "files" / "alias")
     shutil.copytree(tmp_path / "files", tmp_path / "other")
@@ -141,7 +170,9 @@ def test_a_stage_with_other_files_fails_that_job_alone_and_the_epoch_lives(
         load_chain(model, 3, device, model, adapters_folder=files, max_adapters=2)[place]
         for place, files in enumerate((tmp_path / "files", tmp_path / "other", tmp_path / "files"))
     ]
-    wanted = with_adapters(stages, requests(prompts(5), GREEDY), "all", "rooted", None, "all", "alias")
+    wanted = with_adapters(
+        stages, requests(prompts(5), GREEDY), "all", "rooted", None, "all", "alias"
+    )
     known = with_adapters(chains["float32", 1], wanted, "all", "rooted", None, "all", "all")
     expected = [end.output_ids for end in complete(chains["float32", 1], known, budget=64, seats=8)]
 
@@ -153,7 +184,10 @@ def test_a_stage_with_other_files_fails_that_job_alone_and_the_epoch_lives(
     reason = "layers 2-2: adapter 'all': its files here are others than the head's"
     refused = [isinstance(end, SequenceFailed) and end.reason.startswith(reason) for end in ends]
     assert refused == [True, False, False, True, False]
-    assert [end.output_ids for end in ends if isinstance(end, SequenceFinished)] == [*expected[1:3], expected[4]]
+    assert [end.output_ids for end in ends if isinstance(end, SequenceFinished)] == [
+        *expected[1:3],
+        expected[4],
+    ]
 
 
 @pytest.mark.parametrize(

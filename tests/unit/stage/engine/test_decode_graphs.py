@@ -1,4 +1,5 @@
-"""Decode steps that are recorded and replayed: the tokens of steps that are not, whoever comes and goes.
+"""Decode steps that are recorded and replayed: the tokens of steps that are not, whoever comes and
+goes.
 
 Without a GPU a recording is the function itself, which runs again over the same buffers.
 """
@@ -63,9 +64,14 @@ def record(stages: Sequence[Executor], recorder: Recorder, *, max_rows: int) -> 
 
 
 def ends(stages: Sequence[Executor], *, guesses: Guesses | None = None) -> list[SequenceFinished]:
-    """Of all prompts, some at a time, more than once: the second time after a reset of every stage."""
+    """Of all prompts, some at a time, more than once: the second time after a reset of every
+    stage."""
     wanted = requests(prompts(), SAMPLED)
-    return [end for _ in range(2) for end in complete(stages, wanted, budget=BUDGET, seats=SEATS, guesses=guesses)]
+    return [
+        end
+        for _ in range(2)
+        for end in complete(stages, wanted, budget=BUDGET, seats=SEATS, guesses=guesses)
+    ]
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
@@ -73,7 +79,8 @@ def test_replayed_decodes_give_the_tokens_and_logprobs_of_others(
     num_stages: int, tmp_path: Path, device: Device
 ) -> None:
     stages = load_chain(save_model(tmp_path), num_stages, device, tmp_path)
-    expected, recorder = ends(stages), Again()
+    expected = ends(stages)
+    recorder = Again()
 
     record(stages, recorder, max_rows=SEATS)
 
@@ -81,9 +88,12 @@ def test_replayed_decodes_give_the_tokens_and_logprobs_of_others(
     assert {1, 2} <= set(recorder.replayed) <= set(graph_sizes(SEATS))
 
 
-def test_a_decode_of_more_rows_than_any_graph_has_runs_as_before(tmp_path: Path, device: Device) -> None:
+def test_a_decode_of_more_rows_than_any_graph_has_runs_as_before(
+    tmp_path: Path, device: Device
+) -> None:
     stages = load_chain(save_model(tmp_path), 1, device, tmp_path)
-    expected, recorder = ends(stages), Again()
+    expected = ends(stages)
+    recorder = Again()
 
     record(stages, recorder, max_rows=2)
 
@@ -93,7 +103,9 @@ def test_a_decode_of_more_rows_than_any_graph_has_runs_as_before(tmp_path: Path,
 
 def test_rows_with_guesses_are_not_replayed(tmp_path: Path, device: Device) -> None:
     stages = load_chain(save_model(tmp_path), 1, device, tmp_path)
-    expected, recorder, guesses = ends(stages), Again(), Guesses()
+    expected = ends(stages)
+    recorder = Again()
+    guesses = Guesses()
 
     record(stages, recorder, max_rows=SEATS)
 
@@ -140,5 +152,7 @@ def test_a_gpus_attention_reads_the_buffers_of_a_graph(tmp_path: Path) -> None:
     ("max_rows", "sizes"),
     [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (72, [1, 2, 4, 8, 16, 32, 64, 72])],
 )
-def test_graphs_have_powers_of_two_rows_and_as_many_as_there_are_seats(max_rows: int, sizes: list[int]) -> None:
+def test_graphs_have_powers_of_two_rows_and_as_many_as_there_are_seats(
+    max_rows: int, sizes: list[int]
+) -> None:
     assert graph_sizes(max_rows) == sizes

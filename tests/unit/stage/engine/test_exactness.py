@@ -34,7 +34,9 @@ def test_rows_that_depend_on_themselves_are_exact() -> None:
     [
         pytest.param(lambda spans, _: spans[0].length == 1, id="alone is not as in a prefill"),
         pytest.param(lambda spans, _: len(spans) > 3, id="many beside"),
-        pytest.param(lambda spans, _: spans[-1].length > 1 and len(spans) > 1, id="a prefill beside"),
+        pytest.param(
+            lambda spans, _: spans[-1].length > 1 and len(spans) > 1, id="a prefill beside"
+        ),
         pytest.param(lambda spans, _: spans[0].start == 37, id="one chunk"),
     ],
 )

@@ -58,7 +58,9 @@ def stages(loaded: list[Executor]) -> list[Executor]:
     return loaded
 
 
-def opening(seq: int = 0, ids: tuple[int, ...] = IDS, *, num_blocks: int = 2, num_cached: int = 0) -> Open:
+def opening(
+    seq: int = 0, ids: tuple[int, ...] = IDS, *, num_blocks: int = 2, num_cached: int = 0
+) -> Open:
     """A sequence with a prompt."""
     prompt: dict[str, Any] = {"ids": ids, "num_prompt": len(ids), "num_cached": num_cached}
     return Open(seq=seq, params=GREEDY, seed=seq, num_blocks=num_blocks, **prompt)
@@ -110,7 +112,9 @@ def test_chunks_that_want_nothing_give_the_same_last_token(stages: list[Executor
     assert second.tokens == whole.tokens
 
 
-def test_the_next_token_is_the_same_when_the_history_is_opened_again(stages: list[Executor]) -> None:
+def test_the_next_token_is_the_same_when_the_history_is_opened_again(
+    stages: list[Executor],
+) -> None:
     ((token,),) = run(stages, plan(PREFILL, opens=(opening(),))).tokens
     expected = run(stages, plan(Row(0, 5, 1, (token,), (), wants=True)))
     for stage in stages:
@@ -118,7 +122,10 @@ def test_the_next_token_is_the_same_when_the_history_is_opened_again(stages: lis
 
     again = Open(seq=3, ids=(*IDS, token), num_prompt=5, params=GREEDY, seed=0, num_blocks=2)
 
-    assert run(stages, plan(Row(3, 0, 6, (), (9,), wants=True), opens=(again,))).tokens == expected.tokens
+    assert (
+        run(stages, plan(Row(3, 0, 6, (), (9,), wants=True), opens=(again,))).tokens
+        == expected.tokens
+    )
 
 
 def single_steps(stages: list[Executor], num: int) -> list[int]:
@@ -134,7 +141,9 @@ def single_steps(stages: list[Executor], num: int) -> list[int]:
 
 
 @pytest.mark.parametrize("num_true", [0, 1, 3])
-def test_drafts_that_come_true_or_not_leave_the_tokens_of_single_steps(num_true: int, stages: list[Executor]) -> None:
+def test_drafts_that_come_true_or_not_leave_the_tokens_of_single_steps(
+    num_true: int, stages: list[Executor]
+) -> None:
     tokens = single_steps(stages, 7)
     drafts = (*tokens[1 : 1 + num_true], *((token + 1) % 96 for token in tokens[1 + num_true : 4]))
     run(stages, plan(PREFILL, opens=(opening(),)))
@@ -147,7 +156,9 @@ def test_drafts_that_come_true_or_not_leave_the_tokens_of_single_steps(num_true:
     assert (after.tokens, last.tokens) == (((tokens[2 + num_true],),), ((tokens[3 + num_true],),))
 
 
-def test_a_plan_that_counts_other_drafts_than_came_true_is_a_protocol_error(stages: list[Executor]) -> None:
+def test_a_plan_that_counts_other_drafts_than_came_true_is_a_protocol_error(
+    stages: list[Executor],
+) -> None:
     first, second, *_ = single_steps(stages, 3)
     run(stages, plan(PREFILL, opens=(opening(),)))
     run(stages, plan(Row(0, 5, 3, (first,), (), wants=True, drafts=(second, 0))))
@@ -161,16 +172,27 @@ def test_a_plan_that_counts_other_drafts_than_came_true_is_a_protocol_error(stag
     [
         (Row(0, 5, 3, (1,), (), wants=True, drafts=(2, 96)), "token id outside 0-95"),
         (Row(0, 5, 3, (1,), (), wants=True, drafts=(2, -1)), "token id outside 0-95"),
-        (Row(0, 5, 2, (1,), (), wants=True, drafts=(2, 3)), "drafts in a row of 2 that is no decode"),
-        (Row(0, 5, 4, (1,), (), wants=True, drafts=(2, 3)), "drafts in a row of 4 that is no decode"),
+        (
+            Row(0, 5, 2, (1,), (), wants=True, drafts=(2, 3)),
+            "drafts in a row of 2 that is no decode",
+        ),
+        (
+            Row(0, 5, 4, (1,), (), wants=True, drafts=(2, 3)),
+            "drafts in a row of 4 that is no decode",
+        ),
         (Row(0, 5, 3, (1,), (), wants=False, drafts=(2, 3)), "that is no decode"),
         (Row(0, 5, 2, (), (), wants=True, drafts=(2,)), "that is no decode"),
-        (Row(0, 4, 3, (1,), (), wants=True, drafts=(2, 3)), "continues at 4 for 3, but 5 are computed"),
+        (
+            Row(0, 4, 3, (1,), (), wants=True, drafts=(2, 3)),
+            "continues at 4 for 3, but 5 are computed",
+        ),
         (Row(0, 5, 62, (1,), (), wants=True, drafts=(2,) * 61), "2 KV blocks, not 1"),
     ],
     ids=str,
 )
-def test_drafts_that_do_not_fit_are_a_protocol_error(row: Row, reason: str, stages: list[Executor]) -> None:
+def test_drafts_that_do_not_fit_are_a_protocol_error(
+    row: Row, reason: str, stages: list[Executor]
+) -> None:
     run(stages, plan(PREFILL, opens=(opening(),)))
 
     with pytest.raises(ProtocolError, match=reason):
@@ -185,7 +207,9 @@ def test_drafts_before_the_prompt_is_computed_are_a_protocol_error(stages: list[
 
 
 @pytest.mark.parametrize("start", [4, 5, 9])
-def test_a_row_that_takes_back_more_than_drafts_is_a_protocol_error(start: int, stages: list[Executor]) -> None:
+def test_a_row_that_takes_back_more_than_drafts_is_a_protocol_error(
+    start: int, stages: list[Executor]
+) -> None:
     run(stages, plan(PREFILL, opens=(opening(),)))
     run(stages, plan(Row(0, 5, 3, (1,), (), wants=True, drafts=(2, 3))))
 
@@ -201,24 +225,35 @@ def test_a_row_that_takes_back_more_than_drafts_is_a_protocol_error(start: int, 
         (plan(closes=(7,)), "was not open"),
         (plan(opens=(opening(ids=(5, 96)),)), "token id outside 0-95"),
         (plan(Row(0, 0, 6, (-1,), (0,), wants=True), opens=(opening(),)), "token id outside 0-95"),
-        (plan(Row(0, 1, 4, (), (0,), wants=True), opens=(opening(),)), "continues at 1 for 4, but 0 are computed"),
+        (
+            plan(Row(0, 1, 4, (), (0,), wants=True), opens=(opening(),)),
+            "continues at 1 for 4, but 0 are computed",
+        ),
         (plan(Row(0, 0, 0, (), (0,), wants=True), opens=(opening(),)), "continues at 0 for 0"),
         (plan(Row(0, 0, 6, (), (0,), wants=True), opens=(opening(),)), "only 5 ids are known"),
         (plan(Row(0, 0, 5, (), (), wants=True), opens=(opening(),)), "1 KV blocks, not 0"),
         (plan(Row(0, 0, 5, (), (10**6,), wants=True), opens=(opening(),)), "KV block outside 0-"),
         (plan(Row(0, 0, 5, (), (-1,), wants=True), opens=(opening(),)), "KV block outside 0-"),
-        (plan(Row(0, 0, 5, (), (0, 1, 2), wants=True), opens=(opening(),)), "more than its 2 KV blocks"),
+        (
+            plan(Row(0, 0, 5, (), (0, 1, 2), wants=True), opens=(opening(),)),
+            "more than its 2 KV blocks",
+        ),
         (
             plan(PREFILL, Row(0, 0, 5, (), (), wants=True), opens=(opening(),)),
             "continues at 0 for 5, but 5 are computed",
         ),
-        (plan(Row(0, 0, 600, (), (0,), wants=True), opens=(opening(ids=(5,) * 600),)), "600 tokens, the budget is 512"),
+        (
+            plan(Row(0, 0, 600, (), (0,), wants=True), opens=(opening(ids=(5,) * 600),)),
+            "600 tokens, the budget is 512",
+        ),
         (plan(opens=(opening(num_cached=BLOCK_TOKENS),)), "opens with 64 of"),
         (plan(opens=(opening(num_cached=1),)), "opens with 1 of"),
         (plan(opens=tuple(opening(seq) for seq in range(65))), "beyond the limit of 64"),
     ],
 )
-def test_a_plan_that_does_not_fit_is_a_protocol_error(bad: StepPlan, reason: str, stages: list[Executor]) -> None:
+def test_a_plan_that_does_not_fit_is_a_protocol_error(
+    bad: StepPlan, reason: str, stages: list[Executor]
+) -> None:
     with pytest.raises(ProtocolError, match=reason):
         stages[0].run(bad, None)
 
@@ -235,7 +270,9 @@ def test_a_plan_that_does_not_fit_is_a_protocol_error(bad: StepPlan, reason: str
 def test_activations_that_do_not_fit_the_plan_are_a_protocol_error(
     hidden: Tensor | None, shown: str, stages: list[Executor]
 ) -> None:
-    with pytest.raises(ProtocolError, match=rf"activations \(5, 32\) of torch\.float32 are needed, .*{shown}"):
+    with pytest.raises(
+        ProtocolError, match=rf"activations \(5, 32\) of torch\.float32 are needed, .*{shown}"
+    ):
         stages[1].run(plan(PREFILL, opens=(opening(),)), hidden)
 
 
@@ -256,10 +293,13 @@ def test_activations_that_are_not_finite_spoil_only_their_sequence(stages: list[
     assert result.tokens[1] == good.tokens[1]
 
 
-def test_nothing_keeps_the_memory_of_a_stage_that_nobody_holds(folder: Path, device: Device) -> None:
+def test_nothing_keeps_the_memory_of_a_stage_that_nobody_holds(
+    folder: Path, device: Device
+) -> None:
     (stage,) = load_chain(folder, 1, device, folder)
     run([stage], plan(PREFILL, opens=(opening(),)))
-    attention, weight = ref(stage.forward.attention), ref(next(stage.forward.shard.model.parameters()))
+    attention = ref(stage.forward.attention)
+    weight = ref(next(stage.forward.shard.model.parameters()))
 
     del stage
     gc.collect()
@@ -273,15 +313,23 @@ def test_a_kv_budget_below_one_block_is_named(folder: Path, device: Device) -> N
         load_chain(folder, 1, device, folder, kv_bytes=100)
 
 
-@pytest.mark.parametrize("move", [Move(0, 1 << 20, is_out=True), Move(1 << 20, 0, is_out=False)], ids=str)
-def test_a_move_beyond_blocks_or_slots_is_a_protocol_error(move: Move, folder: Path, device: Device) -> None:
+@pytest.mark.parametrize(
+    "move", [Move(0, 1 << 20, is_out=True), Move(1 << 20, 0, is_out=False)], ids=str
+)
+def test_a_move_beyond_blocks_or_slots_is_a_protocol_error(
+    move: Move, folder: Path, device: Device
+) -> None:
     (stage,) = load_chain(folder, 1, device, folder, offload_bytes=MIB)
 
-    with pytest.raises(ProtocolError, match=r"are not both among the \d+ blocks and \d+ slots of this stage"):
+    with pytest.raises(
+        ProtocolError, match=r"are not both among the \d+ blocks and \d+ slots of this stage"
+    ):
         stage.run(StepPlan(0, (), (), (), moves=(Move(0, 0, is_out=True), move)), None)
 
 
-def test_more_moves_than_blocks_can_make_in_a_step_are_a_protocol_error(folder: Path, device: Device) -> None:
+def test_more_moves_than_blocks_can_make_in_a_step_are_a_protocol_error(
+    folder: Path, device: Device
+) -> None:
     (stage,) = load_chain(folder, 1, device, folder, offload_bytes=MIB)
     back_and_forth = (Move(0, 0, is_out=True), Move(0, 0, is_out=False)) * (stage.num_blocks + 1)
 
@@ -297,7 +345,9 @@ def test_a_stage_without_an_offload_area_refuses_moves(stages: list[Executor]) -
 def test_an_offload_area_leaves_no_file_and_says_what_a_copy_takes(
     folder: Path, device: Device, tmp_path: Path
 ) -> None:
-    (stage,) = load_chain(folder, 1, device, folder, offload_bytes=MIB, offload_folder=tmp_path / "new")
+    (stage,) = load_chain(
+        folder, 1, device, folder, offload_bytes=MIB, offload_folder=tmp_path / "new"
+    )
 
     assert stage.offload.num_slots == MIB // (KV_BYTES // stage.num_blocks)
     assert stage.offload.move_s > 0
@@ -305,12 +355,15 @@ def test_an_offload_area_leaves_no_file_and_says_what_a_copy_takes(
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "in_folder", "shown"), [(2**60, True, "/new: "), (2**62, False, "this host's memory: ")]
+    ("num_bytes", "in_folder", "shown"),
+    [(2**60, True, "/new: "), (2**62, False, "this host's memory: ")],
 )
 def test_an_offload_area_that_finds_no_room_is_named(
     num_bytes: int, in_folder: bool, shown: str, tmp_path: Path
 ) -> None:
-    kv = PagedKv(layers={0: KvShape(num_kv_heads=1, head_dim=16)}, num_blocks=1, dtype=torch.float32)
+    kv = PagedKv(
+        layers={0: KvShape(num_kv_heads=1, head_dim=16)}, num_blocks=1, dtype=torch.float32
+    )
 
     with pytest.raises(Invalid, match=rf"SHARDLINE_KV_OFFLOAD_MIB: .* do not fit into .*{shown}"):
         OffloadArea(kv, num_bytes, tmp_path / "new" if in_folder else None)
@@ -321,7 +374,9 @@ def test_more_kv_than_memory_is_refused_before_loading(folder: Path, device: Dev
         load_chain(folder, 1, device, folder, kv_bytes=2**50)
 
 
-def test_a_step_that_fits_no_frame_is_refused_where_there_are_hops(tmp_path: Path, device: Device) -> None:
+def test_a_step_that_fits_no_frame_is_refused_where_there_are_hops(
+    tmp_path: Path, device: Device
+) -> None:
     info = ModelInfo.read(save_model(tmp_path))
     limits = Limits(kv_bytes=1 << 20, token_budget=1 << 22, max_open=4)
     with pytest.raises(Invalid, match=r"SHARDLINE_TOKEN_BUDGET.*256 MiB.*2,097,152 or less"):

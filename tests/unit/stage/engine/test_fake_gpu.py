@@ -1,4 +1,5 @@
-"""The whole path of a stage on a GPU that is not there, in every architecture: no operator mixes devices."""
+"""The whole path of a stage on a GPU that is not there, in every architecture: no operator mixes
+devices."""
 
 from __future__ import annotations
 
@@ -30,11 +31,18 @@ WITH_LAYER_NORM = (
     *("phi", "gpt-neox", "cohere", "cohere2", "starcoder2"),
     *("gpt2", "gpt-bigcode", "opt", "stablelm", "nemotron"),
 )
-BY_DEFAULT, TRITON = AcceleratorOptions(), AcceleratorOptions(products="triton")
+BY_DEFAULT = AcceleratorOptions()
+TRITON = AcceleratorOptions(products="triton")
 KINDS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, logprobs=2),
-    SamplingParams(temperature=0.0, min_tokens=4, stop_token_ids=(5,), repetition_penalty=1.1, presence_penalty=0.5),
+    SamplingParams(
+        temperature=0.0,
+        min_tokens=4,
+        stop_token_ids=(5,),
+        repetition_penalty=1.1,
+        presence_penalty=0.5,
+    ),
 )
 
 
@@ -52,7 +60,9 @@ def test_a_dense_model_runs_in_every_dtype_of_a_gpu(
 ) -> None:
     (stage,) = run_chain(save_model(tmp_path), 1, dtype, tmp_path, monkeypatch)
     assert stage.attention_kind == attention
-    assert stage.forward._last is not None, "an operator raised in the trial of a narrowed last layer"
+    assert stage.forward._last is not None, (
+        "an operator raised in the trial of a narrowed last layer"
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -67,16 +77,24 @@ def test_a_pipeline_runs_on_a_gpu_without_mixing_devices(
 def test_with_our_products_rows_are_exact_unless_torch_computes_some(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stages = run_chain(save_model(tmp_path, name), 2, "bfloat16", tmp_path, monkeypatch, options=TRITON)
+    stages = run_chain(
+        save_model(tmp_path, name), 2, "bfloat16", tmp_path, monkeypatch, options=TRITON
+    )
 
     is_covered = name not in {*WITH_LAYER_NORM, *MIXTURES}
     assert [stage.exact for stage in stages] == [is_covered] * 2
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "phi", "gpt2", "gpt-bigcode", "opt", "mixtral", "gpt-oss"])
-def test_streamed_layers_compute_on_the_gpu_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "phi", "gpt2", "gpt-bigcode", "opt", "mixtral", "gpt-oss"]
+)
+def test_streamed_layers_compute_on_the_gpu_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = save_model(tmp_path, name)
-    (stage,) = run_chain(path, 1, "float32", tmp_path, monkeypatch, options=TRITON, streamed_layers=3)
+    (stage,) = run_chain(
+        path, 1, "float32", tmp_path, monkeypatch, options=TRITON, streamed_layers=3
+    )
 
     assert len(stage.forward.shard.streamed_layers) == 3
     assert stage.exact is (name not in {*WITH_LAYER_NORM, *MIXTURES})
@@ -86,8 +104,18 @@ def test_graphs_of_streamed_layers_are_refused_with_both_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs = AcceleratorOptions(cuda_graphs=True)
-    with pytest.raises(Invalid, match=r"SHARDLINE_CUDA_GRAPHS: 2 layers are.*SHARDLINE_STREAMED_LAYERS to 0"):
-        run_chain(save_model(tmp_path), 1, "float32", tmp_path, monkeypatch, options=graphs, streamed_layers=2)
+    with pytest.raises(
+        Invalid, match=r"SHARDLINE_CUDA_GRAPHS: 2 layers are.*SHARDLINE_STREAMED_LAYERS to 0"
+    ):
+        run_chain(
+            save_model(tmp_path),
+            1,
+            "float32",
+            tmp_path,
+            monkeypatch,
+            options=graphs,
+            streamed_layers=2,
+        )
 
 
 def test_torchs_products_are_not_exact_and_have_another_fingerprint(
@@ -106,7 +134,9 @@ def test_with_our_products_an_output_layer_on_the_cpu_stays_torchs(
     parts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = AcceleratorOptions(products="triton", cpu_parts=parse_parts(parts))
-    (stage,) = run_chain(save_model(tmp_path), 1, "bfloat16", tmp_path, monkeypatch, options=options)
+    (stage,) = run_chain(
+        save_model(tmp_path), 1, "bfloat16", tmp_path, monkeypatch, options=options
+    )
 
     assert stage.exact is ("output" not in parts)
     assert isinstance(stage.forward.shard.model.lm_head, TritonLinear) is stage.exact
@@ -115,7 +145,8 @@ def test_with_our_products_an_output_layer_on_the_cpu_stays_torchs(
 def test_a_step_of_a_dense_layer_is_six_launches_of_products_and_norms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, gpu = save_model(tmp_path), FakeGpu(tmp_path)
+    path = save_model(tmp_path)
+    gpu = FakeGpu(tmp_path)
     limits = Limits(kv_bytes=MIB, token_budget=256, max_open=8)
     with fake_gpu(monkeypatch) as kernels:
         stage = Executor.load(
@@ -166,11 +197,19 @@ def test_a_decode_holds_nothing_that_a_cuda_graph_cannot(
     ("kernel", "options", "reason"),
     [
         ("off", AcceleratorOptions(cuda_graphs=True), "SHARDLINE_KERNEL=off"),
-        ("auto", AcceleratorOptions(cuda_graphs=True, cpu_parts=parse_parts("output")), "SHARDLINE_CPU_PARTS"),
+        (
+            "auto",
+            AcceleratorOptions(cuda_graphs=True, cpu_parts=parse_parts("output")),
+            "SHARDLINE_CPU_PARTS",
+        ),
     ],
 )
 def test_graphs_are_refused_where_a_decode_cannot_be_recorded(
-    kernel: str, options: AcceleratorOptions, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kernel: str,
+    options: AcceleratorOptions,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SHARDLINE_KERNEL", kernel)
     gpu = FakeGpu(tmp_path)
@@ -179,13 +218,21 @@ def test_graphs_are_refused_where_a_decode_cannot_be_recorded(
     gpu.release()
 
 
-def test_graphs_of_a_mixture_which_asks_for_values_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_of_a_mixture_which_asks_for_values_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = save_model(tmp_path, "mixtral")
     (stage,) = run_chain(path, 1, "bfloat16", tmp_path, monkeypatch)
-    with fake_gpu(monkeypatch), torch.inference_mode(), pytest.raises(AssertionError, match="a graph cannot hold"):
+    with (
+        fake_gpu(monkeypatch),
+        torch.inference_mode(),
+        pytest.raises(AssertionError, match="a graph cannot hold"),
+    ):
         stage.forward.record_decodes(FakeRecorder(), max_rows=1)
     with pytest.raises(Invalid, match=r"SHARDLINE_CUDA_GRAPHS.*experts"):
-        run_chain(path, 1, "bfloat16", tmp_path, monkeypatch, options=AcceleratorOptions(cuda_graphs=True))
+        run_chain(
+            path, 1, "bfloat16", tmp_path, monkeypatch, options=AcceleratorOptions(cuda_graphs=True)
+        )
 
 
 def test_products_in_triton_are_refused_where_it_does_not_serve(
@@ -211,12 +258,19 @@ def run_chain(
     options: AcceleratorOptions = BY_DEFAULT,
     streamed_layers: int = 0,
 ) -> list[Executor]:
-    """Loads head, middle and tail, and runs a prefill in two chunks, moves of KV, a decode, and a close.
+    """Loads head, middle and tail, and runs a prefill in two chunks, moves of KV, a decode, and a
+    close.
 
     Activations go from stage to stage through the host, as the hop carries them.
     """
     gpu = FakeGpu(folder)
-    limits = Limits(kv_bytes=MIB, offload_bytes=MIB // 2, token_budget=256, max_open=8, streamed_layers=streamed_layers)
+    limits = Limits(
+        kv_bytes=MIB,
+        offload_bytes=MIB // 2,
+        token_budget=256,
+        max_open=8,
+        streamed_layers=streamed_layers,
+    )
     info = ModelInfo.read(path)
     with fake_gpu(monkeypatch):
         stages = [
@@ -246,7 +300,8 @@ def run_chain(
 
 
 def plans() -> list[StepPlan]:
-    """Three sequences that sample in different ways. The fake answers are all 1: so are the tokens that are sampled."""
+    """Three sequences that sample in different ways. The fake answers are all 1: so are the tokens
+    that are sampled."""
     blocks = [(2 * place, 2 * place + 1) for place in range(len(KINDS))]
     opens = tuple(
         Open(seq=place, ids=PROMPT, num_prompt=len(PROMPT), params=params, seed=place, num_blocks=2)
@@ -258,6 +313,11 @@ def plans() -> list[StepPlan]:
     return [
         StepPlan(0, opens, first, ()),
         StepPlan(1, (), rest, (), moves=moves),
-        StepPlan(2, (), tuple(Row(seq, len(PROMPT), 1, (1,), (), wants=True) for seq in range(len(KINDS))), ()),
+        StepPlan(
+            2,
+            (),
+            tuple(Row(seq, len(PROMPT), 1, (1,), (), wants=True) for seq in range(len(KINDS))),
+            (),
+        ),
         StepPlan(3, (), (), tuple(range(len(KINDS)))),
     ]

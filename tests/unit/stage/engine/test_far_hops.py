@@ -34,11 +34,17 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Executor]]
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in (1, 3, 70, 17, 41, 9)]
+    return [
+        torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+        for length in (1, 3, 70, 17, 41, 9)
+    ]
 
 
 def test_a_rounded_hop_gives_the_tokens_of_rounded_states(
-    stages: list[Executor], prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stages: list[Executor],
+    prompts: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = stages[0].run
 

@@ -1,4 +1,5 @@
-"""Engines on the test accelerator: what leaves when, in which order and with which bytes, while it still copies."""
+"""Engines on the test accelerator: what leaves when, in which order and with which bytes, while it
+still copies."""
 
 from __future__ import annotations
 
@@ -81,20 +82,30 @@ def load(folder: Path, places: tuple[Device, ...]) -> list[Executor]:
 
 
 @pytest.mark.parametrize(
-    "places", [("toy", "cpu"), ("cpu", "toy", "cpu"), ("cpu", "toy"), ("toy", "toy", "toy")], ids="-".join
+    "places",
+    [("toy", "cpu"), ("cpu", "toy", "cpu"), ("cpu", "toy"), ("toy", "toy", "toy")],
+    ids="-".join,
 )
 def test_engines_with_an_accelerator_at_each_place_generate_the_same_tokens(
     places: tuple[str, ...], folder: Path, devices: dict[str, Device], tmp_path: Path
 ) -> None:
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in (1, 3, 70, 17, 41)]
+    prompts = [
+        torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+        for length in (1, 3, 70, 17, 41)
+    ]
     expected = generate(load(folder, (devices["cpu"],)), requests(prompts, GREEDY), budget=32)
 
-    with open_engines(load(folder, tuple(devices[place] for place in places)), tmp_path, budget=32) as engines:
+    with open_engines(
+        load(folder, tuple(devices[place] for place in places)), tmp_path, budget=32
+    ) as engines:
         assert engines.generate(requests(prompts, GREEDY)) == expected
         spent = [engine.progress for engine in (engines.head, *engines.later)]
 
-    assert all(progress.compute_s > 0 and progress.hop_s >= 0 and progress.wait_s >= 0 for progress in spent)
+    assert all(
+        progress.compute_s > 0 and progress.hop_s >= 0 and progress.wait_s >= 0
+        for progress in spent
+    )
 
 
 @pytest.fixture
@@ -114,10 +125,12 @@ def test_steps_run_on_the_device_of_their_stage_not_on_the_first_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stages = load(folder, (devices["cpu"], second))
-    run, current = stages[1].forward.sampled_outputs, list[int]()
+    run = stages[1].forward.sampled_outputs
+    current = list[int]()
 
     def note(*args: Any) -> Tensor:
-        current.append(torch.get_device_module("toy").current_device())  # what a kernel's launch takes
+        # what a kernel's launch takes
+        current.append(torch.get_device_module("toy").current_device())
         return run(*args)
 
     monkeypatch.setattr(stages[1].forward, "sampled_outputs", note)
@@ -165,7 +178,8 @@ def test_a_device_is_measured_as_the_current_one_in_whatever_thread(
 
 @dataclass(slots=True)
 class Middle:
-    """A later stage on the accelerator. The test plays the stage before it and the one behind it."""
+    """A later stage on the accelerator. The test plays the stage before it and the one behind
+    it."""
 
     engine: FollowerEngine
     links: Links
@@ -234,13 +248,17 @@ class Middle:
 def plan(step: int) -> StepPlan:
     """A prompt of one chunk, opened and closed in its step."""
     length = LENGTHS[step % len(LENGTHS)]
-    opened = Open(seq=step, ids=(5,) * length, num_prompt=length, params=GREEDY, seed=0, num_blocks=1)
+    opened = Open(
+        seq=step, ids=(5,) * length, num_prompt=length, params=GREEDY, seed=0, num_blocks=1
+    )
     return StepPlan(step, (opened,), (Row(step, 0, length, (), (0,), wants=True),), (step,))
 
 
 def states_of(step: int) -> Tensor:
     """What the stage before gives: other values in every step."""
-    return torch.randn(LENGTHS[step % len(LENGTHS)], 32, generator=torch.Generator().manual_seed(step))
+    return torch.randn(
+        LENGTHS[step % len(LENGTHS)], 32, generator=torch.Generator().manual_seed(step)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +292,9 @@ def middle(
 
 
 @contextmanager
-def open_middle(executor: Executor, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Middle]:
+def open_middle(
+    executor: Executor, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Middle]:
     """Its engine runs, wired for epoch 1."""
     launched: queue.Queue[int] = queue.Queue()
     run = executor.run
@@ -288,7 +308,9 @@ def open_middle(executor: Executor, folder: Path, monkeypatch: pytest.MonkeyPatc
     times: list[StepTime] = []
     lost: list[str] = []
     engine = FollowerEngine(
-        executor, on_lost=lambda _, reason: lost.append(reason), on_step=lambda _, time: times.append(time)
+        executor,
+        on_lost=lambda _, reason: lost.append(reason),
+        on_step=lambda _, time: times.append(time),
     )
     engine.start()
     with open_links(folder, NUM_LANES) as links:
@@ -318,7 +340,9 @@ def test_the_next_step_is_launched_before_the_last_one_is_copied_and_no_further_
         assert torch.equal(states, expected[step])
 
 
-def test_under_load_frames_leave_in_order_with_the_bytes_of_their_steps(middle: Middle, expected: list[Tensor]) -> None:
+def test_under_load_frames_leave_in_order_with_the_bytes_of_their_steps(
+    middle: Middle, expected: list[Tensor]
+) -> None:
     for step in range(NUM_LANES):
         middle.send(1, step)
     for step, states in enumerate(expected):

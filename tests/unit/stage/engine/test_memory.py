@@ -41,14 +41,18 @@ def test_streamed_layers_are_far_apart_and_leave_two_buffers_in_memory() -> None
     assert EIGHT.held(streamed) == 80 * MIB
 
 
-@pytest.mark.parametrize(("limit_mib", "num"), [(100, 0), (99, 4), (80, 4), (60, 6), (40, 8), (1, 8)])
+@pytest.mark.parametrize(
+    ("limit_mib", "num"), [(100, 0), (99, 4), (80, 4), (60, 6), (40, 8), (1, 8)]
+)
 def test_no_more_layers_are_streamed_than_must_be(limit_mib: int, num: int) -> None:
     assert len(EIGHT.least_streamed(limit_mib * MIB)) == num
 
 
 def test_a_stage_streams_what_its_limit_leaves_no_room_for(device: Device) -> None:
     assert chosen(device, kv_bytes=20 * MIB, memory_bytes=130 * MIB, streamed_layers="auto") == ()
-    assert len(chosen(device, kv_bytes=20 * MIB, memory_bytes=90 * MIB, streamed_layers="auto")) == 6
+    assert (
+        len(chosen(device, kv_bytes=20 * MIB, memory_bytes=90 * MIB, streamed_layers="auto")) == 6
+    )
 
 
 def test_without_a_size_of_kv_its_share_is_kept_free(device: Device) -> None:
@@ -64,9 +68,13 @@ def test_a_number_by_hand_is_taken_up_to_all_layers(device: Device) -> None:
 
 
 def test_what_cannot_fit_is_refused_with_the_remedy(device: Device) -> None:
-    with pytest.raises(Invalid, match=r"100\.0 MiB.* 90\.0 MiB are free.*SHARDLINE_STREAMED_LAYERS=auto"):
+    with pytest.raises(
+        Invalid, match=r"100\.0 MiB.* 90\.0 MiB are free.*SHARDLINE_STREAMED_LAYERS=auto"
+    ):
         chosen(device, kv_bytes=None, memory_bytes=90 * MIB)
-    with pytest.raises(Invalid, match=r"weights but for 8 streamed layers \(40\.0 MiB\).* 30\.0 MiB are free"):
+    with pytest.raises(
+        Invalid, match=r"weights but for 8 streamed layers \(40\.0 MiB\).* 30\.0 MiB are free"
+    ):
         chosen(device, kv_bytes=None, memory_bytes=30 * MIB, streamed_layers="auto")
 
 
@@ -78,7 +86,9 @@ def gpu(tmp_path: Path) -> Iterator[Device]:
     gpu.release()
 
 
-def test_an_accelerators_streamed_layers_are_promised_of_the_hosts_memory(gpu: Device, tmp_path: Path) -> None:
+def test_an_accelerators_streamed_layers_are_promised_of_the_hosts_memory(
+    gpu: Device, tmp_path: Path
+) -> None:
     assert len(chosen(gpu, kv_bytes=20 * MIB, streamed_layers=4)) == 4
 
     others = MemoryReservations(tmp_path)
@@ -88,9 +98,13 @@ def test_an_accelerators_streamed_layers_are_promised_of_the_hosts_memory(gpu: D
 
 def test_an_accelerators_layers_that_the_host_cannot_hold_are_refused(gpu: Device) -> None:
     many = WeightBytes(3000 * GIB * 3, dict.fromkeys(range(3000), 3 * GIB))
-    memory = StageMemory(Limits(kv_bytes=MIB, token_budget=64, max_open=2, streamed_layers=3000), gpu)
+    memory = StageMemory(
+        Limits(kv_bytes=MIB, token_budget=64, max_open=2, streamed_layers=3000), gpu
+    )
 
-    with pytest.raises(Invalid, match=r"STREAMED_LAYERS: 3000 streamed layers of cuda:0 .*host's memory.* are free"):
+    with pytest.raises(
+        Invalid, match=r"STREAMED_LAYERS: 3000 streamed layers of cuda:0 .*host's memory.* are free"
+    ):
         memory.check_fits(many)
 
 

@@ -1,4 +1,5 @@
-"""A token whose states are not finite: an innocent sequence that shares the blocks before it has its own bits."""
+"""A token whose states are not finite: an innocent sequence that shares the blocks before it has
+its own bits."""
 
 from __future__ import annotations
 
@@ -32,12 +33,16 @@ def device(tmp_path: Path) -> Iterator[Device]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @torch.inference_mode()
 def test_it_leaves_a_shared_prefix_alone(dtype: str, tmp_path: Path, device: Device) -> None:
-    # Given a prompt that has such a token behind its first block, in a chunk that begins within that block
+    # Given a prompt that has such a token behind its first block, in a chunk that begins within
+    # that block
     (stage,) = load_chain(save_model(tmp_path), 1, device, tmp_path, dtype=dtype)
     forward = stage.forward
     forward.shard.decoder.embed_tokens.weight[ODD] = torch.nan
-    prefix, rest = torch.arange(10, 10 + BLOCK_TOKENS), torch.arange(20, 30)
-    expected = logits(forward, torch.cat([prefix, rest]), blocks=[0, 1], cuts=[0, 57, BLOCK_TOKENS + len(rest)])
+    prefix = torch.arange(10, 10 + BLOCK_TOKENS)
+    rest = torch.arange(20, 30)
+    expected = logits(
+        forward, torch.cat([prefix, rest]), blocks=[0, 1], cuts=[0, 57, BLOCK_TOKENS + len(rest)]
+    )
     odd = torch.tensor([*prefix.tolist(), ODD, 12])
     assert not logits(forward, odd, blocks=[2, 3], cuts=[0, 57, len(odd)]).isfinite().all()
 

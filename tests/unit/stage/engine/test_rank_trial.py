@@ -36,8 +36,11 @@ def test_tiles_that_ranks_cannot_share_stay_whole_on_each(
 ) -> None:
     native = load()
     assert native is not None
-    config = tf.LlamaConfig(hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=kv_heads, **SMALL)
-    whole, ids = build_miniature(config), [torch.arange(3, 3 + length) for length in LENGTHS]
+    config = tf.LlamaConfig(
+        hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=kv_heads, **SMALL
+    )
+    whole = build_miniature(config)
+    ids = [torch.arange(3, 3 + length) for length in LENGTHS]
     expected = torch.cat([whole(input_ids=each[None], use_cache=False).logits[0] for each in ids])
 
     found = in_ranks(native, num_ranks, whole, ids)

@@ -1,4 +1,5 @@
-"""A stage of two ranks: every bit is that of one process, whatever the model, its dtype and its place in the chain."""
+"""A stage of two ranks: every bit is that of one process, whatever the model, its dtype and its
+place in the chain."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from tests.pinned import unpinned_afterwards
 SAMPLED = SamplingParams(max_tokens=8, temperature=0.9, logprobs=1)
 LENGTHS = (1, 5, 40, 17)
 BUDGET = 24
-"""Below the longest prompt: some steps sample nothing, so that the last layer stops behind its KV."""
+"""Below the longest prompt: some steps sample nothing, so that the last layer stops behind its
+KV."""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,9 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devices]:
 def completions(stages: list[Executor]) -> list[SequenceFinished]:
     """Tokens and log-probabilities of prompts together."""
     generator = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS]
+    prompts = [
+        torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS
+    ]
     return complete(stages, requests(prompts, SAMPLED), budget=BUDGET, seats=len(prompts))
 
 
@@ -76,7 +80,11 @@ def num_fused(stages: list[Executor]) -> int:
 @pytest.mark.parametrize(
     ("name", "dtype", "num_stages"),
     [
-        *(("llama", dtype, num_stages) for dtype in ("float32", "bfloat16", "int8") for num_stages in (1, 3)),
+        *(
+            ("llama", dtype, num_stages)
+            for dtype in ("float32", "bfloat16", "int8")
+            for num_stages in (1, 3)
+        ),
         ("llama-tied", "float32", 2),
         ("llama-tied", "int8", 1),
         ("qwen3", "bfloat16", 1),  # norms of attention heads
@@ -122,7 +130,9 @@ def test_ranks_take_half_of_the_kv_and_of_the_products_each(folder: Path, device
 
     def products_and_kv(stage: Executor) -> tuple[int, int]:
         layers = stage.forward.shard.layer_modules.values()
-        products = {each for layer in layers for each in layer.modules() if isinstance(each, TiledLinear)}
+        products = {
+            each for layer in layers for each in layer.modules() if isinstance(each, TiledLinear)
+        }
         kv = stage.forward.kv
         return sum(each.tiles.numel() for each in products), sum(
             each.numel() for each in (*kv.keys.values(), *kv.values.values())
@@ -141,7 +151,9 @@ def test_heads_that_ranks_cannot_divide_evenly_stay_whole(folder: Path, devices:
 
     assert completions(stages) == expected
     assert num_fused(stages) == 4
-    assert {keys.shape[1] for keys in stages[0].forward.kv.keys.values()} == {2}, "the other rank has one KV head"
+    assert {keys.shape[1] for keys in stages[0].forward.kv.keys.values()} == {2}, (
+        "the other rank has one KV head"
+    )
     stages[0].drop()
 
 
@@ -157,9 +169,12 @@ def test_layers_of_ranks_may_be_streamed(folder: Path, devices: Devices) -> None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_adapters_of_ranks_give_every_bit_of_one_process(dtype: str, folder: Path, devices: Devices) -> None:
+def test_adapters_of_ranks_give_every_bit_of_one_process(
+    dtype: str, folder: Path, devices: Devices
+) -> None:
     # Given more adapters than a stage holds, of unlike layers, and what one process gives
-    path, adapters = save_model(folder), folder / f"adapters-{dtype}"
+    path = save_model(folder)
+    adapters = folder / f"adapters-{dtype}"
     save_adapter(path, adapters / "all", rank=4, seed=1)
     save_adapter(path, adapters / "heads", targets=("q_proj", "v_proj"), rank=9, seed=2)
     save_adapter(path, adapters / "outputs", targets=("o_proj", "down_proj"), rank=16, seed=3)
@@ -167,7 +182,9 @@ def test_adapters_of_ranks_give_every_bit_of_one_process(dtype: str, folder: Pat
     names = ("all", "heads", "", "outputs", "all", "heads")
 
     def outcomes(device: Device) -> list[SequenceFinished]:
-        stages = load_chain(path, 2, device, folder, dtype=dtype, adapters_folder=adapters, max_adapters=2)
+        stages = load_chain(
+            path, 2, device, folder, dtype=dtype, adapters_folder=adapters, max_adapters=2
+        )
         asked = [
             with_adapters(stages, [request], name)[0] if name else request
             for request, name in zip(requests(prompts, SAMPLED), names, strict=True)
@@ -181,7 +198,9 @@ def test_adapters_of_ranks_give_every_bit_of_one_process(dtype: str, folder: Pat
     assert outcomes(devices.two) == outcomes(devices.one)
 
 
-def test_kv_of_preempted_sequences_goes_to_slots_and_back_on_each_rank(folder: Path, devices: Devices) -> None:
+def test_kv_of_preempted_sequences_goes_to_slots_and_back_on_each_rank(
+    folder: Path, devices: Devices
+) -> None:
     # Given more sequences than the KV holds, and what they give with room
     path = save_model(folder)
     prompts = [[5 + (place * 7 + at) % 80 for at in range(70)] for place in range(6)]
@@ -207,20 +226,29 @@ def test_a_rank_ends_whose_stage_ended_while_it_was_starting() -> None:
 
 def test_a_stage_has_one_thread_after_its_imports_so_that_its_ranks_can_be_forks() -> None:
     script = "import services.stage.__main__; from shardline.host.threads import num_threads; print(num_threads())"
-    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")
+    }
     argv = [sys.executable, "-c", script]
     run = subprocess.run(
-        argv, env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, check=True
+        argv,
+        env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        check=True,
     )
     assert run.stdout.split() == [b"1"]
 
 
-def test_rows_outside_the_kv_are_refused_and_the_ranks_go_on(folder: Path, devices: Devices) -> None:
+def test_rows_outside_the_kv_are_refused_and_the_ranks_go_on(
+    folder: Path, devices: Devices
+) -> None:
     (stage,) = load_chain(save_model(folder), 1, devices.two, folder)
     before = completions([stage])
 
     with pytest.raises(ProtocolError, match="outside"):
-        stage.forward.hidden([Span(start=0, length=1, blocks=[stage.num_blocks])], torch.tensor([5]))
+        stage.forward.hidden(
+            [Span(start=0, length=1, blocks=[stage.num_blocks])], torch.tensor([5])
+        )
 
     assert completions([stage]) == before
     stage.drop()

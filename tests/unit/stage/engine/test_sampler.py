@@ -1,4 +1,5 @@
-"""The sampler: the right distribution, and nothing but a row's own logits, parameters, seed and history decides."""
+"""The sampler: the right distribution, and nothing but a row's own logits, parameters, seed and
+history decides."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ MIXED = [
     SamplingParams(temperature=1.5, top_k=20, top_p=0.5),
     SamplingParams(min_p=0.1),
     SamplingParams(temperature=0.0, repetition_penalty=1.3, logprobs=0),
-    SamplingParams(temperature=0.7, presence_penalty=0.5, frequency_penalty=-0.3, repetition_penalty=0.8),
+    SamplingParams(
+        temperature=0.7, presence_penalty=0.5, frequency_penalty=-0.3, repetition_penalty=0.8
+    ),
     SamplingParams(min_tokens=100, stop_token_ids=(3, 2**30)),
 ]
 
@@ -36,20 +39,28 @@ def sampler(vocab: int = VOCAB) -> Sampler:
 
 
 def sequence(
-    params: SamplingParams, *, seed: int = 1, outputs: tuple[int, ...] = (), vocab: int = VOCAB, number: int = 0
+    params: SamplingParams,
+    *,
+    seed: int = 1,
+    outputs: tuple[int, ...] = (),
+    vocab: int = VOCAB,
+    number: int = 0,
 ) -> SampledSequence:
     prompt = (1, 2, 3, 4)
     return sampler(vocab).open(Open(number, (*prompt, *outputs), len(prompt), params, seed, 4))
 
 
-def logits(num_rows: int, *, dtype: torch.dtype = torch.float32, vocab: int = VOCAB, scale: float = 2.0) -> Tensor:
+def logits(
+    num_rows: int, *, dtype: torch.dtype = torch.float32, vocab: int = VOCAB, scale: float = 2.0
+) -> Tensor:
     generator = torch.Generator().manual_seed(num_rows)
     return (torch.randn(num_rows, vocab, generator=generator) * scale).to(dtype)
 
 
 def draws(row: Tensor, params: SamplingParams, num: int) -> Tensor:
     """How often each token came at output indices 0 … num - 1."""
-    one, state = sampler(len(row)), sequence(params, vocab=len(row))
+    one = sampler(len(row))
+    state = sequence(params, vocab=len(row))
     counts = torch.zeros(len(row))
     for _ in range(num):
         ((token,),) = one.sample(row.unsqueeze(0), [state]).tokens
@@ -62,15 +73,20 @@ def allowed(row: Tensor, params: SamplingParams) -> Tensor:
     """The textbook: sort, sum, cut. Probabilities in float64 of the tokens that may be drawn."""
     row = row.double() / params.temperature
     if params.top_k:
-        row = row.masked_fill(row < row.sort(descending=True).values[min(params.top_k, len(row)) - 1], -math.inf)
+        row = row.masked_fill(
+            row < row.sort(descending=True).values[min(params.top_k, len(row)) - 1], -math.inf
+        )
     weights = row.softmax(0)
     heavier = torch.stack([weights[weights > weight].sum() for weight in weights])
-    kept = torch.where((heavier < params.top_p) & (weights >= params.min_p * weights.max()), weights, 0.0)
+    kept = torch.where(
+        (heavier < params.top_p) & (weights >= params.min_p * weights.max()), weights, 0.0
+    )
     return kept / kept.sum()
 
 
 def assert_fits(counts: Tensor, expected: Tensor) -> None:
-    """Chi-square, four standard deviations wide. The draws are keyed, so the outcome never changes."""
+    """Chi-square, four standard deviations wide. The draws are keyed, so the outcome never
+    changes."""
     expected = expected * counts.sum()
     possible = expected > 0
     assert counts[~possible].sum() == 0
@@ -105,7 +121,9 @@ def test_tokens_come_as_often_as_they_should(params: SamplingParams, vocab: int)
     top_p=st.sampled_from([1e-6, 0.1, 0.503, 0.9, 1.0]),
     min_p=st.sampled_from([0.0, 0.013, 0.51, 1.0]),
 )
-def test_only_tokens_within_the_limits_are_drawn(values: list[int], top_k: int, top_p: float, min_p: float) -> None:
+def test_only_tokens_within_the_limits_are_drawn(
+    values: list[int], top_k: int, top_p: float, min_p: float
+) -> None:
     row = torch.tensor(values, dtype=torch.float32)
     params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
 
@@ -117,11 +135,15 @@ def test_only_tokens_within_the_limits_are_drawn(values: list[int], top_k: int, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_is_the_same_alone_in_any_batch_and_in_any_order(dtype: torch.dtype) -> None:
     rows = logits(32, dtype=dtype)
-    states = [sequence(MIXED[row % len(MIXED)], seed=row, outputs=(9,) * (row % 5)) for row in range(32)]
+    states = [
+        sequence(MIXED[row % len(MIXED)], seed=row, outputs=(9,) * (row % 5)) for row in range(32)
+    ]
     order = torch.randperm(32, generator=torch.Generator().manual_seed(0)).tolist()
 
     whole = sampler().sample(rows, states)
-    alone = [sampler().sample(rows[row : row + 1].clone(), [state]) for row, state in enumerate(states)]
+    alone = [
+        sampler().sample(rows[row : row + 1].clone(), [state]) for row, state in enumerate(states)
+    ]
     mixed = sampler().sample(rows[order], [states[row] for row in order])
 
     assert whole.tokens == tuple(one.tokens[0] for one in alone)
@@ -134,7 +156,9 @@ def test_a_row_is_the_same_alone_in_any_batch_and_in_any_order(dtype: torch.dtyp
 @pytest.mark.parametrize("cut", [0, 1, 7, 19])
 def test_a_restored_sequence_draws_the_same_token(params: SamplingParams, cut: int) -> None:
     rows = logits(20)
-    one, state, outputs = sampler(), sequence(params), []
+    one = sampler()
+    state = sequence(params)
+    outputs = []
     for row in rows:
         ((token,),) = one.sample(row.unsqueeze(0), [state]).tokens
         outputs.append(token)
@@ -153,7 +177,9 @@ def test_random_numbers_are_a_part_of_the_contract() -> None:
 
 
 @pytest.mark.parametrize(("number", "token"), [(0.0, 200), (1 - 2.0**-53, 700)])
-def test_no_number_leads_to_a_token_without_weight(monkeypatch: pytest.MonkeyPatch, number: float, token: int) -> None:
+def test_no_number_leads_to_a_token_without_weight(
+    monkeypatch: pytest.MonkeyPatch, number: float, token: int
+) -> None:
     monkeypatch.setattr("services.stage.engine.sampler.uniform", lambda *_: number)
     row = torch.full((1, VOCAB), -math.inf)
     row[0, [200, 700]] = 1.0
@@ -162,7 +188,9 @@ def test_no_number_leads_to_a_token_without_weight(monkeypatch: pytest.MonkeyPat
 
 
 def test_another_seed_index_or_attempt_gives_another_number() -> None:
-    keys = [(seed, index, attempt) for seed in range(10) for index in range(10) for attempt in range(10)]
+    keys = [
+        (seed, index, attempt) for seed in range(10) for index in range(10) for attempt in range(10)
+    ]
 
     assert len({uniform(*key) for key in keys}) == len(keys)
 
@@ -174,7 +202,9 @@ def test_greedy_takes_the_first_of_the_largest(dtype: torch.dtype) -> None:
 
     sample = sampler().sample(rows, [sequence(GREEDY)] * 3)
 
-    assert sample == Sample(((40,), *((best,) for best in rows[1:].float().argmax(1).tolist())), (), ())
+    assert sample == Sample(
+        ((40,), *((best,) for best in rows[1:].float().argmax(1).tolist())), (), ()
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,12 +219,16 @@ def test_greedy_takes_the_first_of_the_largest(dtype: torch.dtype) -> None:
 def test_the_narrowest_limits_are_greedy(params: SamplingParams) -> None:
     rows = logits(8)
 
-    assert sampler().sample(rows, [sequence(params)] * 8).tokens == tuple((best,) for best in rows.argmax(1).tolist())
+    assert sampler().sample(rows, [sequence(params)] * 8).tokens == tuple(
+        (best,) for best in rows.argmax(1).tolist()
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(top_p=0.9, logprobs=2)])
-def test_a_row_that_is_no_distribution_is_bad_and_the_others_go_on(value: float, params: SamplingParams) -> None:
+def test_a_row_that_is_no_distribution_is_bad_and_the_others_go_on(
+    value: float, params: SamplingParams
+) -> None:
     rows = logits(3)
     states = [sequence(params, number=number) for number in (4, 5, 6)]
     undisturbed = sampler().sample(rows, states)
@@ -204,11 +238,15 @@ def test_a_row_that_is_no_distribution_is_bad_and_the_others_go_on(value: float,
 
     assert sample.bad == (5,)
     assert sample.tokens == (undisturbed.tokens[0], (0,), undisturbed.tokens[2])
-    assert sample.logprobs == (undisturbed.logprobs and (undisturbed.logprobs[0], (None,), undisturbed.logprobs[2]))
+    assert sample.logprobs == (
+        undisturbed.logprobs and (undisturbed.logprobs[0], (None,), undisturbed.logprobs[2])
+    )
 
 
 def test_a_row_without_any_possible_token_is_bad() -> None:
-    assert sampler().sample(torch.full((1, VOCAB), -math.inf), [sequence(SamplingParams(), number=3)]).bad == (3,)
+    assert sampler().sample(
+        torch.full((1, VOCAB), -math.inf), [sequence(SamplingParams(), number=3)]
+    ).bad == (3,)
 
 
 def test_no_rows_give_no_tokens() -> None:
@@ -216,7 +254,9 @@ def test_no_rows_give_no_tokens() -> None:
 
 
 def test_penalties_are_those_of_the_textbook() -> None:
-    params = SamplingParams(repetition_penalty=1.5, presence_penalty=0.25, frequency_penalty=0.5, min_tokens=0)
+    params = SamplingParams(
+        repetition_penalty=1.5, presence_penalty=0.25, frequency_penalty=0.5, min_tokens=0
+    )
     row = torch.zeros(VOCAB)
     row[[1, 2, 9, 10]] = torch.tensor([3.0, -3.0, 3.0, -3.0])
 
@@ -245,7 +285,10 @@ def test_no_stop_token_comes_before_min_tokens() -> None:
     row[0, EOS], row[0, 3] = 90.0, 80.0
     first = int(row[0].masked_fill(row[0] > 50, 0.0).argmax())
 
-    tokens = [sampler().sample(row, [sequence(params, outputs=(5,) * num)]).tokens[0][0] for num in range(4)]
+    tokens = [
+        sampler().sample(row, [sequence(params, outputs=(5,) * num)]).tokens[0][0]
+        for num in range(4)
+    ]
 
     assert tokens == [first, first, EOS, EOS]
 
@@ -287,17 +330,23 @@ def test_drafts_are_sampled_as_if_one_by_one_up_to_the_first_that_is_wrong(
     params: SamplingParams, num_true: int
 ) -> None:
     rows = logits(8)
-    alone, tokens, logprobs = sequence(params), list[int](), list[TokenLogprob | None]()
+    alone = sequence(params)
+    tokens = list[int]()
+    logprobs = list[TokenLogprob | None]()
     for row in rows:
         one = sampler().sample(row.unsqueeze(0), [alone])
         tokens += one.tokens[0]
         logprobs += one.logprobs[0] if one.logprobs else ()
         alone.extend(one.tokens[0])
     drafts = (*tokens[:num_true], *((token + 1) % VOCAB for token in tokens[num_true:7]))
-    state, before, after = sequence(params), sequence(GREEDY), sequence(params, seed=3)
+    state = sequence(params)
+    before = sequence(GREEDY)
+    after = sequence(params, seed=3)
     beside = sampler().sample(rows[:2], [before, after])
 
-    sample = sampler().sample(torch.cat([rows[:1], rows, rows[1:2]]), [before, state, after], [(), drafts, ()])
+    sample = sampler().sample(
+        torch.cat([rows[:1], rows, rows[1:2]]), [before, state, after], [(), drafts, ()]
+    )
 
     assert sample.tokens == (beside.tokens[0], tuple(tokens[: num_true + 1]), beside.tokens[1])
     assert (sample.logprobs[1] if sample.logprobs else ()) == tuple(logprobs[: num_true + 1])
@@ -332,7 +381,10 @@ def test_a_row_that_penalties_make_infinite_is_bad_and_the_others_go_on(
     params: SamplingParams, value: float, place: int
 ) -> None:
     rows = logits(3)
-    alone = [sampler().sample(rows[[row]], [sequence(MIXED[2], seed=row, number=row)]) for row in range(3)]
+    alone = [
+        sampler().sample(rows[[row]], [sequence(MIXED[2], seed=row, number=row)])
+        for row in range(3)
+    ]
     rows[place] = value
     sequences = [sequence(MIXED[2], seed=row, number=row) for row in range(3)]
     sequences[place] = sequence(params, outputs=tuple(range(VOCAB)), number=place)
@@ -340,15 +392,22 @@ def test_a_row_that_penalties_make_infinite_is_bad_and_the_others_go_on(
     assert found.bad == (place,)
     assert found.tokens[place] == (0,)
     for row in {0, 1, 2} - {place}:
-        assert (found.tokens[row], found.logprobs[row]) == (alone[row].tokens[0], alone[row].logprobs[0])
+        assert (found.tokens[row], found.logprobs[row]) == (
+            alone[row].tokens[0],
+            alone[row].logprobs[0],
+        )
 
 
 def test_a_mask_that_leaves_no_token_makes_its_own_row_bad() -> None:
-    masked = sequence(SamplingParams(min_tokens=5, stop_token_ids=tuple(range(5))), vocab=5, number=3)
+    masked = sequence(
+        SamplingParams(min_tokens=5, stop_token_ids=tuple(range(5))), vocab=5, number=3
+    )
     assert sampler(5).sample(logits(1, vocab=5), [masked]).bad == (3,)
 
 
 def test_top_p_0_is_the_likeliest_token() -> None:
     rows = logits(50)
-    found = sampler().sample(rows, [sequence(SamplingParams(temperature=2.0, top_p=0.0), seed=n) for n in range(50)])
+    found = sampler().sample(
+        rows, [sequence(SamplingParams(temperature=2.0, top_p=0.0), seed=n) for n in range(50)]
+    )
     assert found.tokens == tuple((int(token),) for token in rows.argmax(1))

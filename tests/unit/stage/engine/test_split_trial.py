@@ -1,4 +1,5 @@
-"""The trial of a model's miniature: what a split or a packed batch would leave out is seen, and refused by name."""
+"""The trial of a model's miniature: what a split or a packed batch would leave out is seen, and
+refused by name."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ def llama() -> Any:
     return CONFIGS["llama"]()
 
 
-@pytest.mark.parametrize("patch", [mixes_tokens, counts_positions, attends_both_ways, biases_scores])
+@pytest.mark.parametrize(
+    "patch", [mixes_tokens, counts_positions, attends_both_ways, biases_scores]
+)
 def test_a_model_that_stages_would_compute_otherwise_is_refused(
     patch: Patch, llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,8 +75,11 @@ def test_a_model_that_stages_would_compute_otherwise_is_refused(
         check_split(llama, tmp_path)
 
 
-def test_a_model_that_counts_late_positions_itself_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, config = modeling_ministral3.get_llama_4_attn_scale, CONFIGS["ministral3"]()
+def test_a_model_that_counts_late_positions_itself_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = modeling_ministral3.get_llama_4_attn_scale
+    config = CONFIGS["ministral3"]()
     config.rope_parameters = {**config.rope_parameters, "original_max_position_embeddings": 16_384}
     check_split(config, tmp_path / "before")
 
@@ -93,11 +99,15 @@ def test_a_model_whose_code_raises_in_stages_is_refused_with_its_words(
 
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
 
-    with pytest.raises(Invalid, match="'llama' does not run in stages: TypeError: two sequences are too many"):
+    with pytest.raises(
+        Invalid, match="'llama' does not run in stages: TypeError: two sequences are too many"
+    ):
         check_split(llama, tmp_path)
 
 
-def test_a_model_that_passed_is_not_tried_again(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_passed_is_not_tried_again(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_split(llama, tmp_path)
     mixes_tokens(monkeypatch)
     check_split(llama, tmp_path)

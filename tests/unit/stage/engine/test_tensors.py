@@ -46,7 +46,11 @@ def test_rounded_activations_are_off_by_half_a_unit_of_their_row(dtype: torch.dt
 
 
 def test_a_frame_of_int8_has_a_byte_for_each_value_and_four_for_each_row() -> None:
-    assert [quantized(rows(num, torch.bfloat16)).nbytes for num in (0, 1, 5)] == [0, HIDDEN + 4, 5 * (HIDDEN + 4)]
+    assert [quantized(rows(num, torch.bfloat16)).nbytes for num in (0, 1, 5)] == [
+        0,
+        HIDDEN + 4,
+        5 * (HIDDEN + 4),
+    ]
 
 
 def test_the_bytes_of_a_row_depend_on_that_row_only() -> None:
@@ -75,7 +79,8 @@ def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other(value: float) -> 
 
 
 def test_activations_go_into_the_buffer_that_is_given() -> None:
-    states, buffer = rows(4, torch.bfloat16), torch.zeros(4096, dtype=torch.uint8)
+    states = rows(4, torch.bfloat16)
+    buffer = torch.zeros(4096, dtype=torch.uint8)
     received = tensor_of(frame_of(quantized(states)), torch.bfloat16, buffer)
     assert received.data_ptr() == buffer.data_ptr()
     assert torch.equal(received, tensor_of(frame_of(quantized(states)), torch.bfloat16))
@@ -87,11 +92,17 @@ def test_activations_go_into_the_buffer_that_is_given() -> None:
         (torch.zeros(6, 4, dtype=torch.int8), (6, 4), "rows of values and a scale"),
         (torch.zeros(64, dtype=torch.int8), (64,), "rows of values and a scale"),
         (torch.zeros(64, dtype=torch.int8), (2, 4, 8), "rows of values and a scale"),
-        (torch.zeros(4, HIDDEN, dtype=torch.float16), (4, HIDDEN), "activations of bfloat16 are needed"),
+        (
+            torch.zeros(4, HIDDEN, dtype=torch.float16),
+            (4, HIDDEN),
+            "activations of bfloat16 are needed",
+        ),
         (torch.zeros(4, 8192, dtype=torch.int8), (4, 8192), "has 4096 at most"),
     ],
     ids=["no values", "no rows", "three dimensions", "another dtype", "more than a step"],
 )
-def test_activations_of_another_form_are_refused(states: Tensor, shape: tuple[int, ...], problem: str) -> None:
+def test_activations_of_another_form_are_refused(
+    states: Tensor, shape: tuple[int, ...], problem: str
+) -> None:
     with pytest.raises(ProtocolError, match=problem):
         tensor_of(frame_of(states, shape), torch.bfloat16, torch.zeros(4096, dtype=torch.uint8))

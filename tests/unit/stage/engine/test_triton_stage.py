@@ -1,4 +1,5 @@
-"""A whole stage over our Triton kernels: its rows are exact, and its tokens are those of `generate`."""
+"""A whole stage over our Triton kernels: its rows are exact, and its tokens are those of
+`generate`."""
 
 from __future__ import annotations
 

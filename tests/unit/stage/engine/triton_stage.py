@@ -1,4 +1,5 @@
-"""A whole model over our Triton kernels, interpreted, or compiled on the device that SHARDLINE_TEST_DEVICE names."""
+"""A whole model over our Triton kernels, interpreted, or compiled on the device that
+SHARDLINE_TEST_DEVICE names."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ NUM_BLOCKS = 6
 @torch.inference_mode()
 def load_forward(path: Path, dtype: torch.dtype) -> Forward:
     """As `Executor.load` makes it on a GPU, also where the device is the CPU."""
-    info, attention = ModelInfo.read(path), Attention(TritonBackend())
+    info = ModelInfo.read(path)
+    attention = Attention(TritonBackend())
     layers = range(info.num_layers)
     shard = Shard.load(info, layers, dtype=dtype, attn_implementation=attention.name, device=DEVICE)
     kv_shapes = probe_kv_shapes(shard)
@@ -54,6 +56,16 @@ def stage_of(forward: Forward, lock_folder: Path) -> Iterator[Executor]:
     with unpinned_afterwards():
         device = acquire(str(DEVICE), worker="tests", lock_folder=lock_folder)
         folder = AdapterFolder(None, forward.shard.linear_sizes, lock_folder)
-        adapters = AdapterPool(ShardAdapters(forward.shard, triton_packing()), folder, max_adapters=1)
-        yield Executor(forward, OffloadArea(forward.kv, 0), limits, device, adapters, exact=True, fingerprint="")
+        adapters = AdapterPool(
+            ShardAdapters(forward.shard, triton_packing()), folder, max_adapters=1
+        )
+        yield Executor(
+            forward,
+            OffloadArea(forward.kv, 0),
+            limits,
+            device,
+            adapters,
+            exact=True,
+            fingerprint="",
+        )
         device.release()

@@ -19,7 +19,8 @@ from shardline.base.errors import LinkLost
 from tests.chaos.network.proxy import Proxy
 
 DELAY_S = 0.02
-MODEL, NAME = "clerk", "model.safetensors"
+MODEL = "clerk"
+NAME = "model.safetensors"
 CONTENT = bytes(range(256)) * ((2 * WINDOW * PIECE_BYTES + 512) // 256)
 """More than a window, and no whole number of pieces."""
 
@@ -27,7 +28,9 @@ CONTENT = bytes(range(256)) * ((2 * WINDOW * PIECE_BYTES + 512) // 256)
 @pytest.fixture(params=["ipc", "tcp", "encrypted"])
 def sockets(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sockets]:
     bind = f"ipc://{tmp_path}" if request.param == "ipc" else "tcp://127.0.0.1"
-    sockets = Sockets(bind=bind, curve=CurveKeys.of("ab" * 32) if request.param == "encrypted" else None)
+    sockets = Sockets(
+        bind=bind, curve=CurveKeys.of("ab" * 32) if request.param == "encrypted" else None
+    )
     yield sockets
     sockets.close()
 
@@ -48,7 +51,9 @@ def peer(sockets: Sockets, server: PeerServer) -> Iterator[Peer]:
         yield peer
 
 
-def test_a_link_to_oneself_is_measured_as_often_as_asked(sockets: Sockets, server: PeerServer) -> None:
+def test_a_link_to_oneself_is_measured_as_often_as_asked(
+    sockets: Sockets, server: PeerServer
+) -> None:
     for link in (measure_link(sockets, server.address), measure_link(sockets, server.address)):
         assert link.latency_s > 0
         assert link.bytes_per_s > 0
@@ -78,12 +83,22 @@ def test_what_is_not_offered_is_refused_and_the_next_question_answered(peer: Pee
         [b""],
         [b"\xc1"],
         [b"\x80", b"\x80"],
-        [msgspec.msgpack.encode({"type": "read", "model": MODEL, "name": NAME, "offset": -1, "length": 1})],
-        [msgspec.msgpack.encode(ReadFile(model=MODEL, name=NAME, offset=0, length=PIECE_BYTES + 1))],
+        [
+            msgspec.msgpack.encode(
+                {"type": "read", "model": MODEL, "name": NAME, "offset": -1, "length": 1}
+            )
+        ],
+        [
+            msgspec.msgpack.encode(
+                ReadFile(model=MODEL, name=NAME, offset=0, length=PIECE_BYTES + 1)
+            )
+        ],
         [msgspec.msgpack.encode({"type": "delete", "model": MODEL})],
     ],
 )
-def test_what_is_no_question_is_refused(sockets: Sockets, server: PeerServer, parts: list[bytes]) -> None:
+def test_what_is_no_question_is_refused(
+    sockets: Sockets, server: PeerServer, parts: list[bytes]
+) -> None:
     socket, watch = sockets.connect(zmq.DEALER, server.address, {}, 5.0)
     socket.send_multipart(parts)
     status, problem = socket.recv_multipart()
@@ -93,7 +108,9 @@ def test_what_is_no_question_is_refused(sockets: Sockets, server: PeerServer, pa
     socket.close()
 
 
-def test_what_is_too_long_ends_its_own_connection_only(sockets: Sockets, server: PeerServer, peer: Peer) -> None:
+def test_what_is_too_long_ends_its_own_connection_only(
+    sockets: Sockets, server: PeerServer, peer: Peer
+) -> None:
     socket, watch = sockets.connect(zmq.DEALER, server.address, {}, 5.0)
     socket.send(bytes(4 * PIECE_BYTES))
     assert not socket.poll(100)

@@ -1,4 +1,5 @@
-"""`python -m services.stage profile`, as `make up` and a person run it: a device's profile, known the next time."""
+"""`python -m services.stage profile`, as `make up` and a person run it: a device's profile, known
+the next time."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def first(folder: Path, model: Path) -> subprocess.CompletedProcess[str]:
     return profile(folder, model)
 
 
-def profile(folder: Path, model: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+def profile(
+    folder: Path, model: Path, *arguments: str, **settings: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "services.stage", "profile", *arguments],
         env={**os.environ, **environment(folder, model), **settings},
@@ -67,7 +70,9 @@ def found(run: subprocess.CompletedProcess[str]) -> DeviceProfile:
     return only
 
 
-def test_a_profile_has_times_of_each_kind_of_layer(first: subprocess.CompletedProcess[str], model: Path) -> None:
+def test_a_profile_has_times_of_each_kind_of_layer(
+    first: subprocess.CompletedProcess[str], model: Path
+) -> None:
     measured = found(first)
     costs = ModelCosts.read(model)
     assert set(measured.layers) == set(costs.kinds) == {"sliding_attention", "full_attention"}
@@ -99,7 +104,9 @@ def test_a_plan_measures_again_what_was_measured_beside_others(folder: Path, mod
     def has_measured(others_share: float) -> bool:
         noted = msgspec.structs.replace(known, others_share=others_share)
         file.write_bytes(msgspec.json.encode(noted))
-        return MEASURED in profile(folder, model, "--together", SHARDLINE_CACHE_DIR=str(cache)).stderr
+        return (
+            MEASURED in profile(folder, model, "--together", SHARDLINE_CACHE_DIR=str(cache)).stderr
+        )
 
     assert not has_measured(0.05)
     assert has_measured(0.5)
@@ -107,7 +114,9 @@ def test_a_plan_measures_again_what_was_measured_beside_others(folder: Path, mod
 
 def test_a_core_that_another_program_uses_is_noticed(folder: Path, model: Path) -> None:
     spin = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); print(flush=True)\nwhile True: pass"
-    other = subprocess.Popen([sys.executable, "-c", spin, str(usable_cores()[0])], stdout=subprocess.PIPE)
+    other = subprocess.Popen(
+        [sys.executable, "-c", spin, str(usable_cores()[0])], stdout=subprocess.PIPE
+    )
     try:
         assert other.stdout is not None
         other.stdout.readline()
@@ -118,7 +127,9 @@ def test_a_core_that_another_program_uses_is_noticed(folder: Path, model: Path) 
         other.communicate()
 
 
-def test_what_a_busy_machine_measures_can_be_read(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_busy_machine_measures_can_be_read(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each run takes longer than the one before it, so that a part takes more than the whole."""
     for name, value in environment(folder, model).items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,5 @@
-"""Bytes that are no frame never get through, whatever they are, and never bring the process down."""
+"""Bytes that are no frame never get through, whatever they are, and never bring the process
+down."""
 
 from __future__ import annotations
 
@@ -10,7 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.stage.hop.frame import DTYPES, HEADER_BYTES, ITEM_BYTES, Buffer, Frame, Kind, decode, encode
+from services.stage.hop.frame import (
+    DTYPES,
+    HEADER_BYTES,
+    ITEM_BYTES,
+    Buffer,
+    Frame,
+    Kind,
+    decode,
+    encode,
+)
 from shardline.base.errors import ProtocolError
 
 U64 = st.integers(0, (1 << 64) - 1)
@@ -32,7 +42,9 @@ def frames(draw: st.DrawFn) -> Frame:
         epoch=draw(U64),
         step=draw(U64),
         message=draw(st.binary(max_size=64)),
-        tensor=memoryview(draw(st.binary(min_size=num_bytes, max_size=num_bytes))) if has_tensor else None,
+        tensor=memoryview(draw(st.binary(min_size=num_bytes, max_size=num_bytes)))
+        if has_tensor
+        else None,
         dtype=dtype,
         shape=shape,
     )
@@ -69,7 +81,8 @@ def test_what_was_encoded_decodes_to_itself(frame: Frame) -> None:
 
 
 def test_encoding_copies_neither_message_nor_tensor() -> None:
-    message, tensor = bytearray(b"plan"), bytearray(48)
+    message = bytearray(b"plan")
+    tensor = bytearray(48)
     parts = encode(
         Frame(
             kind=Kind.PLAN,
@@ -125,8 +138,14 @@ def test_random_bytes_are_refused(parts: list[bytes]) -> None:
         decode(parts)
 
 
-@given(st.binary(min_size=HEADER_BYTES - 8, max_size=HEADER_BYTES - 8), st.binary(max_size=16), st.binary(max_size=16))
-def test_a_well_sealed_header_of_nonsense_is_refused_or_consistent(rest: bytes, message: bytes, tensor: bytes) -> None:
+@given(
+    st.binary(min_size=HEADER_BYTES - 8, max_size=HEADER_BYTES - 8),
+    st.binary(max_size=16),
+    st.binary(max_size=16),
+)
+def test_a_well_sealed_header_of_nonsense_is_refused_or_consistent(
+    rest: bytes, message: bytes, tensor: bytes
+) -> None:
     parts: list[Buffer] = list(resealed(wire(EXAMPLE)[0][:4] + rest, [message, tensor]))
     try:
         frame = decode(parts)
@@ -135,10 +154,22 @@ def test_a_well_sealed_header_of_nonsense_is_refused_or_consistent(rest: bytes, 
     assert wire(frame) == parts
 
 
-@given(shape=st.lists(U32, min_size=4, max_size=4), num_dims=st.integers(0, 255), dtype=st.integers(0, 255))
-def test_a_shape_that_does_not_fit_the_bytes_is_refused(shape: list[int], num_dims: int, dtype: int) -> None:
+@given(
+    shape=st.lists(U32, min_size=4, max_size=4),
+    num_dims=st.integers(0, 255),
+    dtype=st.integers(0, 255),
+)
+def test_a_shape_that_does_not_fit_the_bytes_is_refused(
+    shape: list[int], num_dims: int, dtype: int
+) -> None:
     header, *payload = wire(EXAMPLE)
-    changed = header[:7] + bytes([dtype]) + header[8:52] + struct.pack("<B3x4I", num_dims, *shape) + header[72:]
+    changed = (
+        header[:7]
+        + bytes([dtype])
+        + header[8:52]
+        + struct.pack("<B3x4I", num_dims, *shape)
+        + header[72:]
+    )
     try:
         frame = decode(resealed(changed, payload))
     except ProtocolError:

@@ -1,4 +1,5 @@
-"""Where sockets bind and what they tell others; bad settings are refused with field, limit and remedy."""
+"""Where sockets bind and what they tell others; bad settings are refused with field, limit and
+remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ A_PIECE_BYTES = 1 << 20
         ("tcp://0.0.0.0", "stage-1", "stage-1"),
     ],
 )
-def test_peers_are_told_a_host_that_they_can_call(bind: str, advertise: str | None, host: str) -> None:
+def test_peers_are_told_a_host_that_they_can_call(
+    bind: str, advertise: str | None, host: str
+) -> None:
     sockets = Sockets(bind=bind, advertise=advertise)
 
     end, address = sockets.bind(zmq.PULL, {})
@@ -38,9 +41,14 @@ def test_peers_are_told_a_host_that_they_can_call(bind: str, advertise: str | No
     sockets.close()
 
 
-@pytest.mark.parametrize("bind", ["tcp://127.0.0.1:5000", "inproc://x", "ipc://relative", "127.0.0.1", ""])
+@pytest.mark.parametrize(
+    "bind", ["tcp://127.0.0.1:5000", "inproc://x", "ipc://relative", "127.0.0.1", ""]
+)
 def test_a_bad_place_to_bind_is_refused(bind: str) -> None:
-    with pytest.raises(Invalid, match=r"SHARDLINE_(HOP_BIND|RUN_DIR): .* is not an address to bind\. Use tcp://HOST"):
+    with pytest.raises(
+        Invalid,
+        match=r"SHARDLINE_(HOP_BIND|RUN_DIR): .* is not an address to bind\. Use tcp://HOST",
+    ):
         Sockets(bind=bind)
 
 
@@ -64,7 +72,9 @@ def test_ports_behind_a_firewall_are_taken_one_after_the_other_and_no_other() ->
     end, address = sockets.bind(zmq.PULL, {})
 
     assert address == f"tcp://stage-1:{port}"
-    with pytest.raises(Unavailable, match=r"no port is free on 127\.0\.0\.1: widen SHARDLINE_HOP_PORTS"):
+    with pytest.raises(
+        Unavailable, match=r"no port is free on 127\.0\.0\.1: widen SHARDLINE_HOP_PORTS"
+    ):
         sockets.bind(zmq.PULL, {})
     end.close()
     sockets.close()
@@ -73,21 +83,26 @@ def test_ports_behind_a_firewall_are_taken_one_after_the_other_and_no_other() ->
 @pytest.mark.parametrize("text", ["7600", "7600-7599", "0-10", "7600-70000", "a-b", ""])
 def test_a_range_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(
-        Invalid, match=r"SHARDLINE_HOP_PORTS: .* is not a range of ports from 1 to 65535\. Use FIRST-LAST"
+        Invalid,
+        match=r"SHARDLINE_HOP_PORTS: .* is not a range of ports from 1 to 65535\. Use FIRST-LAST",
     ):
         parse_ports(text)
 
 
 @pytest.mark.parametrize("secret", ["hunter2", "", "ab" * 31, "ab" * 33, "xy" * 32])
 def test_a_key_of_another_form_is_refused_and_never_shown(secret: str) -> None:
-    with pytest.raises(Invalid, match="SHARDLINE_HOP_SECRET_KEY: it has not 64 hexadecimal digits") as caught:
+    with pytest.raises(
+        Invalid, match="SHARDLINE_HOP_SECRET_KEY: it has not 64 hexadecimal digits"
+    ) as caught:
         CurveKeys.of(secret)
 
     assert not secret or secret not in str(caught.value)
 
 
 def test_a_key_pair_follows_from_its_secret_and_is_never_shown() -> None:
-    one, same, other = CurveKeys.of("ab" * 32), CurveKeys.of("AB" * 32 + "\n"), CurveKeys.of("cd" * 32)
+    one = CurveKeys.of("ab" * 32)
+    same = CurveKeys.of("AB" * 32 + "\n")
+    other = CurveKeys.of("cd" * 32)
 
     assert one == same
     assert one.server == one.public != other.public
@@ -97,7 +112,9 @@ def test_a_key_pair_follows_from_its_secret_and_is_never_shown() -> None:
 def test_hops_over_tcp_without_a_key_are_refused_unless_declared_insecure() -> None:
     tcp = StageSettings(model="m", hop_transport="tcp", hop_bind="127.0.0.1")
 
-    with pytest.raises(Invalid, match=r"SHARDLINE_HOP_SECRET_KEY: hops over tcp need a key\. Make one"):
+    with pytest.raises(
+        Invalid, match=r"SHARDLINE_HOP_SECRET_KEY: hops over tcp need a key\. Make one"
+    ):
         hop_sockets(tcp)
     with pytest.raises(Invalid, match="64 hexadecimal digits"):
         hop_sockets(tcp.model_copy(update={"hop_secret_key": SecretStr("short")}))
@@ -105,7 +122,9 @@ def test_hops_over_tcp_without_a_key_are_refused_unless_declared_insecure() -> N
     hop_sockets(tcp.model_copy(update={"hop_insecure": True})).close()
 
 
-def test_a_peer_that_was_met_and_has_no_room_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_was_met_and_has_no_room_yet_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sockets = Sockets(bind="tcp://127.0.0.1")
     peer, address = sockets.bind(zmq.PULL, {zmq.RCVHWM: 1})
     end, watch = sockets.connect(zmq.PUSH, address, {zmq.SNDHWM: 1}, PATIENCE_S)

@@ -60,7 +60,10 @@ def test_stages_alike_have_their_own_fingerprint_wherever_they_are_cut() -> None
 
 
 def test_a_cut_between_neighbors_alike_changes_nothing() -> None:
-    assert wiring((15, "a"), (30, "b")).exactness == wiring((4, "a"), (15, "a"), (20, "b"), (30, "b")).exactness
+    assert (
+        wiring((15, "a"), (30, "b")).exactness
+        == wiring((4, "a"), (15, "a"), (20, "b"), (30, "b")).exactness
+    )
 
 
 def test_which_layers_have_which_bits_decides() -> None:
@@ -83,15 +86,18 @@ def test_which_layers_have_which_bits_decides() -> None:
 def stages(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int, str], Executor]:
     """Every range of layers of a model, in each dtype."""
     folder = tmp_path_factory.mktemp("model")
-    model, limits = (
-        save_model(folder, num_hidden_layers=NUM_LAYERS),
-        Limits(kv_bytes=1 << 20, token_budget=64, max_open=4),
-    )
+    model = save_model(folder, num_hidden_layers=NUM_LAYERS)
+    limits = Limits(kv_bytes=1 << 20, token_budget=64, max_open=4)
     with unpinned_afterwards():
         device = acquire("cpu", worker="tests", lock_folder=folder / "locks")
         found = {
             (start, stop, dtype): Executor.load(
-                model=model, layers=range(start, stop), device=device, dtype=dtype, limits=limits, cache_folder=folder
+                model=model,
+                layers=range(start, stop),
+                device=device,
+                dtype=dtype,
+                limits=limits,
+                cache_folder=folder,
             )
             for start, stop, dtype in product(range(NUM_LAYERS), range(1, NUM_LAYERS + 1), KINDS)
             if start < stop
@@ -106,8 +112,13 @@ def test_pipelines_of_unlike_stages_with_equal_fingerprints_have_equal_bits(
     bits_of = defaultdict[str, set[bytes]](set)
     for cuts in ([0, 3], [0, 1, 3], [0, 2, 3], [0, 1, 2, 3]):
         for dtypes in product(KINDS, repeat=len(cuts) - 1):
-            chain = [stages[start, stop, dtype] for (start, stop), dtype in zip(pairwise(cuts), dtypes, strict=True)]
-            formed = wiring(*((stop, each.fingerprint) for stop, each in zip(cuts[1:], chain, strict=True)))
+            chain = [
+                stages[start, stop, dtype]
+                for (start, stop), dtype in zip(pairwise(cuts), dtypes, strict=True)
+            ]
+            formed = wiring(
+                *((stop, each.fingerprint) for stop, each in zip(cuts[1:], chain, strict=True))
+            )
             bits_of[formed.exactness].add(logits(chain))
 
     assert all(len(bits) == 1 for bits in bits_of.values())
@@ -119,5 +130,7 @@ def logits(chain: Sequence[Executor]) -> bytes:
     """Of a short prompt's last token."""
     x = torch.arange(3, 23)
     for stage in chain:
-        x = stage.forward.sampled_outputs([Span(start=0, length=20, blocks=[0])], x, list(range(20)))
+        x = stage.forward.sampled_outputs(
+            [Span(start=0, length=20, blocks=[0])], x, list(range(20))
+        )
     return x[-1].view(torch.int16).numpy().tobytes()

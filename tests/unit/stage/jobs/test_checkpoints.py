@@ -1,4 +1,5 @@
-"""What one heartbeat saves of many jobs: bounded, in turn, and nothing of those without log-probabilities put off."""
+"""What one heartbeat saves of many jobs: bounded, in turn, and nothing of those without
+log-probabilities put off."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def test_each_beat_of_long_jobs_with_logprobs_is_bounded_and_takes_turns() -> No
 
 def test_one_job_over_the_bound_among_small_ones_is_saved_alone_and_soon() -> None:
     jobs = [*(live(1_000, 10) for _ in range(4)), live(2 * MAX_REWRITTEN, 10)]
-    first, second = save(jobs), save(jobs)
+    first = save(jobs)
+    second = save(jobs)
     assert [len(beat.ids) for beat in first] == [10, 10, 10, 10, 0]
     assert [len(beat.ids) for beat in second] == [0, 0, 0, 0, 10]
 

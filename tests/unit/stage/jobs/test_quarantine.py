@@ -1,4 +1,5 @@
-"""Who may be claimed: within the seats, interactive jobs in seats of their own, and suspects soon but alone."""
+"""Who may be claimed: within the seats, interactive jobs in seats of their own, and suspects soon
+but alone."""
 
 from __future__ import annotations
 
@@ -112,7 +113,9 @@ def test_others_wait_a_bounded_number_of_steps_for_a_suspects_long_prompt() -> N
 
     assert claimed([delivery("new")], live=[suspect], num_steps=7 + ISOLATED_STEPS - 1) == []
     assert claimed([delivery("new")], live=[suspect], num_steps=7 + ISOLATED_STEPS) == ["new"]
-    assert claimed([delivery("new")], live=[suspect], num_steps=0) == [], "the count starts anew with an epoch"
+    assert claimed([delivery("new")], live=[suspect], num_steps=0) == [], (
+        "the count starts anew with an epoch"
+    )
 
 
 def test_the_first_of_several_suspects_is_claimed_alone() -> None:

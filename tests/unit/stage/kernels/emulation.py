@@ -20,5 +20,8 @@ def emulated_amx() -> Kernel:
             shutil.copy(file, folder)
         shutil.copy(EMULATED, Path(folder, "amx.h"))
         return Kernel(
-            build(isa, KernelSettings().kernel_dir, Path(folder), ("-D__AMX_TILE__", "-D__AMX_BF16__")), "amx"
+            build(
+                isa, KernelSettings().kernel_dir, Path(folder), ("-D__AMX_TILE__", "-D__AMX_BF16__")
+            ),
+            "amx",
         )

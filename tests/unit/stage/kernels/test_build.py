@@ -1,4 +1,5 @@
-"""The kernel's build: once per source and instruction set, reused without a compiler, one OpenMP runtime."""
+"""The kernel's build: once per source and instruction set, reused without a compiler, one OpenMP
+runtime."""
 
 from __future__ import annotations
 
@@ -26,9 +27,12 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 
 
-def test_workers_that_start_together_build_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_start_together_build_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Given a compiler that notes each call
-    log, compiler = tmp_path / "log", tmp_path / "compiler"
+    log = tmp_path / "log"
+    compiler = tmp_path / "compiler"
     compiler.write_text(COUNTING_COMPILER.format(log=log))
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
@@ -37,7 +41,8 @@ def test_workers_that_start_together_build_once(tmp_path: Path, monkeypatch: pyt
     with ThreadPoolExecutor(4) as pool:
         paths = set(pool.map(lambda _: build("avx2", tmp_path / "kernels"), range(8)))
 
-    # Then each source was compiled once, and they were linked once, and only the finished library lies there
+    # Then each source was compiled once, and they were linked once, and only the finished library
+    # lies there
     assert len(log.read_text().splitlines()) == len(list(HERE.glob("*.cpp"))) + 1
     assert {path.read_text() for path in paths} == {"built\n"}
     assert {path.suffix for path in (tmp_path / "kernels").iterdir()} == {".so", ".lock"}
@@ -54,7 +59,9 @@ def test_workers_that_start_together_build_once(tmp_path: Path, monkeypatch: pyt
         ("DEFAULT", "amx"),
     ],
 )
-def test_onednns_limit_holds_for_the_kernels_too(limit: str, widest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednns_limit_holds_for_the_kernels_too(
+    limit: str, widest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     everything = supported_isas()
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
 
@@ -75,7 +82,9 @@ def test_a_built_library_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_without_a_compiler_sdpa_serves_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_sdpa_serves_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SHARDLINE_KERNEL_DIR", str(tmp_path / "empty"))
     with capture_logs() as logs:
         assert load() is None
@@ -97,7 +106,15 @@ def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_shares_the_openmp_runtime_of_torch() -> None:
     assert load() is not None
-    mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
-    runtimes = {Path(path) for path in mapped if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))}
+    mapped = {
+        line.split(maxsplit=5)[-1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "omp" in line
+    }
+    runtimes = {
+        Path(path)
+        for path in mapped
+        if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))
+    }
     assert {path.parent for path in runtimes} == {Path(torch.__file__).parent / "lib"}
     assert len(runtimes) == 1

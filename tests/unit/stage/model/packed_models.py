@@ -1,4 +1,5 @@
-"""Quantized checkpoints for tests, and the float checkpoints that mean the same: packed number by number."""
+"""Quantized checkpoints for tests, and the float checkpoints that mean the same: packed number by
+number."""
 
 from __future__ import annotations
 
@@ -32,16 +33,20 @@ Pack = Callable[[torch.Size, torch.Generator], Packed]
 
 
 def save_both(folder: Path, pack: Pack, config: dict[str, Any]) -> tuple[Path, Path]:
-    """Saves a model with packed linear layers and the same one with float weights; returns their folders."""
+    """Saves a model with packed linear layers and the same one with float weights; returns their
+    folders."""
     whole = save_model(folder / "float")
-    tensors, generator = load_file(whole / FILE), torch.Generator().manual_seed(3)
+    tensors = load_file(whole / FILE)
+    generator = torch.Generator().manual_seed(3)
     packed: dict[str, Tensor] = {}
     for name, tensor in list(tensors.items()):
         layer = name.removesuffix(".weight")
         if layer.rpartition(".")[2] in PROJECTIONS:
             made = pack(tensor.shape, generator)
             tensors[name] = made.weight.contiguous()
-            packed |= {f"{layer}.{part}": value.contiguous() for part, value in made.tensors.items()}
+            packed |= {
+                f"{layer}.{part}": value.contiguous() for part, value in made.tensors.items()
+            }
         else:
             packed[name] = tensor
     save_file(tensors, whole / FILE, metadata={"format": "pt"})
@@ -58,7 +63,9 @@ def in_words(numbers: list[int], bits: int) -> list[int]:
     size = 32 // bits
     words = []
     for first in range(0, len(numbers), size):
-        word = sum(number << (bits * place) for place, number in enumerate(numbers[first : first + size]))
+        word = sum(
+            number << (bits * place) for place, number in enumerate(numbers[first : first + size])
+        )
         words.append(word - (1 << 32) if word >= 1 << 31 else word)
     return words
 
@@ -82,15 +89,15 @@ def gptq(bits: int = 4, *, less: int = 1, reordered: bool = False) -> Pack:
 
     def pack(shape: torch.Size, generator: torch.Generator) -> Packed:
         outputs, inputs = shape
-        numbers, scales = (
-            integers(generator, bits, inputs, outputs),
-            scales_of(generator, inputs // GROUP, outputs, bits=bits),
-        )
+        numbers = integers(generator, bits, inputs, outputs)
+        scales = scales_of(generator, inputs // GROUP, outputs, bits=bits)
         zeros = torch.randint(1, 1 << bits, scales.shape, generator=generator)
         group = torch.arange(inputs) // GROUP
         if reordered:
             group = group[torch.randperm(inputs, generator=generator)]
-        weight = torch.stack([scales[g].float() * (numbers[i] - zeros[g]) for i, g in enumerate(group.tolist())])
+        weight = torch.stack(
+            [scales[g].float() * (numbers[i] - zeros[g]) for i, g in enumerate(group.tolist())]
+        )
         tensors = {
             "qweight": rows_in_words(numbers.T, bits).T,
             "qzeros": rows_in_words(zeros - less, bits),
@@ -109,9 +116,12 @@ def gptq_dynamic(shape: torch.Size, generator: torch.Generator) -> Packed:
 
 def awq(shape: torch.Size, generator: torch.Generator) -> Packed:
     outputs, inputs = shape
-    numbers, scales = integers(generator, 4, inputs, outputs), scales_of(generator, inputs // GROUP, outputs)
+    numbers = integers(generator, 4, inputs, outputs)
+    scales = scales_of(generator, inputs // GROUP, outputs)
     zeros = integers(generator, 4, *scales.shape)
-    weight = torch.stack([scales[i // GROUP].float() * (numbers[i] - zeros[i // GROUP]) for i in range(inputs)])
+    weight = torch.stack(
+        [scales[i // GROUP].float() * (numbers[i] - zeros[i // GROUP]) for i in range(inputs)]
+    )
     order = [first + place for first in range(0, outputs, 8) for place in AWQ_ORDER]
     tensors = {
         "qweight": rows_in_words(numbers[:, order], 4),
@@ -126,17 +136,19 @@ def packed_integers(bits: int, *, group: int | None, symmetric: bool) -> Pack:
 
     def pack(shape: torch.Size, generator: torch.Generator) -> Packed:
         outputs, inputs = shape
-        offset, size = 1 << (bits - 1), group or inputs
-        numbers, scales = (
-            integers(generator, bits, *shape) - offset,
-            scales_of(generator, outputs, inputs // size, bits=bits),
-        )
+        offset = 1 << (bits - 1)
+        size = group or inputs
+        numbers = integers(generator, bits, *shape) - offset
+        scales = scales_of(generator, outputs, inputs // size, bits=bits)
         zeros = (
             torch.zeros(scales.shape, dtype=torch.long)
             if symmetric
             else integers(generator, bits, *scales.shape) - offset
         )
-        columns = [scales[:, i // size].float() * (numbers[:, i] - zeros[:, i // size]) for i in range(inputs)]
+        columns = [
+            scales[:, i // size].float() * (numbers[:, i] - zeros[:, i // size])
+            for i in range(inputs)
+        ]
         tensors = {
             "weight_packed": rows_in_words(numbers + offset, bits),
             "weight_scale": scales,
@@ -150,8 +162,11 @@ def packed_integers(bits: int, *, group: int | None, symmetric: bool) -> Pack:
 
 
 def int8_rows(shape: torch.Size, generator: torch.Generator) -> Packed:
-    numbers, scales = integers(generator, 8, *shape) - 128, scales_of(generator, shape[0], 1, bits=8)
-    return Packed({"weight": numbers.to(torch.int8), "weight_scale": scales}, numbers * scales.float())
+    numbers = integers(generator, 8, *shape) - 128
+    scales = scales_of(generator, shape[0], 1, bits=8)
+    return Packed(
+        {"weight": numbers.to(torch.int8), "weight_scale": scales}, numbers * scales.float()
+    )
 
 
 def fp8(block: int | None) -> Pack:
@@ -165,7 +180,10 @@ def fp8(block: int | None) -> Pack:
         scales = scales_of(generator, *(-(-size // block) for size in shape), bits=1).float()
         weight = torch.tensor(
             [
-                [float(numbers[o, i]) * float(scales[o // block, i // block]) for i in range(shape[1])]
+                [
+                    float(numbers[o, i]) * float(scales[o // block, i // block])
+                    for i in range(shape[1])
+                ]
                 for o in range(shape[0])
             ]
         )

@@ -49,25 +49,36 @@ def kernel() -> Kernel:
 
 def forward_of(folder: Path, dtype: torch.dtype, *, int8: bool = False) -> Forward:
     """A whole model in one shard, packed, its elementwise parts fused, its layers not."""
-    native, cpu = kernel(), torch.device("cpu")
-    attention, packing = Attention(native), packing_for(dtype, native, int8=int8)
-    shard = Shard.load(folder, range(NUM_LAYERS), dtype=dtype, attn_implementation=attention.name, device=cpu)
+    native = kernel()
+    cpu = torch.device("cpu")
+    attention = Attention(native)
+    packing = packing_for(dtype, native, int8=int8)
+    shard = Shard.load(
+        folder, range(NUM_LAYERS), dtype=dtype, attn_implementation=attention.name, device=cpu
+    )
     kv_shapes = probe_kv_shapes(shard)
     pack_shard(shard, packing)
     fuse(shard.model, native)
     return Forward(
-        shard, attention, PagedKv(layers=kv_shapes, num_blocks=3, dtype=dtype), RowPadding(buckets=frozenset())
+        shard,
+        attention,
+        PagedKv(layers=kv_shapes, num_blocks=3, dtype=dtype),
+        RowPadding(buckets=frozenset()),
     )
 
 
 def ids(spans: list[Span]) -> Tensor:
     """One for each packed row."""
-    return torch.tensor([3 + (7 * at) % 90 for span in spans for at in range(span.start, span.start + span.length)])
+    return torch.tensor(
+        [3 + (7 * at) % 90 for span in spans for at in range(span.start, span.start + span.length)]
+    )
 
 
 def outputs(forward: Forward) -> list[Tensor]:
-    """Of all rows of two prompts, of their last rows, and of the row after a prompt that was written only."""
-    spans, last = [PROMPT, BESIDE], [PROMPT.length - 1, PROMPT.length + BESIDE.length - 1]
+    """Of all rows of two prompts, of their last rows, and of the row after a prompt that was
+    written only."""
+    spans = [PROMPT, BESIDE]
+    last = [PROMPT.length - 1, PROMPT.length + BESIDE.length - 1]
     every = forward.sampled_outputs(spans, ids(spans), list(range(PROMPT.length + BESIDE.length)))
     narrowed = forward.sampled_outputs(spans, ids(spans), last)
     for store in (*forward.kv.keys.values(), *forward.kv.values.values()):
@@ -79,9 +90,12 @@ def outputs(forward: Forward) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("name", FUSED)
 @torch.inference_mode()
-def test_layers_as_one_call_give_every_bit_of_their_modules(name: str, dtype: str, tmp_path: Path) -> None:
+def test_layers_as_one_call_give_every_bit_of_their_modules(
+    name: str, dtype: str, tmp_path: Path
+) -> None:
     # Given a model made of modules
-    is_int8, stored = dtype == "int8", torch.float32 if dtype == "float32" else torch.bfloat16
+    is_int8 = dtype == "int8"
+    stored = torch.float32 if dtype == "float32" else torch.bfloat16
     forward = forward_of(save_model(tmp_path, name), stored, int8=is_int8)
     expected = outputs(forward)
 
@@ -96,11 +110,17 @@ def test_layers_as_one_call_give_every_bit_of_their_modules(name: str, dtype: st
 @torch.inference_mode()
 def test_a_last_layer_that_depends_on_late_positions_computes_every_row(tmp_path: Path) -> None:
     # Given a last layer that adds to rows far behind, by positions which narrowing does not narrow
-    attention, path = Attention(kernel()), save_model(tmp_path)
-    layers, cpu = range(NUM_LAYERS), torch.device("cpu")
-    shard = Shard.load(path, layers, dtype=torch.float32, attn_implementation=attention.name, device=cpu)
+    attention = Attention(kernel())
+    path = save_model(tmp_path)
+    layers = range(NUM_LAYERS)
+    cpu = torch.device("cpu")
+    shard = Shard.load(
+        path, layers, dtype=torch.float32, attn_implementation=attention.name, device=cpu
+    )
     position: list[Tensor] = []
-    shard.decoder.register_forward_pre_hook(lambda *call: position.append(call[2]["position_ids"]), with_kwargs=True)
+    shard.decoder.register_forward_pre_hook(
+        lambda *call: position.append(call[2]["position_ids"]), with_kwargs=True
+    )
     shard.layer_modules[NUM_LAYERS - 1].register_forward_hook(
         lambda _layer, _args, out: out + 5 * (position[-1][:, : out.shape[1], None] > 200)
     )

@@ -1,4 +1,5 @@
-"""A narrowed last layer: the same logits, and the same keys and values for the rows that come after."""
+"""A narrowed last layer: the same logits, and the same keys and values for the rows that come
+after."""
 
 from __future__ import annotations
 
@@ -26,9 +27,12 @@ NEXT = Span(start=NUM_TOKENS, length=1, blocks=[0])
 def forward(request: pytest.FixtureRequest, tmp_path: Path) -> Forward:
     """A whole model in one shard."""
     attention = Attention(kernel.load())
-    folder, cpu = save_model(tmp_path, request.param), torch.device("cpu")
+    folder = save_model(tmp_path, request.param)
+    cpu = torch.device("cpu")
     with torch.inference_mode():
-        shard = Shard.load(folder, range(4), dtype=torch.float32, attn_implementation=attention.name, device=cpu)
+        shard = Shard.load(
+            folder, range(4), dtype=torch.float32, attn_implementation=attention.name, device=cpu
+        )
         kv = PagedKv(layers=probe_kv_shapes(shard), num_blocks=2, dtype=torch.float32)
         return Forward(shard, attention, kv, RowPadding())
 
@@ -36,7 +40,11 @@ def forward(request: pytest.FixtureRequest, tmp_path: Path) -> Forward:
 def ids(spans: list[Span]) -> Tensor:
     """One for each packed row."""
     return torch.tensor(
-        [3 + (7 * position) % 90 for span in spans for position in range(span.start, span.start + span.length)]
+        [
+            3 + (7 * position) % 90
+            for span in spans
+            for position in range(span.start, span.start + span.length)
+        ]
     )
 
 
@@ -47,7 +55,10 @@ def test_the_few_wanted_rows_of_a_prefill_have_the_logits_of_all(forward: Forwar
     everything = forward.sampled_outputs(spans, ids(spans), list(range(NUM_TOKENS + BESIDE.length)))
 
     torch.testing.assert_close(
-        forward.sampled_outputs(spans, ids(spans), sampled_rows), everything[sampled_rows], rtol=1e-5, atol=1e-5
+        forward.sampled_outputs(spans, ids(spans), sampled_rows),
+        everything[sampled_rows],
+        rtol=1e-5,
+        atol=1e-5,
     )
 
 
@@ -64,7 +75,9 @@ def test_a_row_after_a_narrowed_prefill_attends_to_all_of_it(forward: Forward, a
     else:
         forward.write([PROMPT], ids([PROMPT]))
 
-    torch.testing.assert_close(forward.sampled_outputs([NEXT], ids([NEXT]), [0]), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        forward.sampled_outputs([NEXT], ids([NEXT]), [0]), expected, rtol=1e-5, atol=1e-5
+    )
 
 
 @torch.inference_mode()

@@ -1,4 +1,5 @@
-"""Models of the hub: which commit is read, said and kept. The hub's own library reads its cache, without a network."""
+"""Models of the hub: which commit is read, said and kept. The hub's own library reads its cache,
+without a network."""
 
 from __future__ import annotations
 
@@ -12,12 +13,14 @@ from services.stage.model.model_info import ModelInfo
 from shardline.base.errors import Invalid, Unavailable
 from tests.models import save_model
 
-OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
+OLD = "0" * 39 + "1"
+NEW = "0" * 39 + "2"
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two commits of one model in the hub's cache, `main` at the newer one; the hub itself is away."""
+    """Two commits of one model in the hub's cache, `main` at the newer one; the hub itself is
+    away."""
     model = tmp_path / "models--owner--name"
     for commit in (OLD, NEW):
         save_model(model / "snapshots").rename(model / "snapshots" / commit)
@@ -38,13 +41,19 @@ def test_a_pinned_commit_is_read_and_named_in_the_row(hub: Path) -> None:
 
 
 @pytest.mark.parametrize("revision", [None, "main"])
-def test_the_commit_of_a_moving_revision_is_kept_and_warned_of(hub: Path, revision: str | None) -> None:
+def test_the_commit_of_a_moving_revision_is_kept_and_warned_of(
+    hub: Path, revision: str | None
+) -> None:
     with capture_logs() as logs:
         info = ModelInfo.read("owner/name", revision)
 
     assert info.revision == NEW
     (warning,) = logs
-    assert (warning["log_level"], warning["model"], warning["commit"]) == ("warning", "owner/name", NEW)
+    assert (warning["log_level"], warning["model"], warning["commit"]) == (
+        "warning",
+        "owner/name",
+        NEW,
+    )
     assert "SHARDLINE_MODEL_REVISION" in warning["event"]
 
 
@@ -57,5 +66,7 @@ def test_a_folder_has_no_revision_and_refuses_one(tmp_path: Path) -> None:
     folder = save_model(tmp_path)
 
     assert ModelInfo.read(folder).revision is None
-    with pytest.raises(Invalid, match=r"is a folder, which has no revision 'v1'.*Unset SHARDLINE_MODEL_REVISION"):
+    with pytest.raises(
+        Invalid, match=r"is a folder, which has no revision 'v1'.*Unset SHARDLINE_MODEL_REVISION"
+    ):
         ModelInfo.read(folder, "v1")

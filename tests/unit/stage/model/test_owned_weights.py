@@ -20,7 +20,8 @@ def mapped_linear(path: Path) -> nn.Linear:
 
 def test_owned_weights_do_not_change_with_their_file(tmp_path: Path) -> None:
     path = tmp_path / "weights"
-    linear, other = mapped_linear(path), mapped_linear(path)
+    linear = mapped_linear(path)
+    other = mapped_linear(path)
 
     own(linear)
     other.weight.data.fill_(1.0)
@@ -29,7 +30,8 @@ def test_owned_weights_do_not_change_with_their_file(tmp_path: Path) -> None:
 
 
 def test_tied_weights_stay_tied_when_owned(tmp_path: Path) -> None:
-    first, second = mapped_linear(tmp_path / "weights"), nn.Linear(64, 64, bias=False)
+    first = mapped_linear(tmp_path / "weights")
+    second = nn.Linear(64, 64, bias=False)
     second.weight.data = first.weight.data
 
     own(nn.Sequential(first, second))

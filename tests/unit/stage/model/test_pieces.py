@@ -1,4 +1,5 @@
-"""The pieces of a decoder, by transformers' plan or by what the model calls, and what replaces them."""
+"""The pieces of a decoder, by transformers' plan or by what the model calls, and what replaces
+them."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def test_a_plan_says_what_is_seen(name: str) -> None:
 
 
 def test_stubs_return_states_and_add_nothing() -> None:
-    ids, states = torch.arange(3)[None], torch.randn(1, 3, 8, dtype=torch.bfloat16)
+    ids = torch.arange(3)[None]
+    states = torch.randn(1, 3, 8, dtype=torch.bfloat16)
 
     assert PassThrough()(ids, inputs_embeds=states) is states
     summed: Any = states + NoEmbedding()(ids)

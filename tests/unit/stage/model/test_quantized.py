@@ -1,4 +1,5 @@
-"""Quantized checkpoints load as the float checkpoints that mean the same, to the last bit, whole or cut into stages."""
+"""Quantized checkpoints load as the float checkpoints that mean the same, to the last bit, whole or
+cut into stages."""
 
 from __future__ import annotations
 
@@ -45,9 +46,18 @@ FORMATS: dict[str, tuple[Pack, dict[str, Any]]] = {
     "gptq-reordered": (gptq(reordered=True), {"quant_method": "gptq", "bits": 4, "desc_act": True}),
     "gptq-v2": (gptq(less=0), {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "version": "gemm"}),
-    "packed-4": (packed_integers(4, group=16, symmetric=True), {**COMPRESSED, "format": "pack-quantized"}),
-    "packed-4-zeros": (packed_integers(4, group=16, symmetric=False), {**COMPRESSED, "format": "pack-quantized"}),
-    "packed-8-rows": (packed_integers(8, group=None, symmetric=True), {**COMPRESSED, "format": "pack-quantized"}),
+    "packed-4": (
+        packed_integers(4, group=16, symmetric=True),
+        {**COMPRESSED, "format": "pack-quantized"},
+    ),
+    "packed-4-zeros": (
+        packed_integers(4, group=16, symmetric=False),
+        {**COMPRESSED, "format": "pack-quantized"},
+    ),
+    "packed-8-rows": (
+        packed_integers(8, group=None, symmetric=True),
+        {**COMPRESSED, "format": "pack-quantized"},
+    ),
     "int8": (int8_rows, {**COMPRESSED, "format": "int-quantized"}),
     "fp8-rows": (fp8(None), {**COMPRESSED, "format": "float-quantized"}),
     "fp8-blocks": (fp8(20), {"quant_method": "fp8", "weight_block_size": [20, 20]}),
@@ -69,7 +79,11 @@ def both(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
 def floats(packed: Path, layers: range, dtype: torch.dtype, cache: Path) -> dict[str, torch.Tensor]:
     folder = with_floats(ModelInfo.read(packed), layers, dtype, cache).path
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    return {name: tensor for file in set(index.values()) for name, tensor in load_file(folder / file).items()}
+    return {
+        name: tensor
+        for file in set(index.values())
+        for name, tensor in load_file(folder / file).items()
+    }
 
 
 def test_every_weight_is_what_the_format_means(both: tuple[Path, Path], tmp_path: Path) -> None:
@@ -89,7 +103,12 @@ def test_tokens_are_those_of_the_float_model_in_one_stage_and_in_three(
     wanted = requests([range(5, 40), range(50, 60)], SamplingParams(max_tokens=20, temperature=0.0))
     expected = generate(load_chain(whole, 1, device, tmp_path, dtype=dtype), wanted, budget=32)
     for num_stages in (1, 3):
-        assert generate(load_chain(packed, num_stages, device, tmp_path, dtype=dtype), wanted, budget=32) == expected
+        assert (
+            generate(
+                load_chain(packed, num_stages, device, tmp_path, dtype=dtype), wanted, budget=32
+            )
+            == expected
+        )
 
 
 def test_files_are_written_once_and_hold_the_layers_of_one_shard(tmp_path: Path) -> None:
@@ -97,11 +116,15 @@ def test_files_are_written_once_and_hold_the_layers_of_one_shard(tmp_path: Path)
     info = ModelInfo.read(packed)
     first = with_floats(info, range(2), torch.bfloat16, tmp_path)
     before = {file: file.stat().st_mtime_ns for file in first.path.parent.glob("*.safetensors")}
-    assert {file.name for file in before} == {f"{part}.safetensors" for part in ("rest", "layer-0", "layer-1")}
+    assert {file.name for file in before} == {
+        f"{part}.safetensors" for part in ("rest", "layer-0", "layer-1")
+    }
     second = with_floats(info, range(1, 4), torch.bfloat16, tmp_path)
     assert {file: file.stat().st_mtime_ns for file in before} == before
     assert len(list(second.path.glob("*.safetensors"))) == 4
-    assert fingerprint(packed, tmp_path) == fingerprint(info.path, tmp_path), "the checkpoint's own stays"
+    assert fingerprint(packed, tmp_path) == fingerprint(info.path, tmp_path), (
+        "the checkpoint's own stays"
+    )
 
 
 def test_a_stage_that_reads_the_files_never_sees_half_of_one(tmp_path: Path) -> None:
@@ -117,7 +140,10 @@ def test_a_stage_that_reads_the_files_never_sees_half_of_one(tmp_path: Path) -> 
         with_floats(model, range(2), torch.float32, tmp_path)
 
         # Then the first reads what it has opened, whole
-        assert all((found / name).stat().st_ino != os.fstat(file.fileno()).st_ino for name, file in opened.items())
+        assert all(
+            (found / name).stat().st_ino != os.fstat(file.fileno()).st_ino
+            for name, file in opened.items()
+        )
         assert {name: file.read() for name, file in opened.items()} == before
 
 
@@ -127,14 +153,22 @@ def test_a_stage_that_reads_the_files_never_sees_half_of_one(tmp_path: Path) -> 
         ({"quant_method": "bitsandbytes"}, "it is quantized by bitsandbytes"),
         ({"quant_method": "gptq", "bits": 3}, "quantization_config has bits 3, not 4 or 8"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv', not gemm"),
-        ({**COMPRESSED, "format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized', not int-quantized"),
+        (
+            {**COMPRESSED, "format": "nvfp4-pack-quantized"},
+            "format 'nvfp4-pack-quantized', not int-quantized",
+        ),
     ],
 )
-def test_other_formats_are_refused_by_name(config: dict[str, Any], problem: str, tmp_path: Path) -> None:
+def test_other_formats_are_refused_by_name(
+    config: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
     _, packed = save_both(tmp_path, FORMATS["awq"][0], config)
     with pytest.raises(Invalid, match=problem) as refused:
         ModelInfo.read(packed)
-    assert refused.value.remedy == "Give the float checkpoint, or one in compressed-tensors, GPTQ, AWQ or fp8"
+    assert (
+        refused.value.remedy
+        == "Give the float checkpoint, or one in compressed-tensors, GPTQ, AWQ or fp8"
+    )
 
 
 def test_a_checkpoint_without_a_part_is_refused_with_its_layer(tmp_path: Path) -> None:
@@ -146,8 +180,12 @@ def test_a_checkpoint_without_a_part_is_refused_with_its_layer(tmp_path: Path) -
         with_floats(ModelInfo.read(packed), range(2), torch.bfloat16, tmp_path)
 
 
-def test_a_full_disk_is_told_before_a_file_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_told_before_a_file_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, packed = save_both(tmp_path, *FORMATS["gptq"])
     monkeypatch.setattr(float_files, "ROOM", 1e12)
-    with pytest.raises(Invalid, match=r"SHARDLINE_CACHE_DIR: .*rest\.safetensors needs 0 MiB, the disk has"):
+    with pytest.raises(
+        Invalid, match=r"SHARDLINE_CACHE_DIR: .*rest\.safetensors needs 0 MiB, the disk has"
+    ):
         with_floats(ModelInfo.read(packed), range(2), torch.bfloat16, tmp_path)

@@ -40,7 +40,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(path: Path | ModelInfo, layers: range, **options: Any) -> Shard:
     """On the CPU in float32."""
     cpu = torch.device("cpu")
-    return Shard.load(path, layers, dtype=torch.float32, attn_implementation="eager", device=cpu, **options)
+    return Shard.load(
+        path, layers, dtype=torch.float32, attn_implementation="eager", device=cpu, **options
+    )
 
 
 def num_bytes(shard: Shard) -> int:
@@ -57,12 +59,19 @@ def edit(path: Path, **changes: Any) -> None:
 def test_the_limits_of_a_model_are_read_without_weights(llama: Path) -> None:
     info = ModelInfo.read(llama)
 
-    assert (info.num_layers, info.context_length, info.vocab_size, info.hidden_size) == (4, 512, 96, 32)
+    assert (info.num_layers, info.context_length, info.vocab_size, info.hidden_size) == (
+        4,
+        512,
+        96,
+        32,
+    )
     assert info.eos_ids == (2,)
 
 
 @pytest.mark.parametrize(("eos", "ids"), [([2, 7], (2, 7)), (7, (7,)), (None, (2,))])
-def test_the_ends_of_a_generation_config_count(eos: Any, ids: tuple[int, ...], tmp_path: Path) -> None:
+def test_the_ends_of_a_generation_config_count(
+    eos: Any, ids: tuple[int, ...], tmp_path: Path
+) -> None:
     path = save_model(tmp_path)
     tf.GenerationConfig(eos_token_id=eos).save_pretrained(path)
 
@@ -86,7 +95,9 @@ def test_settings_of_a_generation_config_that_nobody_reads_refuse_no_model(
 
 
 @pytest.mark.parametrize("said", ["{", "[]", '{"eos_token_id": "2"}', '{"eos_token_id": [true]}'])
-def test_a_generation_config_without_a_readable_end_is_refused_by_name(said: str, tmp_path: Path) -> None:
+def test_a_generation_config_without_a_readable_end_is_refused_by_name(
+    said: str, tmp_path: Path
+) -> None:
     path = save_model(tmp_path)
     (path / "generation_config.json").write_text(said)
     with pytest.raises(Invalid, match=r"generation_config\.json"):
@@ -95,9 +106,17 @@ def test_a_generation_config_without_a_readable_end_is_refused_by_name(said: str
 
 @pytest.mark.parametrize(
     ("named", "ids"),
-    [("<|im_end|>", (2, 5)), ({"content": "<|im_end|>"}, (2, 5)), ("</s>", (2,)), ("<gone>", (2,)), (None, (2,))],
+    [
+        ("<|im_end|>", (2, 5)),
+        ({"content": "<|im_end|>"}, (2, 5)),
+        ("</s>", (2,)),
+        ("<gone>", (2,)),
+        (None, (2,)),
+    ],
 )
-def test_the_end_that_the_tokenizer_names_is_one_too(named: Any, ids: tuple[int, ...], tmp_path: Path) -> None:
+def test_the_end_that_the_tokenizer_names_is_one_too(
+    named: Any, ids: tuple[int, ...], tmp_path: Path
+) -> None:
     path = save_model(tmp_path)
     tf.GenerationConfig(eos_token_id=2).save_pretrained(path)
     tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "</s>": 2, "c": 3, "d": 4}, unk_token="a"))
@@ -110,17 +129,26 @@ def test_the_end_that_the_tokenizer_names_is_one_too(named: Any, ids: tuple[int,
 
 @pytest.mark.parametrize("vocab_size", [95, 97])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_vocabulary_of_another_size_than_the_embedding_is_refused(name: str, vocab_size: int, tmp_path: Path) -> None:
+def test_a_vocabulary_of_another_size_than_the_embedding_is_refused(
+    name: str, vocab_size: int, tmp_path: Path
+) -> None:
     path = save_model(tmp_path, name)
     edit(path, vocab_size=vocab_size)
 
-    with pytest.raises(Invalid, match=f"vocab_size is {vocab_size} in config.json, and .* has 96 rows"):
+    with pytest.raises(
+        Invalid, match=f"vocab_size is {vocab_size} in config.json, and .* has 96 rows"
+    ):
         ModelInfo.read(path)
 
 
 def test_the_context_ends_before_a_rope_follows_the_batch(tmp_path: Path) -> None:
     path = save_model(tmp_path)
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
+    rope = {
+        "rope_type": "dynamic",
+        "factor": 4.0,
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 128,
+    }
     edit(path, rope_parameters=rope)
 
     assert ModelInfo.read(path).context_length == 128
@@ -154,7 +182,12 @@ def test_the_context_is_the_one_that_the_ropes_factor_makes(
 
 def test_ropes_of_layers_keep_the_stated_context(tmp_path: Path) -> None:
     path = save_model(tmp_path, "gemma3")
-    edit(path, rope_parameters=None, rope_scaling={"rope_type": "linear", "factor": 8.0}, max_position_embeddings=4096)
+    edit(
+        path,
+        rope_parameters=None,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        max_position_embeddings=4096,
+    )
 
     assert ModelInfo.read(path).context_length == 4096
 
@@ -162,10 +195,18 @@ def test_ropes_of_layers_keep_the_stated_context(tmp_path: Path) -> None:
 def test_a_longrope_with_one_kind_of_factors_reaches_all_its_positions(tmp_path: Path) -> None:
     path = save_model(tmp_path, "phi3")
     rope = PHI_ROPE | {"type": "longrope"}
-    edit(path, rope_parameters=None, rope_scaling=rope, max_position_embeddings=4096, **{ORIGINAL: 128})
+    edit(
+        path,
+        rope_parameters=None,
+        rope_scaling=rope,
+        max_position_embeddings=4096,
+        **{ORIGINAL: 128},
+    )
     with capture_logs() as logs:
         assert ModelInfo.read(path).context_length == 128
-    assert [(line["log_level"], line["context"], line["positions"]) for line in logs] == [("warning", 128, 4096)]
+    assert [(line["log_level"], line["context"], line["positions"]) for line in logs] == [
+        ("warning", 128, 4096)
+    ]
 
     edit(path, rope_scaling=rope | {"short_factor": rope["long_factor"]})
 
@@ -180,7 +221,9 @@ def test_a_longrope_with_one_kind_of_factors_reaches_all_its_positions(tmp_path:
     ],
     ids=["phi-3-128k", "legacy dynamic"],
 )
-def test_doors_and_heads_read_a_rope_of_older_configs_alike(config: dict[str, Any], tmp_path: Path) -> None:
+def test_doors_and_heads_read_a_rope_of_older_configs_alike(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
     path = save_model(tmp_path, config.get("model_type", "llama"))
     edit(path, rope_parameters=None, max_position_embeddings=4096, **config)
     info = ModelInfo.read(path)
@@ -198,17 +241,24 @@ def test_a_middle_shard_loads_only_its_layers(llama: Path) -> None:
         seen.append(packed_bytes(model, UNPACKED))
         return ()
 
-    whole, middle = load(llama, range(4)), load(llama, range(1, 3), check=note)
+    whole = load(llama, range(4))
+    middle = load(llama, range(1, 3), check=note)
 
     assert seen == [num_bytes(middle)]
     assert num_bytes(middle) < num_bytes(whole) / 2
-    assert [type(layer) is PassThrough for layer in middle.decoder.layers] == [True, False, False, True]
+    assert [type(layer) is PassThrough for layer in middle.decoder.layers] == [
+        True,
+        False,
+        False,
+        True,
+    ]
     assert isinstance(middle.model.lm_head, PassThrough)
 
 
 def test_head_and_tail_have_tied_embeddings(tmp_path: Path) -> None:
     path = save_model(tmp_path, "llama-tied")
-    head, tail = load(path, range(2)), load(path, range(2, 4))
+    head = load(path, range(2))
+    tail = load(path, range(2, 4))
 
     assert torch.equal(head.decoder.embed_tokens.weight, tail.model.lm_head.weight)
 
@@ -227,7 +277,9 @@ def test_layers_that_do_not_exist_name_the_split(layers: range, llama: Path) -> 
 
 def test_too_little_memory_is_said_before_a_weight_is_read(llama: Path) -> None:
     def refuse(model: nn.Module) -> NoReturn:
-        raise Invalid("memory", f"{packed_bytes(model, UNPACKED)} bytes are too much", "Use more stages")
+        raise Invalid(
+            "memory", f"{packed_bytes(model, UNPACKED)} bytes are too much", "Use more stages"
+        )
 
     with pytest.raises(Invalid, match="bytes are too much"):
         load(llama, range(2), check=refuse)
@@ -246,12 +298,17 @@ def test_too_little_memory_is_said_before_a_weight_is_read(llama: Path) -> None:
         (tf.RecurrentGemmaConfig(), "'recurrent_gemma'"),
         (tf.Qwen3NextConfig(), "layers of type linear_attention"),
         (tf.Gemma3nTextConfig(), "num_kv_shared_layers"),
-        (tf.LlamaConfig(architectures=["LlamaForSequenceClassification"]), "saved as LlamaForSequenceClassification"),
+        (
+            tf.LlamaConfig(architectures=["LlamaForSequenceClassification"]),
+            "saved as LlamaForSequenceClassification",
+        ),
         (tf.LlamaConfig(**QUANTIZED), "it is quantized by bitsandbytes"),
         (tf.LlamaConfig(**COMMON), r"no weights, no model\.safetensors"),
     ],
 )
-def test_a_model_that_cannot_be_sharded_names_the_reason(config: Any, reason: str, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_sharded_names_the_reason(
+    config: Any, reason: str, tmp_path: Path
+) -> None:
     config.save_pretrained(tmp_path)
 
     with pytest.raises(Invalid, match=reason) as caught:
@@ -263,7 +320,10 @@ def test_a_model_that_cannot_be_sharded_names_the_reason(config: Any, reason: st
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ('{"model_type": "mine", "auto_map": {"AutoModel": "code.Mine"}}', "needs remote code, which is never run"),
+        (
+            '{"model_type": "mine", "auto_map": {"AutoModel": "code.Mine"}}',
+            "needs remote code, which is never run",
+        ),
         ('{"model_type": "mine"}', "is unknown to this transformers"),
         ("{}", "not a model's config"),
         ("[]", "not a model's config"),
@@ -279,9 +339,12 @@ def test_an_invalid_config_names_its_file(config: str, reason: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("no/such/folder", "neither a folder nor a hub id"), (".", "no config.json")]
+    ("name", "reason"),
+    [("no/such/folder", "neither a folder nor a hub id"), (".", "no config.json")],
 )
-def test_a_missing_model_is_named(name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_model_is_named(
+    name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
 
     with pytest.raises(Invalid, match=reason):
@@ -320,7 +383,8 @@ class Odd(nn.Module):
 
     def __init__(self, layer: nn.Module, *, gives_tuple: bool) -> None:
         super().__init__()
-        self.layer, self._gives_tuple = layer, gives_tuple
+        self.layer = layer
+        self._gives_tuple = gives_tuple
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The layer, and maybe something beside."""
@@ -338,7 +402,9 @@ def test_a_layer_that_returns_a_tuple_is_refused(llama: Path) -> None:
 
 def test_a_layer_with_another_input_is_refused(llama: Path) -> None:
     shard = load(llama, range(2))
-    odd = shard.layer_modules[1] = shard.decoder.layers[1] = Odd(shard.layer_modules[1], gives_tuple=False)
+    odd = shard.layer_modules[1] = shard.decoder.layers[1] = Odd(
+        shard.layer_modules[1], gives_tuple=False
+    )
 
     def add_input(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
         return args, {**kwargs, "memory": torch.zeros(1)}

@@ -47,7 +47,9 @@ def test_one_changed_weight_changes_the_fingerprint(model: Path, tmp_path: Path)
     assert fingerprint(model, tmp_path / "cache") != first
 
 
-def test_a_flipped_bit_under_the_same_times_changes_the_fingerprint(model: Path, tmp_path: Path) -> None:
+def test_a_flipped_bit_under_the_same_times_changes_the_fingerprint(
+    model: Path, tmp_path: Path
+) -> None:
     first = fingerprint(model, tmp_path / "cache")
     flip(model / "model.safetensors")
 
@@ -62,7 +64,8 @@ def test_weights_replaced_while_they_are_read_fail_that_start(model: Path) -> No
 
 
 def flip(file: Path) -> None:
-    """Another byte, and the time of modification of before: as a tool that copies times leaves it."""
+    """Another byte, and the time of modification of before: as a tool that copies times leaves
+    it."""
     status = file.stat()
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -83,7 +86,9 @@ def flip(file: Path) -> None:
         "chat_template.jinja",
     ],
 )
-def test_a_changed_text_file_changes_the_fingerprint(name: str, model: Path, tmp_path: Path) -> None:
+def test_a_changed_text_file_changes_the_fingerprint(
+    name: str, model: Path, tmp_path: Path
+) -> None:
     (model / name).touch()
     first = fingerprint(model, tmp_path / "cache")
     (model / name).write_text((model / name).read_text() + " ")
@@ -97,18 +102,25 @@ def test_fingerprints_work_without_a_writable_cache(model: Path, tmp_path: Path)
     assert fingerprint(model, tmp_path / "cache") == fingerprint(model, tmp_path / "other")
 
 
-@pytest.mark.parametrize(("num_bytes", "what"), [(1, "cut short"), (4000, "cut short"), (-3, "too long")])
-def test_a_file_of_the_wrong_length_names_both_lengths(num_bytes: int, what: str, model: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_bytes", "what"), [(1, "cut short"), (4000, "cut short"), (-3, "too long")]
+)
+def test_a_file_of_the_wrong_length_names_both_lengths(
+    num_bytes: int, what: str, model: Path
+) -> None:
     file = model / "model.safetensors"
     whole = file.stat().st_size
     cut(file, num_bytes)
 
-    with pytest.raises(Invalid, match=rf"{what}: {whole - num_bytes:,} bytes, its header says {whole:,}"):
+    with pytest.raises(
+        Invalid, match=rf"{what}: {whole - num_bytes:,} bytes, its header says {whole:,}"
+    ):
         check_file(file)
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"PK\x03\x04", bytes([255] * 8), b"\x02" + bytes(7) + b"{x", b"\x02" + bytes(7) + b"[]"]
+    "data",
+    [b"", b"PK\x03\x04", bytes([255] * 8), b"\x02" + bytes(7) + b"{x", b"\x02" + bytes(7) + b"[]"],
 )
 def test_a_file_that_is_no_safetensors_is_refused(data: bytes, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
@@ -171,7 +183,9 @@ def test_each_of_thousands_of_broken_files_is_refused_or_as_long_as_it_says(mode
 
 
 def test_a_header_whose_shape_needs_other_bytes_names_the_tensor(tmp_path: Path) -> None:
-    header = json.dumps({"embed": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 20]}}).encode()
+    header = json.dumps(
+        {"embed": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 20]}}
+    ).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(20))
 
@@ -182,7 +196,9 @@ def test_a_header_whose_shape_needs_other_bytes_names_the_tensor(tmp_path: Path)
 def test_weights_that_are_only_a_pickle_ask_for_safetensors(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
 
-    with pytest.raises(Invalid, match=r"only pytorch_model\.bin, no model\.safetensors.*save_pretrained"):
+    with pytest.raises(
+        Invalid, match=r"only pytorch_model\.bin, no model\.safetensors.*save_pretrained"
+    ):
         weight_files(tmp_path)
 
 

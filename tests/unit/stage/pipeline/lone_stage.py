@@ -1,4 +1,5 @@
-"""A stage in a process of its own, for tests that kill or pause it. Prints its card, lives until its input ends."""
+"""A stage in a process of its own, for tests that kill or pause it. Prints its card, lives until
+its input ends."""
 
 from __future__ import annotations
 

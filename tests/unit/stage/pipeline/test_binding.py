@@ -1,4 +1,5 @@
-"""A stage obeys one pipeline at a time, and of that the highest epoch: the rules, then the link that keeps them."""
+"""A stage obeys one pipeline at a time, and of that the highest epoch: the rules, then the link
+that keeps them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from shardline.base.errors import LinkLost
 from shardline.contract.wire import StageCard
 from tests.links import NUM_LAYERS, PATIENCE_S, TIMES, Pipes, make_card, open_pipes
 
-OURS, OTHERS = UUID(int=1), UUID(int=2)
+OURS = UUID(int=1)
+OTHERS = UUID(int=2)
 UNBIND_S = 5.0
 LAST_EPOCH = (1 << 63) - 1
 CARD = make_card(8, NUM_LAYERS)
@@ -88,7 +90,9 @@ def test_a_released_stage_still_knows_its_last_epoch(binding: Binding) -> None:
 
 
 @pytest.mark.parametrize("is_released", [True, False])
-def test_an_epoch_that_nobody_can_pass_is_forgotten_with_its_silent_head(binding: Binding, is_released: bool) -> None:
+def test_an_epoch_that_nobody_can_pass_is_forgotten_with_its_silent_head(
+    binding: Binding, is_released: bool
+) -> None:
     binding.hello(hello(OURS, LAST_EPOCH), 0.0)
     if is_released:
         binding.release()
@@ -101,7 +105,9 @@ def test_an_epoch_that_nobody_can_pass_is_forgotten_with_its_silent_head(binding
     assert not binding.obeys(ping(OURS, LAST_EPOCH), UNBIND_S + 0.1)
 
 
-def test_a_head_that_is_heard_keeps_older_epochs_away_for_as_long_as_it_lives(binding: Binding) -> None:
+def test_a_head_that_is_heard_keeps_older_epochs_away_for_as_long_as_it_lives(
+    binding: Binding,
+) -> None:
     binding.hello(hello(OURS, 3), 0.0)
     for second in range(60):
         binding.obeys(ping(OURS, 3), float(second))
@@ -147,8 +153,16 @@ def test_a_stage_that_does_not_fit_says_why(
     assert binding.bound is None
 
 
-@given(st.lists(st.tuples(st.sampled_from([OURS, OTHERS]), st.integers(0, 5), st.sampled_from(["hello", "bye"]))))
-def test_whatever_heads_say_one_pipeline_at_a_time_and_its_epochs_only_grow(calls: list[tuple[UUID, int, str]]) -> None:
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([OURS, OTHERS]), st.integers(0, 5), st.sampled_from(["hello", "bye"])
+        )
+    )
+)
+def test_whatever_heads_say_one_pipeline_at_a_time_and_its_epochs_only_grow(
+    calls: list[tuple[UUID, int, str]],
+) -> None:
     binding = Binding(CARD, UNBIND_S)
     for pipeline, epoch, word in calls:
         before = binding.bound
@@ -178,7 +192,11 @@ def test_a_stage_welcomes_with_what_it_can_do(pipes: Pipes) -> None:
 
     welcome = bind(call, OURS, 1)
 
-    assert (welcome.incarnation, welcome.num_blocks, welcome.exact) == (call.card.incarnation, 33, True)
+    assert (welcome.incarnation, welcome.num_blocks, welcome.exact) == (
+        call.card.incarnation,
+        33,
+        True,
+    )
     assert welcome.address.startswith("tcp://127.0.0.1:")
     call.close()
 
@@ -213,7 +231,8 @@ def test_a_head_gets_its_stage_back_from_an_epoch_that_it_cannot_pass(pipes: Pip
 
 def test_a_head_that_dies_frees_its_stage_after_the_silence(pipes: Pipes) -> None:
     stage = pipes.stage(8, NUM_LAYERS, TIMES.model_copy(update={"unbind_s": 0.3}))
-    dying, other = pipes.call(stage), pipes.call(stage)
+    dying = pipes.call(stage)
+    other = pipes.call(stage)
     bind(dying, OURS, 1)
     other.send(hello(OTHERS, 1, other.card))
     with pytest.raises(StageRefusal, match="busy: bound to pipeline"):
@@ -228,7 +247,8 @@ def test_a_head_that_dies_frees_its_stage_after_the_silence(pipes: Pipes) -> Non
 
 def test_a_stage_that_lost_its_epoch_leaves_a_silent_head_after_a_heartbeat(pipes: Pipes) -> None:
     stage = pipes.stage(8, NUM_LAYERS, TIMES.model_copy(update={"unbind_s": 2 * PATIENCE_S}))
-    head, other = pipes.call(stage), pipes.call(stage)
+    head = pipes.call(stage)
+    other = pipes.call(stage)
     bind(head, OURS, 1)
 
     stage.last_status = StageStatus(epoch=1, error="no steps after 7: the connection was closed")
@@ -241,7 +261,8 @@ def test_a_stage_that_lost_its_epoch_leaves_a_silent_head_after_a_heartbeat(pipe
 
 def test_a_stage_keeps_a_head_that_speaks_though_its_epoch_is_lost(pipes: Pipes) -> None:
     stage = pipes.stage(8, NUM_LAYERS)
-    head, other = pipes.call(stage), pipes.call(stage)
+    head = pipes.call(stage)
+    other = pipes.call(stage)
     bind(head, OURS, 1)
     stage.last_status = StageStatus(epoch=1, error="no steps after 7: the connection was closed")
 
@@ -259,7 +280,8 @@ def test_a_stage_keeps_a_head_that_speaks_though_its_epoch_is_lost(pipes: Pipes)
 
 def test_a_released_stage_is_free_at_once(pipes: Pipes) -> None:
     stage = pipes.stage(8, NUM_LAYERS)
-    first, second = pipes.call(stage), pipes.call(stage)
+    first = pipes.call(stage)
+    second = pipes.call(stage)
     bind(first, OURS, 1)
 
     first.close(messages.Bye(pipeline=OURS, epoch=1))
@@ -326,7 +348,9 @@ def test_a_head_of_another_version_is_refused_by_name(pipes: Pipes) -> None:
 
     call.socket.send(b"SC\x09\x00 whatever version 9 says")
 
-    with pytest.raises(StageRefusal, match="protocol: the peer speaks protocol version 9, we speak"):
+    with pytest.raises(
+        StageRefusal, match="protocol: the peer speaks protocol version 9, we speak"
+    ):
         call.expect(messages.Welcome, PATIENCE_S)
     call.close()
 
@@ -336,7 +360,8 @@ def test_thousands_of_fuzzed_messages_leave_the_stage_alive(pipes: Pipes) -> Non
     print(f"seed {seed}")
     dice = random.Random(seed)
     stage = pipes.stage(8, NUM_LAYERS)
-    intruder, call = pipes.call(stage), pipes.call(stage)
+    intruder = pipes.call(stage)
+    call = pipes.call(stage)
     intruder.socket.setsockopt(zmq.SNDTIMEO, int(PATIENCE_S * 1000))
     stranger = make_card(8, NUM_LAYERS, fingerprint="0" * 64)
     valid = [messages.encode(hello(uuid4(), 1, stranger)), messages.encode(ping(OURS, 1))]
@@ -345,7 +370,11 @@ def test_thousands_of_fuzzed_messages_leave_the_stage_alive(pipes: Pipes) -> Non
         raw = bytearray(dice.choice(valid))
         for _ in range(dice.randrange(1, 6)):
             raw[dice.randrange(len(raw))] = dice.randrange(256)
-        parts = [bytes(raw), bytes(raw[: dice.randrange(len(raw))]), dice.randbytes(dice.randrange(100))]
+        parts = [
+            bytes(raw),
+            bytes(raw[: dice.randrange(len(raw))]),
+            dice.randbytes(dice.randrange(100)),
+        ]
         intruder.socket.send_multipart(dice.sample(parts, dice.randrange(1, 4)))
     intruder.close()
 
@@ -356,7 +385,8 @@ def test_thousands_of_fuzzed_messages_leave_the_stage_alive(pipes: Pipes) -> Non
 
 def test_a_message_over_the_limit_breaks_only_its_own_link(pipes: Pipes) -> None:
     stage = pipes.stage(8, NUM_LAYERS)
-    intruder, call = pipes.call(stage), pipes.call(stage)
+    intruder = pipes.call(stage)
+    call = pipes.call(stage)
 
     intruder.socket.send(b"\0" * (messages.MAX_CONTROL_BYTES + 1))
 

@@ -90,7 +90,9 @@ def test_a_message_in_the_wrong_direction_is_refused() -> None:
 
 
 def test_another_version_is_told_apart_whatever_follows() -> None:
-    with pytest.raises(messages.OtherVersion, match=f"protocol version 9, we speak {PROTOCOL_VERSION}"):
+    with pytest.raises(
+        messages.OtherVersion, match=f"protocol version 9, we speak {PROTOCOL_VERSION}"
+    ):
         messages.decode_to_stage(enveloped(b"\xc1 something new", version=9))
 
 
@@ -119,7 +121,8 @@ def test_a_field_out_of_bounds_is_refused(change: dict[str, object]) -> None:
 @pytest.mark.parametrize("nesting", [b"\x91", b"\x81\x01"], ids=["arrays", "maps"])
 def test_a_field_too_many_is_refused_however_deep_it_is(nesting: bytes) -> None:
     whole = messages.encode(messages.Bye(pipeline=PIPELINE, epoch=4))
-    header, fields = whole[:4], whole[5:]
+    header = whole[:4]
+    fields = whole[5:]
     assert whole[4] == 0x93
 
     with pytest.raises(ProtocolError, match="malformed"):

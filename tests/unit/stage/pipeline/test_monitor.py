@@ -1,4 +1,5 @@
-"""When a head takes a stage, or itself, for hung: judged by what stages say and by a clock that the test moves."""
+"""When a head takes a stage, or itself, for hung: judged by what stages say and by a clock that the
+test moves."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ TIMES = Times(heartbeat_s=1.0, link_dead_s=3.0, stall_s=30.0)
 
 
 class Stage:
-    """The head's end of a control link: a stage that answers every PING with the steps that it has done."""
+    """The head's end of a control link: a stage that answers every PING with the steps that it has
+    done."""
 
     def __init__(self, name: str) -> None:
         self.card = SimpleNamespace(worker=name)
@@ -82,7 +84,8 @@ def test_stages_that_each_take_long_in_turn_are_not_hung() -> None:
 
 
 def test_only_the_stage_that_hangs_is_told_to_exit() -> None:
-    second, tail = Stage("second"), Stage("tail")
+    second = Stage("second")
+    tail = Stage("tail")
     watch = Watch(second, tail)
     watch.wait(25)
     second.num_steps = 1

@@ -31,7 +31,12 @@ def pipes() -> Iterator[Pipes]:
 def test_a_head_that_holds_all_layers_is_ready_alone(pipes: Pipes) -> None:
     wiring = pipes.head(NUM_LAYERS).ready()
 
-    assert (wiring.stage_index, wiring.num_stages, wiring.num_lanes, wiring.first_lanes) == (0, 1, 1, 1)
+    assert (wiring.stage_index, wiring.num_stages, wiring.num_lanes, wiring.first_lanes) == (
+        0,
+        1,
+        1,
+        1,
+    )
     assert wiring.is_head
     assert wiring.is_tail
     assert (wiring.receiver, wiring.sender) == (None, None)
@@ -60,13 +65,18 @@ def test_a_head_has_the_least_slots_and_the_slowest_copy_of_all_stages(pipes: Pi
 
 
 def test_three_stages_form_in_the_order_of_their_layers(pipes: Pipes) -> None:
-    tail, middle = pipes.stage(8, NUM_LAYERS), pipes.stage(4, 8)
+    tail = pipes.stage(8, NUM_LAYERS)
+    middle = pipes.stage(4, 8)
     head = pipes.head(4)
 
     wirings = [head.ready(), *(stage.wirings.get(timeout=PATIENCE_S) for stage in (middle, tail))]
 
     assert [wiring.stage_index for wiring in wirings] == [0, 1, 2]
-    assert [(member.first_layer, member.last_layer) for member in wirings[0].members] == [(0, 4), (4, 8), (8, 12)]
+    assert [(member.first_layer, member.last_layer) for member in wirings[0].members] == [
+        (0, 4),
+        (4, 8),
+        (8, 12),
+    ]
     pass_a_step(wirings[0].pipeline, wirings, 0)
 
 
@@ -90,18 +100,28 @@ def test_equal_stages_give_their_own_exactness_and_others_a_new_one(pipes: Pipes
 
 
 def test_activations_are_int8_between_machines_only_and_then_nothing_is_exact(pipes: Pipes) -> None:
-    later = [pipes.stage(6, 8), pipes.stage(8, 10, machine="far"), pipes.stage(10, NUM_LAYERS, machine="far")]
+    later = [
+        pipes.stage(6, 8),
+        pipes.stage(8, 10, machine="far"),
+        pipes.stage(10, NUM_LAYERS, machine="far"),
+    ]
 
     wiring = pipes.head(6, far_int8=True).ready()
 
     assert [member.sends_int8 for member in wiring.members] == [False, True, False, False]
-    assert [stage.wirings.get(timeout=PATIENCE_S).sends_int8 for stage in later] == [True, False, False]
+    assert [stage.wirings.get(timeout=PATIENCE_S).sends_int8 for stage in later] == [
+        True,
+        False,
+        False,
+    ]
     assert (wiring.sends_int8, wiring.exact) == (False, False)
     assert wiring.exactness != "e"
 
 
 @pytest.mark.parametrize(("machine", "far_int8"), [("far", False), ("m", True)])
-def test_a_pipeline_without_a_rounded_hop_stays_exact(pipes: Pipes, machine: str, far_int8: bool) -> None:
+def test_a_pipeline_without_a_rounded_hop_stays_exact(
+    pipes: Pipes, machine: str, far_int8: bool
+) -> None:
     pipes.stage(8, NUM_LAYERS, machine=machine)
     wiring = pipes.head(8, far_int8=far_int8).ready()
     assert (wiring.sends_int8, wiring.exact, wiring.exactness) == (False, True, "e")
@@ -132,7 +152,9 @@ def test_a_head_hears_of_lanes_that_hide_a_slow_link(pipes: Pipes) -> None:
         ({"bound_to": "another"}, "bound to pipeline another"),
     ],
 )
-def test_a_card_that_does_not_fit_is_named_with_its_reason(pipes: Pipes, change: dict[str, Any], reason: str) -> None:
+def test_a_card_that_does_not_fit_is_named_with_its_reason(
+    pipes: Pipes, change: dict[str, Any], reason: str
+) -> None:
     stage = pipes.stage(8, NUM_LAYERS, **change)
     head = pipes.head(8, cards=lambda: [stage.link._card])
 
@@ -156,7 +178,9 @@ def test_without_any_other_stage_that_is_said(pipes: Pipes) -> None:
 
 def test_a_stage_whose_card_was_wrong_refuses_and_a_spare_serves(pipes: Pipes) -> None:
     liar = pipes.stage(8, NUM_LAYERS, fingerprint="0" * 64)
-    head = pipes.head(8, cards=lambda: [replace(card, fingerprint="f" * 64) for card in pipes.cards()])
+    head = pipes.head(
+        8, cards=lambda: [replace(card, fingerprint="f" * 64) for card in pipes.cards()]
+    )
     pipes.reason(head, "weights: the head wants weights")
 
     spare = pipes.stage(8, NUM_LAYERS)
@@ -190,7 +214,8 @@ def test_while_postgres_is_away_the_head_says_so_and_goes_on(pipes: Pipes) -> No
 
 
 def test_a_lost_stage_is_replaced_by_the_spare_in_a_new_epoch(pipes: Pipes) -> None:
-    first, second = pipes.stage(8, NUM_LAYERS), pipes.stage(8, NUM_LAYERS)
+    first = pipes.stage(8, NUM_LAYERS)
+    second = pipes.stage(8, NUM_LAYERS)
     head = pipes.head(8)
     before = head.ready()
     dead, spare = (first, second) if not first.wirings.empty() else (second, first)
@@ -204,7 +229,8 @@ def test_a_lost_stage_is_replaced_by_the_spare_in_a_new_epoch(pipes: Pipes) -> N
 
 
 def test_the_survivors_of_a_lost_stage_serve_again(pipes: Pipes) -> None:
-    middle, tail = pipes.stage(4, 8), pipes.stage(8, NUM_LAYERS)
+    middle = pipes.stage(4, 8)
+    tail = pipes.stage(8, NUM_LAYERS)
     head = pipes.head(4)
     head.ready()
     middle.wirings.get(timeout=PATIENCE_S)
@@ -214,7 +240,10 @@ def test_the_survivors_of_a_lost_stage_serve_again(pipes: Pipes) -> None:
     middle.unbinds.get(timeout=PATIENCE_S)
     returned = pipes.stage(8, NUM_LAYERS)
 
-    wirings = [head.ready(), *(stage.wirings.get(timeout=PATIENCE_S) for stage in (middle, returned))]
+    wirings = [
+        head.ready(),
+        *(stage.wirings.get(timeout=PATIENCE_S) for stage in (middle, returned)),
+    ]
     pass_a_step(wirings[0].pipeline, wirings, 0)
 
 
@@ -274,7 +303,8 @@ def test_a_silent_stage_loses_the_pipeline(pipes: Pipes) -> None:
 
 def test_a_hung_stage_is_told_to_exit(pipes: Pipes) -> None:
     times = TIMES.model_copy(update={"stall_s": 0.5})
-    middle, tail = pipes.stage(4, 8), pipes.stage(8, NUM_LAYERS)
+    middle = pipes.stage(4, 8)
+    tail = pipes.stage(8, NUM_LAYERS)
     head = pipes.head(4, times)
     epoch = head.ready().epoch
     middle.has_told(StageStatus(epoch=epoch, num_steps=7))
@@ -293,7 +323,9 @@ def test_a_head_that_hangs_in_its_own_step_exits_and_blames_nobody(pipes: Pipes)
     epoch = head.ready().epoch
     tail.has_told(StageStatus(epoch=epoch, num_steps=6))
 
-    head.last_progress = StageProgress(epoch=epoch, num_steps=6, num_outstanding=1, step_began_s=1.0)
+    head.last_progress = StageProgress(
+        epoch=epoch, num_steps=6, num_outstanding=1, step_began_s=1.0
+    )
 
     assert "this head hangs" in head.losses.get(timeout=PATIENCE_S)
     assert tail.exits.empty()
@@ -354,11 +386,15 @@ def test_an_attempt_that_fails_releases_what_it_bound(pipes: Pipes) -> None:
     deaf, address = pipes.sockets.bind(zmq.ROUTER, {})
     deaf_card = make_card(8, NUM_LAYERS, control=address)
     middle = pipes.stage(4, 8)
-    head = pipes.head(4, TIMES.model_copy(update={"link_dead_s": 0.3}), cards=lambda: [*pipes.cards(), deaf_card])
+    head = pipes.head(
+        4, TIMES.model_copy(update={"link_dead_s": 0.3}), cards=lambda: [*pipes.cards(), deaf_card]
+    )
 
     middle.unbinds.get(timeout=PATIENCE_S)
 
-    assert f"{deaf_card.worker} [8, 12): {deaf_card.worker}: no WELCOME in 0.3 s" in pipes.reason(head, "layer 8")
+    assert f"{deaf_card.worker} [8, 12): {deaf_card.worker}: no WELCOME in 0.3 s" in pipes.reason(
+        head, "layer 8"
+    )
     assert head.readies.empty()
     deaf.close()
 
@@ -366,7 +402,8 @@ def test_an_attempt_that_fails_releases_what_it_bound(pipes: Pipes) -> None:
 def test_stages_that_are_bound_wait_for_a_head_that_tries_many_others(
     pipes: Pipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Given stages that do not answer, all of them tried before the one that does, for longer than a stage waits
+    # Given stages that do not answer, all of them tried before the one that does, for longer than a
+    # stage waits
     monkeypatch.setattr(random, "shuffle", lambda _: None)
     deaf = [pipes.sockets.bind(zmq.ROUTER, {}) for _ in range(3)]
     deaf_cards = [make_card(8, NUM_LAYERS, control=address) for _, address in deaf]

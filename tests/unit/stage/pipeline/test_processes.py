@@ -57,7 +57,9 @@ def pipes() -> Iterator[Pipes]:
         yield pipes
 
 
-def test_a_killed_stage_is_noticed_by_its_closed_connection_and_replaced(pipes: Pipes, stage: Process) -> None:
+def test_a_killed_stage_is_noticed_by_its_closed_connection_and_replaced(
+    pipes: Pipes, stage: Process
+) -> None:
     head = pipes.head(8, QUICK, cards=lambda: [stage.card, *pipes.cards()])
     before = head.ready()
     spare = pipes.stage(8, NUM_LAYERS, QUICK)
@@ -70,7 +72,9 @@ def test_a_killed_stage_is_noticed_by_its_closed_connection_and_replaced(pipes: 
     pass_a_step(after.pipeline, [after, spare.wirings.get(timeout=PATIENCE_S)], 0)
 
 
-def test_a_paused_stage_is_lost_by_its_silence_and_serves_again_when_it_wakes(pipes: Pipes, stage: Process) -> None:
+def test_a_paused_stage_is_lost_by_its_silence_and_serves_again_when_it_wakes(
+    pipes: Pipes, stage: Process
+) -> None:
     head = pipes.head(8, QUICK, cards=lambda: [stage.card])
     before = head.ready()
 
@@ -87,7 +91,9 @@ def test_pipelines_form_over_every_transport(tmp_path: Path, transport: str) -> 
     public, secret = zmq.curve_keypair()
     sockets = {
         "ipc": lambda: Sockets(bind=f"ipc://{tmp_path}"),
-        "curve": lambda: Sockets(bind="tcp://127.0.0.1", curve=CurveKeys(public=public, secret=secret, server=public)),
+        "curve": lambda: Sockets(
+            bind="tcp://127.0.0.1", curve=CurveKeys(public=public, secret=secret, server=public)
+        ),
     }[transport]()
     with open_pipes(sockets) as pipes:
         tail = pipes.stage(8, NUM_LAYERS)

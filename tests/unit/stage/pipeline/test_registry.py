@@ -26,12 +26,16 @@ def registry(redis_url: str) -> Iterator[RedisRegistry]:
 
 
 def test_announced_cards_are_listed_by_model(registry: RedisRegistry) -> None:
-    card, other = make_card(0, 8), make_card(0, 8, model="other")
+    card = make_card(0, 8)
+    other = make_card(0, 8, model="other")
     registry.announce(card)
     registry.announce(other)
 
     assert registry.cards("tiny") == [card]
-    assert {entry.incarnation for entry in registry.cards()} == {card.incarnation, other.incarnation}
+    assert {entry.incarnation for entry in registry.cards()} == {
+        card.incarnation,
+        other.incarnation,
+    }
 
 
 def test_a_card_expires_unless_renewed(registry: RedisRegistry, redis_url: str) -> None:
@@ -70,7 +74,9 @@ def num_calls(client: redis.Redis) -> int:
     return int(client.info("stats")["total_commands_processed"])
 
 
-def test_cards_are_found_at_once_among_any_number_of_streams(registry: RedisRegistry, busy_client: redis.Redis) -> None:
+def test_cards_are_found_at_once_among_any_number_of_streams(
+    registry: RedisRegistry, busy_client: redis.Redis
+) -> None:
     card = make_card(0, 8)
     registry.announce(card)
     before = num_calls(busy_client)
@@ -101,7 +107,8 @@ def test_an_absent_redis_is_unavailable() -> None:
 
 
 class AnnouncedCard:
-    """A stage's card that an announcer asks for. Asking again means that the card before has been dealt with."""
+    """A stage's card that an announcer asks for. Asking again means that the card before has been
+    dealt with."""
 
     def __init__(self, registry: RedisRegistry) -> None:
         self.card = make_card(8, NUM_LAYERS)
@@ -127,7 +134,9 @@ def announced(registry: RedisRegistry) -> Iterator[AnnouncedCard]:
     announced.announcer.stop()
 
 
-def test_a_changed_card_is_put_up_at_once(registry: RedisRegistry, announced: AnnouncedCard) -> None:
+def test_a_changed_card_is_put_up_at_once(
+    registry: RedisRegistry, announced: AnnouncedCard
+) -> None:
     announced.card = replace(announced.card, bound_to="a pipeline")
     announced.settle()
 
@@ -147,7 +156,9 @@ def test_a_card_comes_back_after_redis_lost_everything(
     assert registry.cards() == [announced.card]
 
 
-def test_a_stopped_announcer_takes_its_card_down(registry: RedisRegistry, announced: AnnouncedCard) -> None:
+def test_a_stopped_announcer_takes_its_card_down(
+    registry: RedisRegistry, announced: AnnouncedCard
+) -> None:
     announced.settle()
 
     announced.announcer.stop()

@@ -1,4 +1,5 @@
-"""A route covers every layer once, in order, with stages that fit; it is found whenever there is one."""
+"""A route covers every layer once, in order, with stages that fit; it is found whenever there is
+one."""
 
 from __future__ import annotations
 
@@ -45,30 +46,40 @@ def test_a_route_is_found_exactly_when_there_is_one(
 
 
 def test_the_shortest_route_is_taken() -> None:
-    own, whole = make_card(0, 4), make_card(4, NUM_LAYERS)
+    own = make_card(0, 4)
+    whole = make_card(4, NUM_LAYERS)
     parts = [make_card(4, 8), make_card(8, NUM_LAYERS)]
 
     assert choose_route(own, [*parts, whole], pipeline=PIPELINE, refused={}) == [whole]
 
 
 def test_stages_that_are_bound_already_are_kept() -> None:
-    own, candidates = make_card(0, 4), [make_card(4, NUM_LAYERS) for _ in range(10)]
+    own = make_card(0, 4)
+    candidates = [make_card(4, NUM_LAYERS) for _ in range(10)]
     kept = candidates[7]
 
-    assert choose_route(own, candidates, pipeline=PIPELINE, refused={}, prefer={kept.incarnation}) == [kept]
+    assert choose_route(
+        own, candidates, pipeline=PIPELINE, refused={}, prefer={kept.incarnation}
+    ) == [kept]
 
 
 def test_a_stage_that_refused_is_not_chosen_again() -> None:
-    own, first, second = make_card(0, 4), make_card(4, NUM_LAYERS), make_card(4, NUM_LAYERS)
+    own = make_card(0, 4)
+    first = make_card(4, NUM_LAYERS)
+    second = make_card(4, NUM_LAYERS)
 
-    assert choose_route(own, [first, second], pipeline=PIPELINE, refused={first.incarnation: "busy"}) == [second]
+    assert choose_route(
+        own, [first, second], pipeline=PIPELINE, refused={first.incarnation: "busy"}
+    ) == [second]
 
 
 def test_what_is_missing_is_told_in_bounds() -> None:
     own = make_card(0, 4)
     cards = [make_card(4, 8, bound_to="another") for _ in range(MAX_NAMED + 5)]
 
-    with pytest.raises(Unavailable, match=r"layer 4 \(of 12\).*bound to pipeline another.*; 5 more") as caught:
+    with pytest.raises(
+        Unavailable, match=r"layer 4 \(of 12\).*bound to pipeline another.*; 5 more"
+    ) as caught:
         choose_route(own, cards, pipeline=PIPELINE, refused={})
 
     assert str(caught.value).count("bound to") == MAX_NAMED

@@ -1,4 +1,5 @@
-"""Stages of two versions, or of two copies of the weights: refused by name, where an operator looks; spares serve."""
+"""Stages of two versions, or of two copies of the weights: refused by name, where an operator
+looks; spares serve."""
 
 from __future__ import annotations
 
@@ -36,8 +37,11 @@ def newer() -> Iterator[StageCard]:
         while not stopping.is_set():
             if router.poll(POLL_MS):
                 identity, _ = router.recv_multipart()
-                router.send_multipart([identity, struct.pack("<2sH", b"SC", NEWER) + b"\xc1 of another form"])
-        # By the thread that used it: a socket closed by another one has left `term` waiting for ever.
+                router.send_multipart(
+                    [identity, struct.pack("<2sH", b"SC", NEWER) + b"\xc1 of another form"]
+                )
+        # By the thread that used it: a socket closed by another one has left `term` waiting for
+        # ever.
         router.close(linger=0)
 
     thread = threading.Thread(target=answer)
@@ -51,7 +55,9 @@ def newer() -> Iterator[StageCard]:
 def test_a_head_names_the_version_of_a_stage_of_another_one(pipes: Pipes, newer: StageCard) -> None:
     head = pipes.head(8, cards=lambda: [newer])
 
-    reason = pipes.reason(head, f"protocol: the peer speaks protocol version {NEWER}, we speak {PROTOCOL_VERSION}")
+    reason = pipes.reason(
+        head, f"protocol: the peer speaks protocol version {NEWER}, we speak {PROTOCOL_VERSION}"
+    )
 
     assert newer.worker in reason
     assert head.pipeline.status().reason == reason
@@ -62,7 +68,9 @@ def test_a_head_takes_the_spare_of_its_own_version(pipes: Pipes, newer: StageCar
 
     head = pipes.head(8, cards=lambda: [newer, *pipes.cards()])
 
-    assert [member.worker for member in head.ready().members][1:] == [pipes.stages[0].link.card().worker]
+    assert [member.worker for member in head.ready().members][1:] == [
+        pipes.stages[0].link.card().worker
+    ]
 
 
 def test_both_fingerprints_are_named_where_one_weight_differs(pipes: Pipes) -> None:

@@ -1,4 +1,5 @@
-"""Experts of mixtures as packed layers: what transformers' own experts say, and the same bits in any crowd."""
+"""Experts of mixtures as packed layers: what transformers' own experts say, and the same bits in
+any crowd."""
 
 from __future__ import annotations
 
@@ -25,8 +26,11 @@ PACKINGS = {
     "bfloat16": (torch.bfloat16, False, 3e-2),
     "int8": (torch.bfloat16, True, 6e-2),
 }
-"""The dtype, whether weights are int8, and how far outputs may lie apart as a share of the largest."""
-HIDDEN, NUM_EXPERTS, NUM_ROWS = 32, 4, 67
+"""The dtype, whether weights are int8, and how far outputs may lie apart as a share of the
+largest."""
+HIDDEN = 32
+NUM_EXPERTS = 4
+NUM_ROWS = 67
 
 
 def experts(name: str, dtype: torch.dtype) -> Any:
@@ -53,7 +57,9 @@ def routed(num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("name", KINDS)
 @torch.inference_mode()
-def test_packed_experts_say_what_transformers_say_with_equal_bits_alone(name: str, packing: str) -> None:
+def test_packed_experts_say_what_transformers_say_with_equal_bits_alone(
+    name: str, packing: str
+) -> None:
     # Given experts as transformers stacks them, and what they say
     dtype, int8, share = PACKINGS[packing]
     model = experts(name, dtype)
@@ -68,7 +74,9 @@ def test_packed_experts_say_what_transformers_say_with_equal_bits_alone(name: st
 
     # Then they say the same, and each row alone has the bits that it has among others
     torch.testing.assert_close(together, expected, atol=share * float(expected.abs().max()), rtol=0)
-    alone = torch.cat([model.experts(*(part[row : row + 1] for part in rows)) for row in range(NUM_ROWS)])
+    alone = torch.cat(
+        [model.experts(*(part[row : row + 1] for part in rows)) for row in range(NUM_ROWS)]
+    )
     assert torch.equal(alone, together)
     assert all(isinstance(layer, TiledLinear) for layer in model.experts.down_proj)
     assert expert_products(model.experts) == [], "no product is left whose number of rows matters"

@@ -1,4 +1,5 @@
-"""Fused elementwise parts: what they stand for says the same without them, and a row's bits are its own."""
+"""Fused elementwise parts: what they stand for says the same without them, and a row's bits are its
+own."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def test_a_fused_norm_rounds_where_the_model_does(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_fused_mlp_gives_the_same(dtype: torch.dtype, kernel: Kernel) -> None:
-    module, x = mlp(dtype), draw(ROWS, 32, dtype=dtype)
+    module = mlp(dtype)
+    x = draw(ROWS, 32, dtype=dtype)
 
     ours = fused(module, kernel)
 
@@ -95,28 +97,35 @@ def test_a_fused_mlp_gives_the_same(dtype: torch.dtype, kernel: Kernel) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [6, 64, 80])
 def test_rotated_heads_have_the_models_bits(dim: int, dtype: torch.dtype, kernel: Kernel) -> None:
-    query_and_key = [draw(1, ROWS, num_heads, dim, dtype=dtype).transpose(1, 2) for num_heads in (4, 2)]
+    query_and_key = [
+        draw(1, ROWS, num_heads, dim, dtype=dtype).transpose(1, 2) for num_heads in (4, 2)
+    ]
     cos_and_sin = [draw(1, ROWS, dim, dtype=dtype, seed=seed) for seed in (5, 6)]
     rotary = Rotary(kernel, modeling_llama.apply_rotary_pos_emb)
 
-    ours, theirs = (
-        rotary(*query_and_key, *cos_and_sin),
-        modeling_llama.apply_rotary_pos_emb(*query_and_key, *cos_and_sin),
-    )
+    ours = rotary(*query_and_key, *cos_and_sin)
+    theirs = modeling_llama.apply_rotary_pos_emb(*query_and_key, *cos_and_sin)
 
     assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_fused_views_of_one_wide_product_are_read_in_place(dtype: torch.dtype, kernel: Kernel) -> None:
+def test_fused_views_of_one_wide_product_are_read_in_place(
+    dtype: torch.dtype, kernel: Kernel
+) -> None:
     # Given query, key, and the two inputs of an MLP's product, side by side in memory
     wide = draw(1, ROWS, 6 * 64, dtype=dtype)
-    query, key = (part.unflatten(-1, (-1, 64)).transpose(1, 2) for part in wide.split([4 * 64, 2 * 64], dim=-1))
+    query, key = (
+        part.unflatten(-1, (-1, 64)).transpose(1, 2)
+        for part in wide.split([4 * 64, 2 * 64], dim=-1)
+    )
     cos_and_sin = [draw(1, ROWS, 64, dtype=dtype, seed=seed) for seed in (5, 6)]
     module = mlp(dtype)
     ours = fused(module, kernel)
     for name, first in (("gate_proj", 0), ("up_proj", 77)):
-        module.get_submodule(name).register_forward_hook(lambda *_, first=first: wide[..., first : first + 77])
+        module.get_submodule(name).register_forward_hook(
+            lambda *_, first=first: wide[..., first : first + 77]
+        )
 
     # When each runs
     rotated = Rotary(kernel, lambda *_: pytest.fail("not recognized"))(query, key, *cos_and_sin)
@@ -139,22 +148,29 @@ def test_heads_side_by_side_are_rotated_by_the_models_function(kernel: Kernel) -
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_fused_row_keeps_its_bits_beside_others(threads: int, dtype: torch.dtype, kernel: Kernel) -> None:
+def test_a_fused_row_keeps_its_bits_beside_others(
+    threads: int, dtype: torch.dtype, kernel: Kernel
+) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     norm = fused(nn.Module.to(modeling_llama.LlamaRMSNorm(1000), dtype), kernel)
     x = draw(ROWS, 1000, dtype=dtype)
     try:
         whole = norm(x)
-        assert all(torch.equal(norm(x[row : row + 3]), whole[row : row + 3]) for row in range(0, ROWS - 3, 7))
+        assert all(
+            torch.equal(norm(x[row : row + 3]), whole[row : row + 3])
+            for row in range(0, ROWS - 3, 7)
+        )
     finally:
         torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_instruction_set_gives_the_same_bits(dtype: torch.dtype) -> None:
-    norm, x = nn.Module.to(modeling_llama.LlamaRMSNorm(333), dtype), draw(ROWS, 333, dtype=dtype)
-    gate, states = mlp(dtype, width=333), draw(ROWS, 32, dtype=dtype)
+    norm = nn.Module.to(modeling_llama.LlamaRMSNorm(333), dtype)
+    x = draw(ROWS, 333, dtype=dtype)
+    gate = mlp(dtype, width=333)
+    states = draw(ROWS, 32, dtype=dtype)
 
     norms = [fused(norm, kernel)(x) for kernel in kernels()]
     gates = [fused(gate, kernel)(states) for kernel in kernels()]

@@ -12,7 +12,14 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from services.stage.kernels import kernel
-from services.stage.products.packing import MergedLinear, Part, pack, packed_bytes, packing_for, unshare_embedding
+from services.stage.products.packing import (
+    MergedLinear,
+    Part,
+    pack,
+    packed_bytes,
+    packing_for,
+    unshare_embedding,
+)
 from services.stage.products.tiled_linear import Int8Embedding, TiledLinear
 from shardline.base.errors import Invalid
 
@@ -64,7 +71,9 @@ def test_layers_of_one_input_are_one_product_whoever_is_asked_first_and_keep_not
     # Given three layers of one width, whose product counts its calls
     torch.manual_seed(0)
     names = ("q_proj", "k_proj", "v_proj")
-    layers = nn.ModuleDict({name: nn.Linear(48, num) for name, num in zip(names, (32, 16, 8), strict=True)})
+    layers = nn.ModuleDict(
+        {name: nn.Linear(48, num) for name, num in zip(names, (32, 16, 8), strict=True)}
+    )
     original = copy.deepcopy(layers)
     pack(layers, FLOAT32)
     (merged,) = (module for module in layers.modules() if isinstance(module, MergedLinear))
@@ -72,7 +81,8 @@ def test_layers_of_one_input_are_one_product_whoever_is_asked_first_and_keep_not
     merged.layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[-2]))
 
     # When they are asked in any order, one of them for another input in between, or not all of them
-    x, other = torch.randn(1, 5, 48), torch.randn(1, 3, 48)
+    x = torch.randn(1, 5, 48)
+    other = torch.randn(1, 3, 48)
     asked = [
         ("v_proj", x),
         ("q_proj", x),
@@ -87,7 +97,8 @@ def test_layers_of_one_input_are_one_product_whoever_is_asked_first_and_keep_not
     kept = weakref.ref(other)
     del other, asked, rows
 
-    # Then three that are asked for the same rows cost one product, and rows that went by are not held
+    # Then three that are asked for the same rows cost one product, and rows that went by are not
+    # held
     assert seen == [5, 5, 3, 5]
     assert kept() is None
 
@@ -121,7 +132,9 @@ def test_a_tail_that_looks_no_token_up_packs_its_tied_head() -> None:
 
 def test_the_original_weights_are_freed() -> None:
     model = _llama(torch.float32, tied=False)
-    originals = [weakref.ref(module.weight) for module in model.modules() if isinstance(module, nn.Linear)]
+    originals = [
+        weakref.ref(module.weight) for module in model.modules() if isinstance(module, nn.Linear)
+    ]
     pack(model, FLOAT32)
     gc.collect()
     assert not any(original() is not None for original in originals)
@@ -157,8 +170,10 @@ def test_an_embedding_of_its_own_lets_a_tied_head_be_packed(packing: str) -> Non
 
 
 def test_what_int8_will_take_is_known_before_it_is_packed() -> None:
-    # Given linear layers and an embedding, and experts stacked in one weight, which keep their dtype
-    model, experts = _llama(torch.bfloat16, tied=False), torch.zeros(2, 3, 4, dtype=torch.bfloat16)
+    # Given linear layers and an embedding, and experts stacked in one weight, which keep their
+    # dtype
+    model = _llama(torch.bfloat16, tied=False)
+    experts = torch.zeros(2, 3, 4, dtype=torch.bfloat16)
     int8 = PACKINGS["int8"][0]
     num_weights = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
     model.register_parameter("experts", nn.Parameter(experts))

@@ -1,4 +1,5 @@
-"""Products that are not our own: found in any model, and run with the numbers of rows that they are told."""
+"""Products that are not our own: found in any model, and run with the numbers of rows that they are
+told."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from services.stage.products.products import products
 
 @torch.inference_mode()
 def test_plain_layers_and_routers_see_only_the_rows_that_they_are_told() -> None:
-    # Given a plain layer, one stored the other way round, and a router, each of which would note the rows that it sees
+    # Given a plain layer, one stored the other way round, and a router, each of which would note
+    # the rows that it sees
     class Router(nn.Module):
         def __init__(self) -> None:
             super().__init__()

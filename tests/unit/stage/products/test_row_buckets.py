@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.stage.products.row_buckets import ROW_BUCKETS, Buckets, RowPadding, in_panels, panel_sizes
+from services.stage.products.row_buckets import (
+    ROW_BUCKETS,
+    Buckets,
+    RowPadding,
+    in_panels,
+    panel_sizes,
+)
 
 AMX = (40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
 """Numbers that agree on some processor: with a floor and a ceiling."""
@@ -26,7 +32,9 @@ WIDE = tuple(rows for rows in ROW_BUCKETS if 40 <= rows <= 448)
         (257, 64, 1, 258),  # 256 and 2
     ],
 )
-def test_every_padded_share_is_whole(num_rows: int, width: int, num_threads: int, expected: int) -> None:
+def test_every_padded_share_is_whole(
+    num_rows: int, width: int, num_threads: int, expected: int
+) -> None:
     padding = RowPadding(widths=frozenset({width}), num_threads=num_threads)
 
     assert padding.padded(num_rows) == expected
@@ -40,7 +48,9 @@ def test_silu_of_padded_rows_does_not_depend_on_their_number() -> None:
 
     for num_rows in range(1, 500, 7):
         padded = padding.padded(num_rows)
-        assert torch.equal(torch.nn.functional.silu(x[:padded])[:num_rows], whole[:num_rows]), num_rows
+        assert torch.equal(torch.nn.functional.silu(x[:padded])[:num_rows], whole[:num_rows]), (
+            num_rows
+        )
 
 
 def test_shares_are_not_whole_for_widths_that_threads_cannot_share() -> None:

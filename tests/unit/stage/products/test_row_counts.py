@@ -1,4 +1,5 @@
-"""The probe of row counts: it sees one changed element in 100,000, where its predecessor saw nothing."""
+"""The probe of row counts: it sees one changed element in 100,000, where its predecessor saw
+nothing."""
 
 from __future__ import annotations
 
@@ -9,13 +10,21 @@ import torch
 from torch import Tensor
 
 from services.stage.products.row_buckets import ROW_BUCKETS, Buckets
-from services.stage.products.row_counts import Product, Run, exact_buckets, find_buckets, sensitive_rows
+from services.stage.products.row_counts import (
+    Product,
+    Run,
+    exact_buckets,
+    find_buckets,
+    sensitive_rows,
+)
 
 WIDTH = 64
 ONE_IN = 100_000
 
 
-def product(run: Run, *, width: int = WIDTH, outputs: int = WIDTH, dtype: torch.dtype = torch.float32) -> Product:
+def product(
+    run: Run, *, width: int = WIDTH, outputs: int = WIDTH, dtype: torch.dtype = torch.float32
+) -> Product:
     """A product by this function, with some weight."""
     sample = torch.randn(16, width, generator=torch.Generator().manual_seed(5)).to(dtype)
     return made(run, width=width, outputs=outputs, dtype=dtype, sample=sample)
@@ -24,12 +33,19 @@ def product(run: Run, *, width: int = WIDTH, outputs: int = WIDTH, dtype: torch.
 def made(run: Run, *, width: int, outputs: int, dtype: torch.dtype, sample: Tensor) -> Product:
     """A product that ignores its buckets."""
     return Product(
-        run=run, use_buckets=lambda _: None, width=width, outputs=outputs, dtype=dtype, sample=sample, kind="fake"
+        run=run,
+        use_buckets=lambda _: None,
+        width=width,
+        outputs=outputs,
+        dtype=dtype,
+        sample=sample,
+        kind="fake",
     )
 
 
 def spoiled(counts: set[int]) -> Run:
-    """Wide rows; of those that come in these numbers one element in 100,000 has another last bit."""
+    """Wide rows; of those that come in these numbers one element in 100,000 has another last
+    bit."""
 
     def run(x: Tensor) -> Tensor:
         out = x.repeat(1, 8) * torch.arange(1, 8 * WIDTH + 1)
@@ -43,7 +59,8 @@ def spoiled(counts: set[int]) -> Run:
 
 
 def old_rule(run: Run) -> bool:
-    """What was tried before: 96 rows as the reference, numbers up to 64, at least 16 rows of each."""
+    """What was tried before: 96 rows as the reference, numbers up to 64, at least 16 rows of
+    each."""
     rows = torch.randn(96, WIDTH, generator=torch.Generator().manual_seed(0))
     expected = run(rows)
     for count in (count for count in ROW_BUCKETS if count <= 64):
@@ -54,12 +71,16 @@ def old_rule(run: Run) -> bool:
     return True
 
 
-@pytest.mark.parametrize("bad", [{2, 4, 8}, {32}, {120}, {192, 224, 256}, {512}, set(ROW_BUCKETS) - {64}], ids=str)
+@pytest.mark.parametrize(
+    "bad", [{2, 4, 8}, {32}, {120}, {192, 224, 256}, {512}, set(ROW_BUCKETS) - {64}], ids=str
+)
 def test_row_counts_that_change_one_element_in_100_000_are_left_out(bad: set[int]) -> None:
     run = spoiled(bad)
     assert old_rule(run), "its predecessor would have allowed all of them"
 
-    assert exact_buckets(product(run, outputs=8 * WIDTH)) == tuple(count for count in ROW_BUCKETS if count not in bad)
+    assert exact_buckets(product(run, outputs=8 * WIDTH)) == tuple(
+        count for count in ROW_BUCKETS if count not in bad
+    )
 
 
 def test_no_count_fits_rows_that_depend_on_their_place() -> None:
@@ -80,16 +101,23 @@ def test_each_of_several_outputs_is_compared() -> None:
 
 def test_telling_rows_show_another_order_of_summation_far_more_often() -> None:
     # Given one weight, and its product in bfloat16 summed in two orders
-    width, outputs = 512, 192
+    width = 512
+    outputs = 192
     generator = torch.Generator().manual_seed(2)
     weight = (torch.randn(outputs, width, generator=generator) * 0.05).bfloat16()
-    tried = made(lambda x: x, width=width, outputs=outputs, dtype=torch.bfloat16, sample=weight[:16])
+    tried = made(
+        lambda x: x, width=width, outputs=outputs, dtype=torch.bfloat16, sample=weight[:16]
+    )
 
     def share_that_differs(rows: Tensor) -> float:
-        x, w = rows.float(), weight[:16].float()
+        x = rows.float()
+        w = weight[:16].float()
         whole = sum((x[:, k, None] * w[:, k] for k in range(1, width)), x[:, 0, None] * w[:, 0])
         halves = [
-            sum((x[:, k, None] * w[:, k] for k in range(first + 1, first + 256)), x[:, first, None] * w[:, first])
+            sum(
+                (x[:, k, None] * w[:, k] for k in range(first + 1, first + 256)),
+                x[:, first, None] * w[:, first],
+            )
             for first in (0, 256)
         ]
         return float((whole.bfloat16() != (halves[0] + halves[1]).bfloat16()).float().mean())

@@ -1,4 +1,5 @@
-"""Layers of our own products: right beside float64, and each row with the same bits whatever runs beside it."""
+"""Layers of our own products: right beside float64, and each row with the same bits whatever runs
+beside it."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor
 
 def expected(x: Tensor, weight: Tensor, bias: Tensor | None, *, int8: bool) -> Tensor:
     """The product in float64; of int8, that of the integers that the layer multiplies."""
-    out, by = x.double(), weight.double()
+    out = x.double()
+    by = weight.double()
     if int8:
         steps = x.float().abs().amax(-1, keepdim=True) / 127
         out = (x.float() / steps.clamp(min=1e-30)).round().double() * steps.double()
@@ -60,7 +62,8 @@ def expected(x: Tensor, weight: Tensor, bias: Tensor | None, *, int8: bool) -> T
 
 
 def fused_chain(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T in float32 by fused multiply-adds in the order of the inputs. float64 holds a product exactly."""
+    """x @ weight.T in float32 by fused multiply-adds in the order of the inputs. float64 holds a
+    product exactly."""
     sums = torch.zeros(len(x), len(weight))
     for inputs, weights in zip(x.double().T, weight.double().T, strict=True):
         sums = torch.addcmul(sums.double(), inputs[:, None], weights[None]).float()
@@ -74,17 +77,26 @@ def test_a_layer_gives_the_product_of_any_shape(
     kind: int, shape: tuple[int, int, int], has_bias: bool, seed: int
 ) -> None:
     (num_rows, width, outputs), dtype = shape, dtype_of(kind)
-    x, weight = drawn(seed, num_rows, width, dtype=dtype), drawn(seed + 1, outputs, width, dtype=dtype)
+    x = drawn(seed, num_rows, width, dtype=dtype)
+    weight = drawn(seed + 1, outputs, width, dtype=dtype)
     bias = drawn(seed + 2, outputs, dtype=dtype) if has_bias else None
 
     got = layer_of(kind, weight, bias)(x).double()
 
     wanted = expected(x, weight, bias, int8=is_int8(kind))
-    # One rounding of the output and those of a sum in float32; in int8 also x / step, which may round to the other of
-    # two near integers.
-    steps = x.float().abs().amax(-1, keepdim=True) / 127 * weight.float().abs().amax() * 4 * is_int8(kind)
+    # One rounding of the output and those of a sum in float32; in int8 also x / step, which may
+    # round to the other of two near integers.
+    steps = (
+        x.float().abs().amax(-1, keepdim=True)
+        / 127
+        * weight.float().abs().amax()
+        * 4
+        * is_int8(kind)
+    )
     sums = 1e-6 * (x.double().abs() @ weight.double().abs().T)
-    assert ((got - wanted).abs() <= torch.finfo(dtype).eps * wanted.abs() + 1e-6 + sums + steps).all()
+    assert (
+        (got - wanted).abs() <= torch.finfo(dtype).eps * wanted.abs() + 1e-6 + sums + steps
+    ).all()
 
 
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=IDS)
@@ -106,13 +118,23 @@ def test_a_row_keeps_its_bits_whatever_runs_beside_it(kind: int, width: int, out
         assert torch.equal(layer(torch.cat([rows, rows], dim=1)[:, :width])[::7], alone)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in range(len(KINDS)) if is_int8(kind)], ids=lambda kind: IDS[kind])
-@pytest.mark.parametrize(("num_rows", "width", "outputs"), [(1, 64, 16), (37, 130, 50), (64, 1024, 48)])
-def test_int8_has_the_same_bits_with_every_instruction_set(kind: int, num_rows: int, width: int, outputs: int) -> None:
-    # Given what the kernel promises, in torch: integers summed exactly, then scaled in float32 in one order
-    x, weight, bias = drawn(5, num_rows, width), drawn(6, outputs, width), drawn(7, outputs)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in range(len(KINDS)) if is_int8(kind)], ids=lambda kind: IDS[kind]
+)
+@pytest.mark.parametrize(
+    ("num_rows", "width", "outputs"), [(1, 64, 16), (37, 130, 50), (64, 1024, 48)]
+)
+def test_int8_has_the_same_bits_with_every_instruction_set(
+    kind: int, num_rows: int, width: int, outputs: int
+) -> None:
+    # Given what the kernel promises, in torch: integers summed exactly, then scaled in float32 in
+    # one order
+    x = drawn(5, num_rows, width)
+    weight = drawn(6, outputs, width)
+    bias = drawn(7, outputs)
     largest, (integers, scales) = x.float().abs().amax(1, keepdim=True), quantized(weight)
-    rows = (x.float() * torch.full_like(largest, 127).div(largest)).round()  # `127 / largest` would round twice
+    # `127 / largest` would round twice
+    rows = (x.float() * torch.full_like(largest, 127).div(largest)).round()
     sums = (rows.double() @ integers.double().T).float()
     wanted = (sums * scales * (largest / 127) + bias.float()).bfloat16()
 
@@ -122,7 +144,8 @@ def test_int8_has_the_same_bits_with_every_instruction_set(kind: int, num_rows: 
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=IDS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_value_that_is_not_finite_spoils_its_own_row_only(kind: int, bad: float) -> None:
-    x, layer = drawn(1, 20, 96, dtype=dtype_of(kind)), layer_of(kind, drawn(2, 32, 96), None)
+    x = drawn(1, 20, 96, dtype=dtype_of(kind))
+    layer = layer_of(kind, drawn(2, 32, 96), None)
     clean = layer(x)
     x[7, 5] = bad
     got = layer(x)
@@ -133,22 +156,36 @@ def test_a_value_that_is_not_finite_spoils_its_own_row_only(kind: int, bad: floa
 
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=IDS)
 def test_weights_and_rows_of_zeros_stay_zeros(kind: int) -> None:
-    zeros, dtype = torch.zeros(3, 20, dtype=dtype_of(kind)), dtype_of(kind)
-    assert torch.equal(layer_of(kind, torch.zeros(20, 70), None)(drawn(1, 3, 70, dtype=dtype)), zeros)
-    assert torch.equal(layer_of(kind, drawn(1, 20, 70), None)(torch.zeros(3, 70, dtype=dtype)), zeros)
+    zeros = torch.zeros(3, 20, dtype=dtype_of(kind))
+    dtype = dtype_of(kind)
+    assert torch.equal(
+        layer_of(kind, torch.zeros(20, 70), None)(drawn(1, 3, 70, dtype=dtype)), zeros
+    )
+    assert torch.equal(
+        layer_of(kind, drawn(1, 20, 70), None)(torch.zeros(3, 70, dtype=dtype)), zeros
+    )
 
 
 def test_an_int8_embedding_is_near_the_one_it_replaces() -> None:
-    weight, ids = drawn(1, 50, 40), torch.tensor([[3, 49, 0]])
+    weight = drawn(1, 50, 40)
+    ids = torch.tensor([[3, 49, 0]])
     embedding = Int8Embedding(weight)
     assert embedding.weight.dtype == embedding(ids).dtype == torch.bfloat16
     steps = weight[ids].float().abs().amax(-1, keepdim=True) / 127
-    assert ((embedding(ids).float() - weight[ids].float()).abs() <= steps + 2**-8 * weight[ids].float().abs()).all()
+    assert (
+        (embedding(ids).float() - weight[ids].float()).abs()
+        <= steps + 2**-8 * weight[ids].float().abs()
+    ).all()
 
 
-@pytest.mark.parametrize(("num_rows", "width", "outputs"), [(1, 64, 16), (37, 130, 50), (64, 1024, 48)])
-def test_float32_has_the_same_bits_with_every_instruction_set(num_rows: int, width: int, outputs: int) -> None:
-    x, weight = drawn(5, num_rows, width, dtype=torch.float32), drawn(6, outputs, width, dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("num_rows", "width", "outputs"), [(1, 64, 16), (37, 130, 50), (64, 1024, 48)]
+)
+def test_float32_has_the_same_bits_with_every_instruction_set(
+    num_rows: int, width: int, outputs: int
+) -> None:
+    x = drawn(5, num_rows, width, dtype=torch.float32)
+    weight = drawn(6, outputs, width, dtype=torch.float32)
     for kind in (kind for kind, (_, weights) in enumerate(KINDS) if weights is Weights.FLOAT32):
         assert torch.equal(layer_of(kind, weight, None)(x), fused_chain(x, weight)), IDS[kind]
 

@@ -1,4 +1,5 @@
-"""Products and norms of GPUs: against float64, and their promise that a row's bits depend on nothing else.
+"""Products and norms of GPUs: against float64, and their promise that a row's bits depend on
+nothing else.
 
 Run in Triton's interpreter, or compiled on the device that SHARDLINE_TEST_DEVICE names.
 """
@@ -37,7 +38,8 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
 def linear(num_outputs: int, num_inputs: int, dtype: torch.dtype, *, bias: bool) -> TritonLinear:
     """A layer with random weights."""
     return TritonLinear(
-        draw(num_outputs, num_inputs, dtype=dtype, seed=2), draw(num_outputs, dtype=dtype, seed=3) if bias else None
+        draw(num_outputs, num_inputs, dtype=dtype, seed=2),
+        draw(num_outputs, dtype=dtype, seed=3) if bias else None,
     )
 
 
@@ -52,13 +54,18 @@ def linear(num_outputs: int, num_inputs: int, dtype: torch.dtype, *, bias: bool)
 def test_any_product_matches_float64(
     num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, bias: bool
 ) -> None:
-    layer, x = linear(num_outputs, num_inputs, dtype, bias=bias), draw(1, num_rows, num_inputs, dtype=dtype)
+    layer = linear(num_outputs, num_inputs, dtype, bias=bias)
+    x = draw(1, num_rows, num_inputs, dtype=dtype)
 
     found = layer(x)
 
-    expected = x.double() @ layer.weight.double().T + (layer.bias.double() if layer.bias is not None else 0)
+    expected = x.double() @ layer.weight.double().T + (
+        layer.bias.double() if layer.bias is not None else 0
+    )
     assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), expected, rtol=ROUNDINGS[dtype], atol=20 * ROUNDINGS[dtype])
+    torch.testing.assert_close(
+        found.double(), expected, rtol=ROUNDINGS[dtype], atol=20 * ROUNDINGS[dtype]
+    )
 
 
 @settings(max_examples=15)
@@ -72,7 +79,8 @@ def test_any_product_matches_float64(
 def test_a_rows_product_has_its_bits_alone_and_in_any_crowd(
     num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, data: Any
 ) -> None:
-    layer, x = linear(num_outputs, num_inputs, dtype, bias=True), draw(num_rows, num_inputs, dtype=dtype)
+    layer = linear(num_outputs, num_inputs, dtype, bias=True)
+    x = draw(num_rows, num_inputs, dtype=dtype)
     whole = layer(x)
     first = data.draw(st.integers(0, num_rows - 1))
     end = data.draw(st.integers(first + 1, num_rows))
@@ -82,7 +90,8 @@ def test_a_rows_product_has_its_bits_alone_and_in_any_crowd(
 
 
 def test_infinities_of_a_row_leave_other_rows_alone() -> None:
-    layer, x = linear(70, 100, torch.float16, bias=False), draw(20, 100, dtype=torch.float16)
+    layer = linear(70, 100, torch.float16, bias=False)
+    x = draw(20, 100, dtype=torch.float16)
     expected = layer(x)
     x[3] = torch.inf
 
@@ -90,7 +99,8 @@ def test_infinities_of_a_row_leave_other_rows_alone() -> None:
 
 
 def test_rows_that_lie_apart_are_read_as_they_are_meant() -> None:
-    layer, wide = linear(33, 48, torch.bfloat16, bias=False), draw(9, 100, dtype=torch.bfloat16)
+    layer = linear(33, 48, torch.bfloat16, bias=False)
+    wide = draw(9, 100, dtype=torch.bfloat16)
     x = wide[:, 3:51]
 
     assert torch.equal(layer(x), layer(x.clone()))
@@ -106,9 +116,11 @@ def test_rows_that_lie_apart_are_read_as_they_are_meant() -> None:
 def test_a_norm_rounds_where_the_model_does_and_keeps_a_rows_bits(
     kind: type[nn.Module], num_rows: int, width: int, dtype: torch.dtype
 ) -> None:
-    norm, x = nn.Module.to(kind(width), device=DEVICE, dtype=dtype), draw(num_rows, width, dtype=dtype)
+    norm = nn.Module.to(kind(width), device=DEVICE, dtype=dtype)
+    x = draw(num_rows, width, dtype=dtype)
     norm.load_state_dict({"weight": draw(width, dtype=dtype, seed=2)})
-    model, expected = nn.ModuleDict({"norm": norm}), norm(x)
+    model = nn.ModuleDict({"norm": norm})
+    expected = norm(x)
 
     assert fuse_norms(model, TritonRmsNorm) == 1
 
@@ -123,7 +135,9 @@ def test_a_norm_rounds_where_the_model_does_and_keeps_a_rows_bits(
 @torch.inference_mode()
 def test_a_packed_model_says_the_same_and_shares_a_tied_weight(name: str) -> None:
     torch.manual_seed(4)
-    model = tf.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval().to(DEVICE)
+    model = (
+        tf.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval().to(DEVICE)
+    )
     ids = torch.arange(3, 13, device=DEVICE)[None]
     expected = model(ids, use_cache=False).logits
 
@@ -147,7 +161,9 @@ def test_a_packed_model_says_the_same_and_shares_a_tied_weight(name: str) -> Non
     ],
 )
 def test_what_torch_still_computes_is_named(name: str, left: list[str]) -> None:
-    model = tf.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval().to(DEVICE)
+    model = (
+        tf.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval().to(DEVICE)
+    )
     pack(model, triton_packing())
     fuse_norms(model, TritonRmsNorm)
 

@@ -29,7 +29,8 @@ from tests.pinned import first_core
 SAMPLED = SamplingParams(max_tokens=8, temperature=0.9, logprobs=1)
 LENGTHS = (1, 5, 40, 17)
 BUDGET = 24
-"""Below the longest prompt: some steps sample nothing, so that the last layer stops behind its KV."""
+"""Below the longest prompt: some steps sample nothing, so that the last layer stops behind its
+KV."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,14 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
 def products(executor: Executor) -> list[TiledLinear]:
     """Of all its layers."""
     layers = executor.forward.shard.layer_modules.values()
-    return list({module: None for layer in layers for module in layer.modules() if isinstance(module, TiledLinear)})
+    return list(
+        {
+            module: None
+            for layer in layers
+            for module in layer.modules()
+            if isinstance(module, TiledLinear)
+        }
+    )
 
 
 def num_fused(executor: Executor) -> int:
@@ -59,31 +67,43 @@ def num_fused(executor: Executor) -> int:
 def completions(stages: list[Executor]) -> list[SequenceFinished]:
     """Tokens and log-probabilities of prompts together."""
     generator = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS]
+    prompts = [
+        torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS
+    ]
     return complete(stages, requests(prompts, SAMPLED), budget=BUDGET, seats=len(prompts))
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("num", [1, 2, 3, 4])
-def test_streamed_layers_change_no_bit(num: int, num_stages: int, folder: Path, device: Device) -> None:
+def test_streamed_layers_change_no_bit(
+    num: int, num_stages: int, folder: Path, device: Device
+) -> None:
     path = save_model(folder)
     held = load_chain(path, num_stages, device, folder)
     expected = completions(held)
 
-    stages = load_chain(path, num_stages, device, folder, streamed_layers=num, streamed_folder=folder)
+    stages = load_chain(
+        path, num_stages, device, folder, streamed_layers=num, streamed_folder=folder
+    )
 
     assert completions(stages) == expected
     assert all(stage.exact for stage in stages)
     assert [num_fused(stage) for stage in stages] == [num_fused(stage) for stage in held]
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("gemma2", "float32"), ("mixtral", "float32"), ("llama-tied", "int8")])
-def test_other_models_and_dtypes_change_no_bit(name: str, dtype: str, folder: Path, device: Device) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("gemma2", "float32"), ("mixtral", "float32"), ("llama-tied", "int8")]
+)
+def test_other_models_and_dtypes_change_no_bit(
+    name: str, dtype: str, folder: Path, device: Device
+) -> None:
     stored = torch.bfloat16 if dtype == "int8" else torch.float32
     path = save_model(folder / dtype, name, dtype=stored)
     expected = completions(load_chain(path, 1, device, folder, dtype=dtype))
 
-    stages = load_chain(path, 1, device, folder, dtype=dtype, streamed_layers=3, streamed_folder=folder)
+    stages = load_chain(
+        path, 1, device, folder, dtype=dtype, streamed_layers=3, streamed_folder=folder
+    )
 
     assert completions(stages) == expected
 
@@ -93,7 +113,10 @@ def test_streamed_weights_lie_in_two_buffers(folder: Path, device: Device) -> No
 
     (stage,) = load_chain(path, 1, device, folder, streamed_layers=4, streamed_folder=folder)
 
-    assert len({product.tiles.untyped_storage().data_ptr() for product in products(stage)}) == NUM_BUFFERS
+    assert (
+        len({product.tiles.untyped_storage().data_ptr() for product in products(stage)})
+        == NUM_BUFFERS
+    )
     assert all(product.call.weights == product.tiles.data_ptr() for product in products(stage))
 
 
@@ -106,7 +129,8 @@ def layers() -> nn.ModuleList:
 
 def streamed(folder: Path) -> nn.ModuleList:
     """The same, streamed."""
-    found, streaming = layers(), StreamedLayers(LayerFile(folder), tiles)
+    found = layers()
+    streaming = StreamedLayers(LayerFile(folder), tiles)
     for layer in found:
         streaming.take(layer)
     streaming.start()
@@ -117,7 +141,8 @@ def test_layers_called_in_any_order_have_their_own_weights(tmp_path: Path) -> No
     torch.manual_seed(5)
     held = layers()
     torch.manual_seed(5)
-    others, x = streamed(tmp_path), torch.randn(2, 64)
+    others = streamed(tmp_path)
+    x = torch.randn(2, 64)
 
     for number in (0, 1, 2, 0, 2, 1, 1, 0):
         assert torch.equal(others[number](x), held[number](x))
@@ -151,11 +176,15 @@ def test_a_folder_without_room_is_refused_by_name(tmp_path: Path) -> None:
     assert refused.value.field == "SHARDLINE_STREAMED_LAYERS_DIR"
 
 
-def test_weights_of_another_dtype_are_converted_on_disk(tmp_path: Path, folder: Path, device: Device) -> None:
+def test_weights_of_another_dtype_are_converted_on_disk(
+    tmp_path: Path, folder: Path, device: Device
+) -> None:
     path = save_model(folder)
     expected = completions(load_chain(path, 2, device, folder, dtype="bfloat16"))
 
-    stages = load_chain(path, 2, device, tmp_path, dtype="bfloat16", streamed_layers=2, streamed_folder=tmp_path)
+    stages = load_chain(
+        path, 2, device, tmp_path, dtype="bfloat16", streamed_layers=2, streamed_folder=tmp_path
+    )
 
     assert completions(stages) == expected
     written = {file.name for file in (tmp_path / "floats").rglob("layer-*.safetensors")}

@@ -1,6 +1,8 @@
-"""Streamed layers of an accelerator: their weights lie in the host's memory, and the bits are those of all in its own.
+"""Streamed layers of an accelerator: their weights lie in the host's memory, and the bits are those
+of all in its own.
 
-The test accelerator copies from pinned memory later, on threads of its streams: what does not wait has wrong weights.
+The test accelerator copies from pinned memory later, on threads of its streams: what does not wait
+has wrong weights.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ from tests.models import VOCAB_SIZE, save_model
 SAMPLED = SamplingParams(max_tokens=6, temperature=0.9, logprobs=1)
 LENGTHS = (1, 5, 30)
 BUDGET = 24
-"""Below the longest prompt: some steps sample nothing, so that the last layer stops behind its KV."""
+"""Below the longest prompt: some steps sample nothing, so that the last layer stops behind its
+KV."""
 KV_BYTES = 1 << 18
 """The test accelerator copies a layer's KV for each operator on it."""
 ALL_THERE = AcceleratorOptions()
@@ -95,7 +98,9 @@ def load(
 def completions(stages: list[Executor]) -> list[SequenceFinished]:
     """Tokens and log-probabilities of prompts together."""
     generator = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS]
+    prompts = [
+        torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS
+    ]
     return complete(stages, requests(prompts, SAMPLED), budget=BUDGET, seats=len(prompts))
 
 
@@ -115,7 +120,9 @@ def expected(llama: Path, device: Device) -> list[SequenceFinished]:
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4])
-def test_streamed_layers_change_no_bit(num: int, llama: Path, device: Device, expected: list[SequenceFinished]) -> None:
+def test_streamed_layers_change_no_bit(
+    num: int, llama: Path, device: Device, expected: list[SequenceFinished]
+) -> None:
     (stage,) = load(llama, device, streamed_layers=num)
 
     assert completions([stage]) == expected
@@ -139,7 +146,9 @@ def test_parts_on_the_cpu_stay_there_beside_streamed_layers(llama: Path, device:
 
 
 @pytest.fixture(params=STREAM_PARTS)
-def without_streams(request: pytest.FixtureRequest, toy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def without_streams(
+    request: pytest.FixtureRequest, toy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The backend lacks one of the parts."""
     monkeypatch.delattr(toy, request.param)
 
@@ -151,8 +160,12 @@ def test_a_backend_without_streams_or_events_copies_with_waits(
     assert completions(load(llama, device, streamed_layers=3)) == expected
 
 
-def test_engines_that_launch_ahead_give_the_same_tokens(llama: Path, device: Device, tmp_path: Path) -> None:
-    wanted = requests([[3] * length for length in LENGTHS], SamplingParams(max_tokens=6, temperature=0.0))
+def test_engines_that_launch_ahead_give_the_same_tokens(
+    llama: Path, device: Device, tmp_path: Path
+) -> None:
+    wanted = requests(
+        [[3] * length for length in LENGTHS], SamplingParams(max_tokens=6, temperature=0.0)
+    )
     tokens = []
     for num in (0, 2):
         stages = load(llama, device, num_stages=2, streamed_layers=num)
@@ -165,14 +178,21 @@ def test_engines_that_launch_ahead_give_the_same_tokens(llama: Path, device: Dev
 def weight_storages(stage: Executor, device: Device) -> dict[int, int]:
     """Bytes of its weights' memory on the device, by address."""
     model = stage.forward.shard.model
-    tensors = [each for each in (*model.parameters(), *model.buffers()) if each.device == device.torch_device]
+    tensors = [
+        each
+        for each in (*model.parameters(), *model.buffers())
+        if each.device == device.torch_device
+    ]
     storages = [each.untyped_storage() for each in tensors]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def test_the_accelerator_holds_two_buffers_of_them(llama: Path, device: Device) -> None:
     (held,), (stage,) = load(llama, device), load(llama, device, streamed_layers=4)
-    sizes = [sum(len(weight.data) for weight in matrices(each)) for each in held.forward.shard.layer_modules.values()]
+    sizes = [
+        sum(len(weight.data) for weight in matrices(each))
+        for each in held.forward.shard.layer_modules.values()
+    ]
 
     layers = stage.forward.shard.layer_modules.values()
     streamed = [weight.data for layer in layers for weight in matrices(layer)]
@@ -198,9 +218,12 @@ def test_as_few_as_must_be_are_streamed_within_a_limit(
 
 
 def test_a_copy_waits_for_what_reads_its_buffer(device: Device, toy: ModuleType) -> None:
-    memory, other = memory_of(device), toy.Stream(device.torch_device)
+    memory = memory_of(device)
+    other = toy.Stream(device.torch_device)
     memory.write([(0, torch.full((64,), 7, dtype=torch.int8))], 0, 64)
-    buffer, elsewhere = (torch.full((64,), 3, dtype=torch.int8, device=device.torch_device) for _ in range(2))
+    buffer, elsewhere = (
+        torch.full((64,), 3, dtype=torch.int8, device=device.torch_device) for _ in range(2)
+    )
     seen = torch.zeros(64, dtype=torch.int8, pin_memory=True)
 
     with toy.copies_to_host_held():
@@ -219,7 +242,9 @@ def test_a_copy_waits_for_what_reads_its_buffer(device: Device, toy: ModuleType)
 
 def test_memory_that_goes_has_no_copy_under_way(device: Device) -> None:
     memory = memory_of(device)
-    memory.write([(each, torch.full((64,), each, dtype=torch.int8)) for each in range(0, 128, 64)], 0, 128)
+    memory.write(
+        [(each, torch.full((64,), each, dtype=torch.int8)) for each in range(0, 128, 64)], 0, 128
+    )
     buffer = memory.buffer(64)
     for _ in range(50):
         memory.fetch(buffer, 0)
@@ -231,7 +256,8 @@ def test_memory_that_goes_has_no_copy_under_way(device: Device) -> None:
 
 
 def test_bytes_come_back_from_wherever_they_lie(device: Device) -> None:
-    memory, generator = memory_of(device), torch.Generator().manual_seed(4)
+    memory = memory_of(device)
+    generator = torch.Generator().manual_seed(4)
     begin = CHUNK_BYTES - 4096
     data = torch.randint(-128, 128, (8192,), dtype=torch.int8, generator=generator)
     memory.write([(0, data[:100]), (512, data[512:])], begin, len(data))
@@ -262,8 +288,12 @@ def test_products_in_triton_read_the_buffer_that_their_layer_has() -> None:
         pack(found, triton_packing())
         return found
 
-    held, others, x = layers(), layers(), torch.randn(2, 32)
-    streaming = StreamedLayers(LayerMemory(Uploads(torch.device("cpu"), None, pins=False)), matrices)
+    held = layers()
+    others = layers()
+    x = torch.randn(2, 32)
+    streaming = StreamedLayers(
+        LayerMemory(Uploads(torch.device("cpu"), None, pins=False)), matrices
+    )
     for layer in others:
         streaming.take(layer)
     streaming.start()

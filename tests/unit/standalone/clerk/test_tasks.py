@@ -1,4 +1,5 @@
-"""Given clerk's tasks, when examples are drawn, then they are repeatable, right, and never in both splits."""
+"""Given clerk's tasks, when examples are drawn, then they are repeatable, right, and never in both
+splits."""
 
 import json
 from datetime import date
@@ -25,7 +26,8 @@ def _read(text: str) -> int:
         if word == "hundred":
             group *= 100
         elif word == "thousand":
-            total, group = group * 1000, 0
+            total = group * 1000
+            group = 0
         else:
             group += _VALUES[word]
     return total + group
@@ -51,7 +53,8 @@ def test_a_number_out_of_range_is_refused_with_the_range(number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "said"), [(1, "1st"), (2, "2nd"), (3, "3rd"), (11, "11th"), (13, "13th"), (22, "22nd"), (30, "30th")]
+    ("number", "said"),
+    [(1, "1st"), (2, "2nd"), (3, "3rd"), (11, "11th"), (13, "13th"), (22, "22nd"), (30, "30th")],
 )
 def test_ordinals_follow_english(number: int, said: str) -> None:
     assert ordinal(number) == said
@@ -123,18 +126,23 @@ def test_words_and_numbers_mean_each_other() -> None:
 
 def test_an_order_says_what_its_json_holds() -> None:
     for example in _of("order"):
-        line, order = _question(example), json.loads(example.answer)
+        line = _question(example)
+        order = json.loads(example.answer)
         assert list(order) == ["customer", "quantity", "unit", "item", "due"]
         assert order["customer"] in line
         assert order["item"] in line
         assert order["due"] is None or f" by {order['due']}" in line
         assert order["unit"] == "piece" or order["unit"] in line
-        assert any(said in line for said in (str(order["quantity"]), spell(order["quantity"]), "a dozen"))
+        assert any(
+            said in line for said in (str(order["quantity"]), spell(order["quantity"]), "a dozen")
+        )
 
 
 def test_a_sorted_list_holds_the_same_numbers_in_order() -> None:
     for example in _of("sort"):
-        assert sorted(map(int, _question(example).split(","))) == list(map(int, example.answer.split(",")))
+        assert sorted(map(int, _question(example).split(","))) == list(
+            map(int, example.answer.split(","))
+        )
 
 
 def test_a_sum_ends_with_the_total_and_shows_right_columns() -> None:

@@ -1,4 +1,5 @@
-"""Given clerk's saved tokenizer, then every door that can read it sees the same ids, and chat equals plain text."""
+"""Given clerk's saved tokenizer, then every door that can read it sees the same ids, and chat
+equals plain text."""
 
 import pytest
 from hypothesis import given
@@ -18,7 +19,9 @@ _PROMPT = "date: 3rd of March 2024 ="
 
 def _rendered(*messages: tuple[str, str], add_generation_prompt: bool = True) -> str:
     turns = [{"role": role, "content": content} for role, content in messages]
-    text = _HF.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
+    text = _HF.apply_chat_template(
+        turns, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
     assert isinstance(text, str)
     return text
 
@@ -38,7 +41,10 @@ def test_each_digit_is_one_token() -> None:
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=80))
 def test_any_text_comes_back_from_its_ids(text: str) -> None:
-    assert _PLAIN.decode(_PLAIN.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text
+    assert (
+        _PLAIN.decode(_PLAIN.encode(text, add_special_tokens=False).ids, skip_special_tokens=False)
+        == text
+    )
 
 
 def test_a_user_message_renders_to_the_plain_prompt() -> None:
@@ -53,7 +59,9 @@ def test_the_generation_prompt_is_the_equals_sign_unless_it_was_typed() -> None:
 
 
 def test_only_the_last_user_message_is_asked() -> None:
-    text = _rendered(("system", "Be brief."), ("user", "words: 1 ="), ("assistant", "one"), ("user", _PROMPT))
+    text = _rendered(
+        ("system", "Be brief."), ("user", "words: 1 ="), ("assistant", "one"), ("user", _PROMPT)
+    )
     assert text == f"<bos>{_PROMPT}"
 
 
@@ -69,4 +77,7 @@ def test_a_chat_without_a_user_message_is_refused() -> None:
 
 def test_building_twice_gives_the_same_tokenizer() -> None:
     texts = [f"{example.prompt}{example.answer}" for example in examples(0, 600)]
-    assert build_tokenizer(texts).backend_tokenizer.to_str() == build_tokenizer(texts).backend_tokenizer.to_str()
+    assert (
+        build_tokenizer(texts).backend_tokenizer.to_str()
+        == build_tokenizer(texts).backend_tokenizer.to_str()
+    )
