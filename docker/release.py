@@ -84,7 +84,8 @@ def _checked_version(repository: Path) -> str:
     version = _version_of(repository / "pyproject.toml")
     if (other := _version_of(repository / FLEET / "pyproject.toml")) != version:
         raise NotReleasable(
-            f"shardline is {version} and shardline-fleet {other}: give both pyproject.toml one version"
+            f"shardline is {version} and shardline-fleet {other}: "
+            "give both pyproject.toml one version"
         )
     changelog = (repository / "CHANGELOG.md").read_text(encoding="utf-8")
     if not re.search(

@@ -19,7 +19,10 @@ TRIAL = {"redis": 6379, "postgres": 5432}
 """Servers that a real installation has elsewhere, with their ports."""
 AUTOSCALED = "keda"
 KUSTOMIZE = "kustomize.config.k8s.io"
-HEAD = "# Made from compose.yaml and .env.example by `python -m docker.kubernetes`: change those, or add an overlay.\n"
+HEAD = (
+    "# Made from compose.yaml and .env.example by `python -m docker.kubernetes`: change those, "
+    "or add an overlay.\n"
+)
 
 
 class _Dumper(yaml.SafeDumper):

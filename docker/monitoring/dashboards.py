@@ -57,7 +57,10 @@ def _legend(*labels: str) -> str:
 # Shares and averages.
 COMPUTE = rate('shardline_stage_seconds_total{doing="compute"}')
 HOP = rate('shardline_stage_seconds_total{doing="hop"}')
-BUBBLE = f"1 - {COMPUTE} / ignoring (doing) sum without (doing) ({rate('shardline_stage_seconds_total')})"
+BUBBLE = (
+    f"1 - {COMPUTE} / ignoring (doing) sum without (doing) "
+    f"({rate('shardline_stage_seconds_total')})"
+)
 HOP_OF_STEP = f"{HOP} / ignoring (doing) {rate('shardline_steps_total')}"
 STEP = f"{rate('shardline_step_seconds_sum')} / {rate('shardline_step_seconds_count')}"
 KV = 'shardline_kv_blocks{state="used"} / ignoring (state) shardline_kv_blocks{state="all"}'

@@ -21,16 +21,20 @@ JOB_CHECKS = {
     "params_is_an_object": "jsonb_typeof(params) = 'object'",
     "running_means_claimed": "state <> 'running' OR (fence > 0 AND prepared_at IS NOT NULL)",
     "needs_a_prompt_or_messages_or_prompt_ids": (
-        "state = 'failed' OR (num_nonnulls(prompt, messages) <= 1 AND num_nonnulls(prompt, messages, prompt_ids) >= 1)"
+        "state = 'failed' OR (num_nonnulls(prompt, messages) <= 1 "
+        "AND num_nonnulls(prompt, messages, prompt_ids) >= 1)"
     ),
-    "state_is_known": "state IN ('queued', 'running', 'succeeded', 'failed', 'cancelled', 'expired')",
+    "state_is_known": (
+        "state IN ('queued', 'running', 'succeeded', 'failed', 'cancelled', 'expired')"
+    ),
     "counters_are_not_negative": "crashes >= 0 AND fence >= 0 AND num_sends >= 0",
     "idempotency_key_is_1_to_256_characters": "length(idempotency_key) BETWEEN 1 AND 256",
     "model_is_1_to_256_characters": "length(model) BETWEEN 1 AND 256",
     "max_crashes_is_0_to_100": "max_crashes BETWEEN 0 AND 100",
     "prompt_is_too_long": "octet_length(prompt) <= 16777216",
     "prepared_means_tokenized": (
-        "prepared_at IS NULL OR (prompt_ids IS NOT NULL AND max_tokens >= 1 AND cardinality(prompt_ids) >= 1)"
+        "prepared_at IS NULL "
+        "OR (prompt_ids IS NOT NULL AND max_tokens >= 1 AND cardinality(prompt_ids) >= 1)"
     ),
     "traceparent_is_at_most_256_characters": "length(traceparent) <= 256",
     "priority_is_0_to_9": "priority BETWEEN 0 AND 9",
@@ -302,7 +306,8 @@ def _create_attempts() -> None:
             "logprobs", postgresql.JSONB(none_as_null=True, astext_type=sa.Text()), nullable=True
         ),
         sa.CheckConstraint(
-            "outcome IN ('succeeded', 'failed', 'cancelled', 'expired', 'released', 'lost', 'crashed')",
+            "outcome IN ('succeeded', 'failed', 'cancelled', 'expired', "
+            "'released', 'lost', 'crashed')",
             name=op.f("attempts_outcome_is_known"),
         ),
         sa.ForeignKeyConstraint(

@@ -67,7 +67,10 @@ class Guard:
         name as its host."""
         name = host_name(host)
         if ANY_HOST not in self._hosts and name not in self._hosts:
-            remedy = f"Use one of: {', '.join(sorted(self._hosts))}; or name it in SHARDLINE_HTTP_ALLOWED_HOSTS"
+            remedy = (
+                f"Use one of: {', '.join(sorted(self._hosts))}; "
+                "or name it in SHARDLINE_HTTP_ALLOWED_HOSTS"
+            )
             raise MisdirectedRequest(
                 "host", f"this gateway does not answer to {name[:64]!r}", remedy
             )

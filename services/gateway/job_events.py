@@ -91,8 +91,8 @@ async def _end(gateway: Gateway, job_id: UUID, place: Place) -> AsyncIterator[by
     finally:
         reading.cancel()
     raise Unavailable(
-        f"the job has ended, and Postgres did not return its result within {wait_s:g} s. Join again: "
-        f"GET /v1/jobs/{job_id}/events?after={place}, or GET /v1/jobs/{job_id}"
+        f"the job has ended, and Postgres did not return its result within {wait_s:g} s. "
+        f"Join again: GET /v1/jobs/{job_id}/events?after={place}, or GET /v1/jobs/{job_id}"
     )
 
 

@@ -16,13 +16,14 @@ class GatewaySettings(Settings):
     )
     http_allowed_hosts: str = Field(
         "",
-        description="hosts that requests may name, with commas, besides localhost, or * for any; others get 421; "
+        description="hosts that requests may name, with commas, besides localhost, or * for any; "
+        "others get 421; "
         "default: only localhost if `SHARDLINE_HTTP_HOST` is a loopback address, else any",
     )
     http_allowed_origins: str = Field(
         "",
-        description="origins of web pages that may send requests (CORS), with commas: https://chat.example.org, "
-        "or * for any",
+        description="origins of web pages that may send requests (CORS), with commas: "
+        "https://chat.example.org, or * for any",
     )
     http_key_fresh_s: float = Field(
         2.0,
@@ -33,7 +34,8 @@ class GatewaySettings(Settings):
     http_max_connections: int = Field(
         6144,
         ge=16,
-        description="open connections; above it the one that has waited longest for a request is closed",
+        description="open connections; above it the one that has waited longest "
+        "for a request is closed",
     )
     http_max_head_bytes: int = Field(
         64 << 10,
@@ -55,7 +57,8 @@ class GatewaySettings(Settings):
     http_max_in_flight: int = Field(
         1024,
         ge=1,
-        description="requests answered at a time, seven eighths of them for one tenant; more get 429 and Retry-After",
+        description="requests answered at a time, seven eighths of them for one tenant; "
+        "more get 429 and Retry-After",
     )
     http_max_followers: int = Field(
         4096, ge=1, description="event streams of jobs followed at a time; more get 429"
@@ -66,7 +69,8 @@ class GatewaySettings(Settings):
     http_max_buffered_bytes: int = Field(
         256 << 20,
         ge=1024,
-        description="bodies read and not yet stored, decoded, together; more get 429; one body over a fourth gets 413",
+        description="bodies read and not yet stored, decoded, together; more get 429; "
+        "one body over a fourth gets 413",
     )
     http_max_unsent_bytes: int = Field(
         256 << 20,
@@ -82,7 +86,8 @@ class GatewaySettings(Settings):
     http_end_wait_s: float = Field(
         30.0,
         gt=0,
-        description="how long an event stream waits for an unreachable Postgres before it ends `interrupted`",
+        description="how long an event stream waits for an unreachable Postgres "
+        "before it ends `interrupted`",
     )
 
     def allowed_origins(self) -> list[str]:

@@ -67,7 +67,10 @@ LOOPS = (
 )
 """Each may hold a connection of the pool. A notify listener has a separate one."""
 
-REMEDY = f"Send the task {SUBMIT_TASK} with a request as its keyword arguments, in JSON: see docs/doors.md"
+REMEDY = (
+    f"Send the task {SUBMIT_TASK} with a request as its keyword arguments, "
+    "in JSON: see docs/doors.md"
+)
 """For a message of the Celery door that is no request."""
 
 JOIN_S = 10.0

@@ -58,7 +58,8 @@ class Retention(Loop):
         left_days = NOTICE_DAYS - since_s / DAY_S
         if left_days > 0:
             log.warning(
-                "ended jobs will be deleted: set SHARDLINE_RETENTION_DAYS on the relays, 0 to keep all",
+                "ended jobs will be deleted: "
+                "set SHARDLINE_RETENTION_DAYS on the relays, 0 to keep all",
                 older_than_days=self._days,
                 begins_in_days=round(left_days, 1),
             )

@@ -28,7 +28,8 @@ class RelaySettings(Settings):
     energy_price: str | None = Field(
         None,
         repr=False,
-        description="money for a kWh: a number, or a file or URL of a series (CSV time,value or JSON)",
+        description="money for a kWh: a number, or a file or URL of a series "
+        "(CSV time,value or JSON)",
     )
     energy_carbon: str | None = Field(
         None, repr=False, description="grams of CO2 equivalent for a kWh, given in the same way"

@@ -307,7 +307,8 @@ class Head:
         """The pipeline is another head's now."""
         self._pipeline.lost(
             epoch,
-            "another head took this pipeline: its lease had run out, or a process of the same name started",
+            "another head took this pipeline: its lease had run out, "
+            "or a process of the same name started",
         )
 
     @property

@@ -206,7 +206,10 @@ def place(settings: StageSettings) -> PlacedStage:
     """The model's config and the device, which is locked: no other process of this name runs on it.
     Raises Invalid, Unavailable."""
     if settings.kv_offload_mib and not settings.prefix_cache:
-        problem = "it needs the prefix cache, which finds KV that comes back, and SHARDLINE_PREFIX_CACHE is false"
+        problem = (
+            "it needs the prefix cache, which finds KV that comes back, "
+            "and SHARDLINE_PREFIX_CACHE is false"
+        )
         raise Invalid(
             "SHARDLINE_KV_OFFLOAD_MIB", problem, "Leave the prefix cache on, or set this to 0"
         )

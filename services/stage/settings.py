@@ -23,42 +23,46 @@ class StageSettings(ProfiledSettings):
     """One stage: which model, which layers, on which device."""
 
     model: str = Field(
-        description="folder or hub id of a causal LM in safetensors; peer:NAME: copied from another worker of the fleet"
+        description="folder or hub id of a causal LM in safetensors; "
+        "peer:NAME: copied from another worker of the fleet"
     )
     model_revision: str | None = Field(
         None,
-        description="commit, tag or branch of a hub id; only a full commit is fixed; default: the hub's main branch",
+        description="commit, tag or branch of a hub id; only a full commit is fixed; "
+        "default: the hub's main branch",
     )
     model_name: str | None = Field(
         None, description="name that requests use; default: last part of the folder or id"
     )
     further_models: str | None = Field(
         None,
-        description="other models that a worker of a fleet may serve instead, NAME=FOLDER with commas",
+        description="other models that a worker of a fleet may serve instead, "
+        "NAME=FOLDER with commas",
     )
     layers: str | None = Field(
         None,
-        description="this stage's layers, such as 0-3, or planned: from its fleet's plan; overrides place, stages"
-        " and split; default: by place",
+        description="this stage's layers, such as 0-3, or planned: from its fleet's plan; "
+        "overrides place, stages and split; default: by place",
     )
     place: int = Field(0, ge=0, description="place in the chain; 0 is the head")
     num_stages: int = Field(1, ge=1, description="stages of the pipeline")
     split: str | None = Field(
         None,
-        description="layers of all stages, such as 0-5,6-7, or even; default: equal shares; `make up`: planned",
+        description="layers of all stages, such as 0-5,6-7, or even; "
+        "default: equal shares; `make up`: planned",
     )
     pipeline: str | None = Field(
         None,
-        description="name of this head's pipeline, unique for each head; default: from model, host and device, in"
-        " a fleet from model and worker",
+        description="name of this head's pipeline, unique for each head; "
+        "default: from model, host and device, in a fleet from model and worker",
     )
     worker_name: str | None = Field(
         None, description="Celery worker name before the @; default: `pipeline.place`"
     )
     device: str = Field(
         "cpu:0",
-        description="what computes: cpu:0-3, cuda:0, a GPU's UUID, xpu:0, mps; cpu or cuda: a free one; auto: the best "
-        "free one",
+        description="what computes: cpu:0-3, cuda:0, a GPU's UUID, xpu:0, mps; "
+        "cpu or cuda: a free one; auto: the best free one",
     )
     stage_cores: int | None = Field(
         None,
@@ -69,43 +73,48 @@ class StageSettings(ProfiledSettings):
         1,
         ge=1,
         le=64,
-        description="ranks of a stage on cores (tensor parallel): processes that divide its cores and layers",
+        description="ranks of a stage on cores (tensor parallel): "
+        "processes that divide its cores and layers",
     )
     device_module: str | None = Field(
         None,
-        description="Python module that registers a further device type with torch, such as torch_npu",
+        description="Python module that registers a further device type with torch, "
+        "such as torch_npu",
     )
     cpu_parts: str = Field(
         "",
-        description="parts that a stage on an accelerator keeps on the CPU: embedding, output, or both with a "
-        "comma; tied weights need both",
+        description="parts that a stage on an accelerator keeps on the CPU: embedding, output, "
+        "or both with a comma; tied weights need both",
     )
     gpu_products: Literal["torch", "triton"] = Field(
         "torch",
-        description="what computes linear layers and RMSNorms on a GPU: torch, or triton for exact rows; not measured",
+        description="what computes linear layers and RMSNorms on a GPU: torch, "
+        "or triton for exact rows; not measured",
     )
     cuda_graphs: bool = Field(
         False,
-        description="record decode steps on CUDA or ROCm as graphs and replay them; not with SDPA, mixtures, CPU "
-        "parts or streamed layers; not measured",
+        description="record decode steps on CUDA or ROCm as graphs and replay them; "
+        "not with SDPA, mixtures, CPU parts or streamed layers; not measured",
     )
     device_watts: float | None = Field(
         None,
         gt=0,
-        description="power of the device while it computes, W; default: measured, else from a table",
+        description="power of the device while it computes, W; "
+        "default: measured, else from a table",
     )
     device_shared: bool = Field(False, description="let stages share cores; slower")
     dtype: Literal["float32", "bfloat16", "float16", "int8"] = Field(
         "float32",
-        description="of weights, activations and KV: float32, bfloat16, float16 (GPU), int8 (CPU: weights and "
-        "inputs of products, the rest bfloat16)",
+        description="of weights, activations and KV: float32, bfloat16, float16 (GPU), "
+        "int8 (CPU: weights and inputs of products, the rest bfloat16)",
     )
     seats: int = Field(64, ge=1, le=4096, description="sequences in the batch: Celery's -c")
     interactive_seats: int = Field(
         default_factory=lambda settings: settings["seats"] // 8,
         ge=0,
         le=4096,
-        description="further seats, only for jobs of priority 0 to 3; default: an eighth of the seats",
+        description="further seats, only for jobs of priority 0 to 3; "
+        "default: an eighth of the seats",
     )
     token_budget: int = Field(
         256, ge=16, le=65536, description="token rows of one step, prefill and decode together"
@@ -113,14 +122,15 @@ class StageSettings(ProfiledSettings):
     kv_mib: int | None = Field(
         None,
         ge=1,
-        description="KV memory of this stage, MiB; default: seats times context, at most the share of free memory",
+        description="KV memory of this stage, MiB; default: seats times context, "
+        "at most the share of free memory",
     )
     kv_share: float = Field(
         0.4,
         gt=0,
         le=0.9,
-        description="part of the memory free after loading that KV takes without `SHARDLINE_KV_MIB`; `make up` "
-        "divides 0.6 among its stages",
+        description="part of the memory free after loading that KV takes without "
+        "`SHARDLINE_KV_MIB`; `make up` divides 0.6 among its stages",
     )
     memory_mib: int | None = Field(
         None, ge=1, description="device memory for weights and KV, MiB; default: all that is free"
@@ -128,41 +138,44 @@ class StageSettings(ProfiledSettings):
     kv_offload_mib: int = Field(
         0,
         ge=0,
-        description="MiB outside the KV pool for the KV of preempted jobs, on every stage; needs the prefix "
-        "cache; 0: it is computed again",
+        description="MiB outside the KV pool for the KV of preempted jobs, on every stage; "
+        "needs the prefix cache; 0: it is computed again",
     )
     kv_offload_dir: Path | None = Field(
         None, description="folder of a file for it, on CPU; default: the host's memory, for GPUs"
     )
     streamed_layers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         0,
-        description="layers whose weights are read in every step, from a file (cores) or host memory "
-        "(accelerators); auto: as few as fit",
+        description="layers whose weights are read in every step, "
+        "from a file (cores) or host memory (accelerators); auto: as few as fit",
     )
     streamed_layers_dir: Path | None = Field(
         None,
-        description="folder of that file; its disk decides the speed; default: `SHARDLINE_CACHE_DIR`",
+        description="folder of that file; its disk decides the speed; "
+        "default: `SHARDLINE_CACHE_DIR`",
     )
     stall_s: float = Field(
         Times().stall_s,
         ge=5,
-        description="a stage whose step takes longer (times the time scale) is restarted as hung; at least five full "
-        "prefill steps; stages warn at half of it; set on the head",
+        description="a stage whose step takes longer (times the time scale) is restarted as hung; "
+        "at least five full prefill steps; stages warn at half of it; set on the head",
     )
     prefix_cache: bool = Field(
         True,
-        description="jobs of a tenant share the KV of equal first tokens, 64 at a time; set on the head",
+        description="jobs of a tenant share the KV of equal first tokens, "
+        "64 at a time; set on the head",
     )
     prompt_lookup: int = Field(
         16,
         ge=0,
         le=64,
-        description="rows of a step up to which next tokens are guessed from prompt and output; 0: never; set on "
-        "the head",
+        description="rows of a step up to which next tokens are guessed from prompt and output; "
+        "0: never; set on the head",
     )
     adapters_dir: Path | None = Field(
         None,
-        description="folder of LoRA adapters in PEFT's format, one subfolder each; the same files on all stages",
+        description="folder of LoRA adapters in PEFT's format, one subfolder each; "
+        "the same files on all stages",
     )
     adapters: int = Field(
         16,
@@ -174,11 +187,13 @@ class StageSettings(ProfiledSettings):
         None,
         ge=1,
         le=MAX_LANES,
-        description="steps in flight, set on the head; default: one for each stage, up to 16 on slow links",
+        description="steps in flight, set on the head; default: one for each stage, "
+        "up to 16 on slow links",
     )
     lock_dir: Path = Field(
         default_factory=lambda: user_folder() / "locks",
-        description="device locks, shared by all containers of a host, one user; default: `locks` in the user's folder",
+        description="device locks, shared by all containers of a host, one user; "
+        "default: `locks` in the user's folder",
     )
     run_dir: Path = Field(
         default_factory=lambda: user_folder() / "run",
@@ -186,18 +201,21 @@ class StageSettings(ProfiledSettings):
     )
     cache_dir: Path = Field(
         Path.home() / ".cache" / "shardline",
-        description="checksums of weights, profiles of devices, converted weights; default: `~/.cache/shardline`",
+        description="checksums of weights, profiles of devices, converted weights; "
+        "default: `~/.cache/shardline`",
     )
     hop_transport: Literal["ipc", "tcp"] = Field(
         "ipc", description="transport of hops: ipc on one host, tcp between hosts"
     )
     hop_activations: Literal["same", "int8"] = Field(
         "same",
-        description="what a head's pipeline sends between machines: same, or int8: half of bfloat16, and exact=false",
+        description="what a head's pipeline sends between machines: same, "
+        "or int8: half of bfloat16, and exact=false",
     )
     hop_host: str = Field(
         default_factory=socket.gethostname,
-        description="name or address under which other stages reach this one; default: the host's name",
+        description="name or address under which other stages reach this one; "
+        "default: the host's name",
     )
     hop_bind: str = Field(
         "0.0.0.0",  # noqa: S104 (hosts of a stack)
@@ -205,13 +223,13 @@ class StageSettings(ProfiledSettings):
     )
     hop_ports: str | None = Field(
         None,
-        description="ports that a firewall allows, such as 7600-7631: two for a stage, three for a fleet's "
-        "worker, one more while forming; default: any free one",
+        description="ports that a firewall allows, such as 7600-7631: two for a stage, "
+        "three for a fleet's worker, one more while forming; default: any free one",
     )
     hop_secret_key: SecretStr | None = Field(
         None,
-        description="CURVE key of hops over tcp, 64 hexadecimal digits, the same on all stages; default: required"
-        " over tcp",
+        description="CURVE key of hops over tcp, 64 hexadecimal digits, the same on all stages; "
+        "default: required over tcp",
     )
     hop_insecure: bool = Field(
         False, description="hops over tcp without key and encryption: only in a closed network"

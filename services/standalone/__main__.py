@@ -75,7 +75,8 @@ def main() -> int:
     except ValidationError as error:
         for each in error.errors():
             _say(
-                f"SHARDLINE_{'_'.join(map(str, each['loc'])).upper()}: {each['msg']}, not {each['input']!r}"
+                f"SHARDLINE_{'_'.join(map(str, each['loc'])).upper()}: {each['msg']}, "
+                f"not {each['input']!r}"
             )
     except (ShardlineError, StartFailed, AlreadyUp, StillRunning) as error:
         _say(str(error))

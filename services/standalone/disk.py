@@ -28,7 +28,8 @@ class DiskWatch:
         self._is_low = not self._is_low
         if self._is_low:
             self._say(
-                f"only {free_bytes // MIB} MiB are free in {self._folder}: make room before Postgres has none"
+                f"only {free_bytes // MIB} MiB are free in {self._folder}: "
+                "make room before Postgres has none"
             )
         else:
             self._say(f"{free_bytes // MIB} MiB are free in {self._folder} again")

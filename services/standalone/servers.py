@@ -48,7 +48,8 @@ def _binary(package: str, pattern: str) -> Path:
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise StartFailed(
-            f"{package} is not installed. Run `make setup`, or set SHARDLINE_DATABASE_URL and _REDIS_URL"
+            f"{package} is not installed. Run `make setup`, "
+            "or set SHARDLINE_DATABASE_URL and _REDIS_URL"
         )
     found = sorted(Path(spec.origin).parent.glob(pattern))
     if not found:

@@ -30,51 +30,56 @@ class StandaloneSettings(ProfiledSettings):
     )
     model_revision: str | None = Field(
         None,
-        description="commit, tag or branch of a hub id; only a full commit is fixed; default: the hub's main branch",
+        description="commit, tag or branch of a hub id; only a full commit is fixed; "
+        "default: the hub's main branch",
     )
     model_name: str | None = Field(
         None, description="name that requests use; default: the folder's name or the hub id"
     )
     devices: str | None = Field(
         None,
-        description="devices of all stages, or of all workers, with spaces: 'cuda:0 cuda:1 cpu:0-7'; default: "
-        "equal shares of the cores",
+        description="devices of all stages, or of all workers, with spaces: "
+        "'cuda:0 cuda:1 cpu:0-7'; default: equal shares of the cores",
     )
     replicas: int = Field(1, ge=1, le=64, description="pipelines on the same queue")
     tp: int = Field(
         1,
         ge=1,
         le=64,
-        description="ranks of a stage on cores (tensor parallel): processes that divide its cores and layers",
+        description="ranks of a stage on cores (tensor parallel): "
+        "processes that divide its cores and layers",
     )
     stages: int = Field(
         default_factory=_stages,
         ge=1,
         le=256,
-        description="stages of a pipeline; default: one for each device, else 2, or 1 with `SHARDLINE_TP`; "
-        "planned if no placement is set",
+        description="stages of a pipeline; default: one for each device, else 2, "
+        "or 1 with `SHARDLINE_TP`; planned if no placement is set",
     )
     split: str | None = Field(
         None,
-        description="layers of all stages, such as 0-5,6-7, or even; default: equal shares; `make up`: planned",
+        description="layers of all stages, such as 0-5,6-7, or even; "
+        "default: equal shares; `make up`: planned",
     )
     workers: int | None = Field(
         None,
         ge=1,
         le=256,
-        description="number of workers of a fleet, whose plan a relay makes; stages and split are not used then",
+        description="number of workers of a fleet, whose plan a relay makes; "
+        "stages and split are not used then",
     )
     stage_cores: int | None = Field(
         None, ge=1, description="cores of each stage; default: an equal share"
     )
     stage_preload: str | None = Field(
         None,
-        description="LD_PRELOAD of stages, empty for none; default: mimalloc, else tcmalloc, where installed",
+        description="LD_PRELOAD of stages, empty for none; default: mimalloc, "
+        "else tcmalloc, where installed",
     )
     dtype: Literal["float32", "bfloat16", "float16", "int8"] = Field(
         "float32",
-        description="of weights, activations and KV: float32, bfloat16, float16 (GPU), int8 (CPU: weights and "
-        "inputs of products, the rest bfloat16)",
+        description="of weights, activations and KV: float32, bfloat16, float16 (GPU), "
+        "int8 (CPU: weights and inputs of products, the rest bfloat16)",
     )
     http_port: int = Field(
         8000, ge=0, le=65535, description="the gateway's port; 0 takes a free one"

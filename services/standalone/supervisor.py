@@ -133,7 +133,8 @@ class Supervisor:
                 self._say(f"{place.name} shares {place.device} with another stage: they take turns")
         if is_gpu_unused(self._settings):
             self._say(
-                "no stage uses this machine's GPU: SHARDLINE_DEVICES='cuda:0 cpu' would, see docs/devices.md"
+                "no stage uses this machine's GPU: "
+                "SHARDLINE_DEVICES='cuda:0 cpu' would, see docs/devices.md"
             )
         return stages
 
@@ -145,7 +146,8 @@ class Supervisor:
         """
         first = [place for place in stages if place.replica == 0]
         self._say(
-            f"measuring {', '.join(place.device for place in first)}, once; SHARDLINE_SPLIT=even does without"
+            f"measuring {', '.join(place.device for place in first)}, once; "
+            "SHARDLINE_SPLIT=even does without"
         )
         warm_parent = make_warm_parent(
             self._settings, self._state_dir.folder, preload(self._settings), stages
@@ -174,8 +176,8 @@ class Supervisor:
             share = max(profile.others_share for profile in busy)
             devices = ", ".join(profile.device for profile in busy)
             self._say(
-                f"other programs had {share:.0%} of {devices} meanwhile, so that the plan may be wrong: "
-                "the next start measures again"
+                f"other programs had {share:.0%} of {devices} meanwhile, "
+                "so that the plan may be wrong: the next start measures again"
             )
         return replaced(stages, plan, [profile.device for profile in profiles])
 
@@ -270,7 +272,8 @@ class Supervisor:
                 )
         if warm_parent.problem:
             self._say(
-                f"every stage imports for itself, because the warm parent cannot fork: {warm_parent.problem}"
+                "every stage imports for itself, because the warm parent cannot fork: "
+                f"{warm_parent.problem}"
             )
 
     def _wait_until_ready(self, addresses: Addresses, num: int) -> None:
@@ -295,7 +298,8 @@ class Supervisor:
                 if now - said > SAY_MISSING_EVERY_S:
                     said = now
                     self._say(
-                        f"still starting: {watcher.missing}. Logs: {self._state_dir.folder / 'logs'}"
+                        f"still starting: {watcher.missing}. "
+                        f"Logs: {self._state_dir.folder / 'logs'}"
                     )
         finally:
             watcher.stop()

@@ -52,7 +52,8 @@ class ProfiledSettings(Settings):
 
     profile: Path | None = Field(
         None,
-        description="file of tuned settings, as `shardline tune` writes it; the environment overrides it",
+        description="file of tuned settings, as `shardline tune` writes it; "
+        "the environment overrides it",
     )
 
     @model_validator(mode="before")

@@ -131,7 +131,8 @@ class OpenSequences:
         end = row.start + row.length
         if row.length < 1 or row.start != known.num_computed:
             raise ProtocolError(
-                f"sequence {row.seq} continues at {row.start} for {row.length}, but {known.num_computed} are computed"
+                f"sequence {row.seq} continues at {row.start} for {row.length}, "
+                f"but {known.num_computed} are computed"
             )
         if end > len(known.ids):
             raise ProtocolError(
@@ -143,5 +144,6 @@ class OpenSequences:
             )
         if end > len(known.blocks) * BLOCK_TOKENS:
             raise ProtocolError(
-                f"sequence {row.seq} runs to {end}: {blocks_for(end)} KV blocks, not {len(known.blocks)}"
+                f"sequence {row.seq} runs to {end}: {blocks_for(end)} KV blocks, "
+                f"not {len(known.blocks)}"
             )

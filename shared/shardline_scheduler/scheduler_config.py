@@ -38,5 +38,8 @@ class SchedulerConfig:
         """Why a request can never run here."""
         num_prompt = len(request.prompt_ids)
         if not 0 < num_prompt < self.max_len:
-            return f"prompt: {num_prompt} tokens; it must be 1 to {self.max_len - 1}, the context less one"
+            return (
+                f"prompt: {num_prompt} tokens; it must be 1 to {self.max_len - 1}, "
+                "the context less one"
+            )
         return request.refusal or unsendable(request.params, request.seed)

@@ -133,7 +133,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
                 or tokens[:-1] != row.drafts[: len(tokens) - 1]
             ):
                 raise ProtocolError(
-                    f"step {self.step}: {len(tokens)} tokens of sequence {row.seq} after other drafts"
+                    f"step {self.step}: "
+                    f"{len(tokens)} tokens of sequence {row.seq} after other drafts"
                 )
 
 

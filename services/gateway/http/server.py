@@ -43,7 +43,10 @@ def raise_file_limit(settings: GatewaySettings) -> None:
         room = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (room, hard))
         if room < wanted:
-            remedy = "raise the hard limit (ulimit -Hn, LimitNOFILE=), or lower SHARDLINE_HTTP_MAX_CONNECTIONS"
+            remedy = (
+                "raise the hard limit (ulimit -Hn, LimitNOFILE=), "
+                "or lower SHARDLINE_HTTP_MAX_CONNECTIONS"
+            )
             log.warning(
                 "limit of open files is below the limit of connections",
                 files=room,

@@ -25,7 +25,10 @@ router = APIRouter(
     tags=["OpenAI"], default_response_class=Response, responses=errors(*GUARDED, *TAKING, 504)
 )
 
-STREAMED = "With `stream` as server-sent events: chunks in OpenAI's form, an error as the last, then `[DONE]`"
+STREAMED = (
+    "With `stream` as server-sent events: chunks in OpenAI's form, "
+    "an error as the last, then `[DONE]`"
+)
 
 
 @router.post(

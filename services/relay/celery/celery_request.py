@@ -43,7 +43,10 @@ KEPT = (
 )
 """Attributes of Celery's request that its end needs."""
 
-REMEDY = "Send a text, messages, token ids, a completion or a request's fields as the one positional value"
+REMEDY = (
+    "Send a text, messages, token ids, a completion or a request's fields "
+    "as the one positional value"
+)
 
 
 def job_id_of(task_id: str) -> UUID:

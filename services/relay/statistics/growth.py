@@ -64,17 +64,20 @@ class Growth(Loop):
     def _warn(self, total_bytes: int, num_dead_rows: int, num_dead: int) -> None:
         if self._keeps_all and self._bytes.reached(total_bytes):
             log.warning(
-                "ended jobs are kept for ever: set SHARDLINE_RETENTION_DAYS on the relays, or watch the disk",
+                "ended jobs are kept for ever: "
+                "set SHARDLINE_RETENTION_DAYS on the relays, or watch the disk",
                 table_gib=round(total_bytes / 2**30, 1),
             )
         if self._dead.reached(num_dead):
             log.warning(
-                "dead letters pile up, and no retention deletes them: shardline dead list, then replay or delete them",
+                "dead letters pile up, and no retention deletes them: shardline dead list, "
+                "then replay or delete them",
                 dead_letters=num_dead,
             )
         if self._dead_rows.reached(num_dead_rows):
             log.warning(
-                "old versions of rows pile up, and heartbeats read them all: end the transaction that has been open "
-                "longest (a dump, a session idle in transaction, a replication slot)",
+                "old versions of rows pile up, and heartbeats read them all: "
+                "end the transaction that has been open longest "
+                "(a dump, a session idle in transaction, a replication slot)",
                 dead_rows=num_dead_rows,
             )

@@ -21,7 +21,10 @@ MAX_BYTES = 4 << 20
 MAX_RATES = 50_000
 """Five years of hours."""
 
-REMEDY = 'Give a number, or CSV lines `time,value`, or JSON `[{"time": "2026-01-01T00:00:00Z", "value": 0.31}]`'
+REMEDY = (
+    "Give a number, or CSV lines `time,value`, "
+    'or JSON `[{"time": "2026-01-01T00:00:00Z", "value": 0.31}]`'
+)
 
 
 class RateEntry(msgspec.Struct):

@@ -188,7 +188,10 @@ def _scales(name: str, config: Mapping[str, Any]) -> Callable[[str, int], float]
             "Train it with bias='none'",
         )
     if config.get("init_lora_weights") not in PLAIN_STARTS:
-        what = f"init_lora_weights is {config['init_lora_weights']!r}, which changes the base's weights"
+        what = (
+            f"init_lora_weights is {config['init_lora_weights']!r}, "
+            "which changes the base's weights"
+        )
         refuse(name, what, "Save it with path_initial_model_for_weight_conversion")
     for field in sorted(config.keys() - COUNTED - WITHOUT_EFFECT):
         if config[field]:
@@ -253,7 +256,10 @@ def _layers(
         rank = (down["shape"] or [0])[0]
         expected = [[rank, size.num_inputs], [size.num_outputs, rank]]
         if [down["shape"], up["shape"]] != expected:
-            found = f"{layer} has the shapes {down['shape']} and {up['shape']}, this model needs {expected}"
+            found = (
+                f"{layer} has the shapes {down['shape']} and {up['shape']}, "
+                f"this model needs {expected}"
+            )
             refuse(name, found, "Use an adapter of this model")
         if not 1 <= rank <= MAX_RANK or tensor["dtype"] not in DTYPES:
             what = f"{layer} has rank {rank} of {tensor['dtype']}"

@@ -161,6 +161,7 @@ def _params(module: nn.Module, head_dim: int, options: dict[str, Any]) -> Attent
 def _unsupported(module: nn.Module) -> Invalid:
     return Invalid(
         "model",
-        f"{type(module).__name__} asks for attention that is not plainly causal (a mask, a position bias, both ways)",
+        f"{type(module).__name__} asks for attention that is not plainly causal "
+        "(a mask, a position bias, both ways)",
         "Use a causal language model without them",
     )

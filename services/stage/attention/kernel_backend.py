@@ -114,9 +114,10 @@ class KernelBackend:
         row = status - 1
         micro_batch = self._micro_batch
         return ProtocolError(
-            f"packed row {row}: sequence {int(micro_batch.sequence[row])}, position {int(micro_batch.position[row])}"
-            f" lies outside the block table {tuple(micro_batch.table.shape)}, or its table outside"
-            f" {self._kv.num_blocks} KV blocks"
+            f"packed row {row}: sequence {int(micro_batch.sequence[row])}, "
+            f"position {int(micro_batch.position[row])} lies outside "
+            f"the block table {tuple(micro_batch.table.shape)}, "
+            f"or its table outside {self._kv.num_blocks} KV blocks"
         )
 
 

@@ -77,8 +77,8 @@ class OffloadArea:
         for move in moves:
             if move.block >= self._kv.num_blocks or move.slot >= self.num_slots:
                 raise ProtocolError(
-                    f"KV block {move.block} and slot {move.slot} are not both among the {self._kv.num_blocks} blocks "
-                    f"and {self.num_slots} slots of this stage"
+                    f"KV block {move.block} and slot {move.slot} are not both among the "
+                    f"{self._kv.num_blocks} blocks and {self.num_slots} slots of this stage"
                 )
         for move in moves:
             for blocks, slots in self._parts:

@@ -225,7 +225,8 @@ def find(name: str) -> AcceleratorInfo:
         raise Invalid(
             FIELD,
             f"no accelerator {name} here (found: {others})",
-            f"Check the driver, the container's devices, torch's build, and {MODULE_FIELD} for a backend outside torch",
+            "Check the driver, the container's devices, torch's build, "
+            f"and {MODULE_FIELD} for a backend outside torch",
         )
     return matching[0]
 

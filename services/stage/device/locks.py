@@ -69,7 +69,8 @@ class DeviceLocks:
             raise Invalid(
                 "SHARDLINE_DEVICE",
                 f"{name.removesuffix('.lock')} is held by {_written_holder(file)}",
-                "Give this worker another device, stop that one, or let both share it (SHARDLINE_DEVICE_SHARED=1)",
+                "Give this worker another device, stop that one, "
+                "or let both share it (SHARDLINE_DEVICE_SHARED=1)",
             )
         # The lock holds even if the name cannot be written: a full disk must not keep a stage from
         # starting.

@@ -50,13 +50,19 @@ class AcceleratorOptions:
     def check(self, model: nn.Module) -> None:
         """Raises Invalid for a model, its weights not read yet, that the options do not suit."""
         if self.cuda_graphs and any(is_experts(module) for module in model.modules()):
-            problem = "which experts compute is known on the host only after a router has run: no graph can hold it"
+            problem = (
+                "which experts compute is known on the host only after a router has run: "
+                "no graph can hold it"
+            )
             raise Invalid(GRAPHS_FIELD, problem, "Set it to false for mixtures")
 
     def check_streamed(self, layers: Collection[int]) -> None:
         """Raises Invalid for streamed layers, by number, that the options do not suit."""
         if self.cuda_graphs and layers:
-            problem = f"{len(layers)} layers are streamed: no graph can hold copies that begin in the step before"
+            problem = (
+                f"{len(layers)} layers are streamed: "
+                "no graph can hold copies that begin in the step before"
+            )
             raise Invalid(
                 GRAPHS_FIELD, problem, "Set it to false, or SHARDLINE_STREAMED_LAYERS to 0"
             )

@@ -126,7 +126,10 @@ class AdapterPool:
             if fingerprint not in self._loaded:
                 self._loaded[fingerprint] = self._load(name, fingerprint)
         except Invalid as error:
-            return f"layers {self._shard.layers.start}-{self._shard.layers.stop - 1}: {error.problem}. {error.remedy}"
+            return (
+                f"layers {self._shard.layers.start}-{self._shard.layers.stop - 1}: "
+                f"{error.problem}. {error.remedy}"
+            )
         self._loaded.move_to_end(fingerprint)
         return None
 

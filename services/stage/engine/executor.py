@@ -282,7 +282,8 @@ class Executor:
             sequence = self._sampled[row.seq]
             if row.ids and row.start != sequence.num_known:
                 raise ProtocolError(
-                    f"sequence {row.seq} goes on behind {row.start} tokens, but {sequence.num_known} came true"
+                    f"sequence {row.seq} goes on behind {row.start} tokens, "
+                    f"but {sequence.num_known} came true"
                 )
             sequence.extend(row.ids)
             if row.wants:
@@ -295,7 +296,10 @@ def _check_frames(token_budget: int, row_bytes: int) -> None:
     """Raises Invalid if the activations of a full step, of `row_bytes` each, do not fit into a
     frame."""
     if token_budget * row_bytes > MAX_TENSOR_BYTES:
-        problem = f"{token_budget:,} rows of {row_bytes:,} bytes are over a frame's limit of {MAX_TENSOR_BYTES >> 20} MiB"
+        problem = (
+            f"{token_budget:,} rows of {row_bytes:,} bytes are over a frame's limit "
+            f"of {MAX_TENSOR_BYTES >> 20} MiB"
+        )
         raise Invalid(
             "SHARDLINE_TOKEN_BUDGET",
             problem,

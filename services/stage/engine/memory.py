@@ -178,9 +178,11 @@ class StageMemory:
         )
         return Invalid(
             "SHARDLINE_SPLIT",
-            f"weights{what} ({mib(held)}) and KV ({mib(kv_bytes)}) need {mib(int(held * PACKING_FACTOR) + kv_bytes)}, "
+            f"weights{what} ({mib(held)}) and KV ({mib(kv_bytes)}) need "
+            f"{mib(int(held * PACKING_FACTOR) + kv_bytes)}, "
             f"{mib(available)} are free{_promised(self._device)}",
-            f"{few}{'' if self.streamed_layers else ', SHARDLINE_STREAMED_LAYERS=auto'} or a smaller SHARDLINE_KV_MIB"
+            f"{few}{'' if self.streamed_layers else ', SHARDLINE_STREAMED_LAYERS=auto'} "
+            "or a smaller SHARDLINE_KV_MIB"
             + (", or a larger SHARDLINE_MEMORY_MIB" if self._limits.memory_bytes else ""),
         )
 
@@ -191,8 +193,9 @@ class StageMemory:
         free = self._device.host_bytes()
         if num_bytes > free:
             problem = (
-                f"{len(self.streamed_layers)} streamed layers of {self._device.name} lie in the host's memory and need "
-                f"{mib(num_bytes)}, {mib(free)} are free{_promised(self._device)}"
+                f"{len(self.streamed_layers)} streamed layers of {self._device.name} "
+                f"lie in the host's memory and need {mib(num_bytes)}, "
+                f"{mib(free)} are free{_promised(self._device)}"
             )
             raise Invalid(
                 "SHARDLINE_STREAMED_LAYERS",

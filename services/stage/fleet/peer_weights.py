@@ -96,7 +96,8 @@ class Copying:
                 f"the model {self.model!r} cannot be kept in {folder.parent}: {error}"
             ) from error
         raise Unavailable(
-            f"none of {len(addresses)} workers gave all of the model {self.model!r}. It is tried again"
+            f"none of {len(addresses)} workers gave all of the model {self.model!r}. "
+            "It is tried again"
         )
 
     def _sources(self, patience_s: float) -> tuple[str, Sequence[str]]:
@@ -117,8 +118,9 @@ class Copying:
                 return trusted, addresses
             if monotonic_s() > end_s:
                 raise Unavailable(
-                    f"no worker has the model {self.model!r}. Start one with SHARDLINE_MODEL=FOLDER and "
-                    "SHARDLINE_LAYERS=planned, or give this host the folder"
+                    f"no worker has the model {self.model!r}. "
+                    "Start one with SHARDLINE_MODEL=FOLDER and SHARDLINE_LAYERS=planned, "
+                    "or give this host the folder"
                 )
             if not has_told:
                 log.info("waits for a worker that has the model", model=self.model)
@@ -178,7 +180,10 @@ class Copying:
         )
         free = shutil.disk_usage(draft).free
         if needed > free:
-            problem = f"the model {self.model!r} needs {needed:,} bytes more in {draft.parent}, where {free:,} are free"
+            problem = (
+                f"the model {self.model!r} needs {needed:,} bytes more in {draft.parent}, "
+                f"where {free:,} are free"
+            )
             raise Unavailable(f"{problem}. Make room, or set SHARDLINE_CACHE_DIR")
 
 

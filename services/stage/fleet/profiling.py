@@ -446,7 +446,8 @@ def main(arguments: list[str]) -> int:
     """Prints a device's profile as one line of JSON; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m services.stage profile",
-        description="Measures the model of SHARDLINE_MODEL in SHARDLINE_DTYPE on SHARDLINE_DEVICE; takes some seconds.",
+        description="Measures the model of SHARDLINE_MODEL in SHARDLINE_DTYPE on SHARDLINE_DEVICE; "
+        "takes some seconds.",
     )
     parser.add_argument("--fresh", action="store_true", help="measure again what is known")
     parser.add_argument(

@@ -124,7 +124,8 @@ def decode(parts: Sequence[Buffer]) -> Frame:
     lengths = [header.message_bytes, header.tensor_bytes][: 1 if header.tensor_bytes == 0 else 2]
     if [len(part) for part in parts[1:]] != lengths:
         raise ProtocolError(
-            f"a frame's parts hold {[len(part) for part in parts[1:]]} bytes, its header says {lengths}"
+            f"a frame's parts hold {[len(part) for part in parts[1:]]} bytes, "
+            f"its header says {lengths}"
         )
     if (
         _checksum([memoryview(parts[0])[: _HEADER.size], *parts[1:]])

@@ -308,7 +308,8 @@ def _parse_bind(bind: str) -> tuple[str, str]:
     if len(folder.encode()) + 13 > MAX_IPC_PATH_BYTES:
         raise Invalid(
             FOLDER_FIELD,
-            f"{folder!r} leaves no room for a socket's name in the {MAX_IPC_PATH_BYTES} bytes of a unix socket's path",
+            f"{folder!r} leaves no room for a socket's name in the {MAX_IPC_PATH_BYTES} bytes "
+            "of a unix socket's path",
             "Use a shorter folder",
         )
     return match[3], str(private_folder(Path(folder), FOLDER_FIELD))

@@ -180,7 +180,8 @@ class Claimer:
         wait_s = self._times.resend_s
         for job_id in claims.postpone_unfit(connection, ids, claimant, wait_s=wait_s):
             log.warning(
-                "a job does not fit this pipeline: it waits for more KV, or for the exact rows that it asks for",
+                "a job does not fit this pipeline: it waits for more KV, "
+                "or for the exact rows that it asks for",
                 job_id=str(job_id),
                 kv_tokens=identity.kv_tokens,
                 exact=identity.exact,

@@ -71,7 +71,10 @@ class EngineRequests:
         epoch."""
         for token_id in chain(row.prompt_ids, row.output_ids):
             if token_id is None or not 0 <= token_id < self._vocab_size:
-                return f"token id {token_id} is not in the vocabulary of {self._vocab_size}. Submit the job again"
+                return (
+                    f"token id {token_id} is not in the vocabulary of {self._vocab_size}. "
+                    "Submit the job again"
+                )
         return ""
 
     def _adapter(self, row: ClaimedJob) -> tuple[str, str]:

@@ -145,7 +145,8 @@ class Finisher:
         for event in self._outgrown:
             if event.key in jobs:
                 log.warning(
-                    "a job needs more KV than this pipeline has: given back, for a larger one to go on",
+                    "a job needs more KV than this pipeline has: given back, "
+                    "for a larger one to go on",
                     job_id=event.key[0],
                     tokens=event.num_tokens,
                 )

@@ -50,7 +50,8 @@ class KernelSettings(BaseSettings):
 
     kernel: Literal["auto", "off"] = Field(
         "auto",
-        description="auto, or off: attention through torch's SDPA instead of our kernels, and exact=false",
+        description="auto, or off: "
+        "attention through torch's SDPA instead of our kernels, and exact=false",
     )
     kernel_dir: Path = Field(
         Path(__file__).parents[3] / ".build",

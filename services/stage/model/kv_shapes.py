@@ -83,7 +83,8 @@ def _check_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         others.append("a second positional input")
     if others:
         refuse(
-            f"{type(layer).__name__} takes {', '.join(others)} besides hidden states, which a split would cut"
+            f"{type(layer).__name__} takes {', '.join(others)} besides hidden states, "
+            "which a split would cut"
         )
 
 

@@ -121,7 +121,8 @@ def _find(model: str | Path, revision: str | None) -> tuple[Path, str | None]:
     commit = snapshot.name
     if revision != commit:
         log.warning(
-            "the model's revision is not fixed: other hosts and later starts may get other weights. "
+            "the model's revision is not fixed: "
+            "other hosts and later starts may get other weights. "
             "Set SHARDLINE_MODEL_REVISION to the commit",
             model=str(model),
             revision=revision,
@@ -204,7 +205,8 @@ def check_can_be_sharded(config: Any) -> None:
     odd = set(getattr(config, "layer_types", None) or ()) - ATTENTION_TYPES
     if odd:
         refuse(
-            f"{kind!r} has layers of type {', '.join(sorted(odd))}; only full and sliding attention are supported"
+            f"{kind!r} has layers of type {', '.join(sorted(odd))}; "
+            "only full and sliding attention are supported"
         )
     if model_class(config)._is_stateful:  # noqa: SLF001 (transformers has no public reader)
         refuse(
@@ -217,7 +219,8 @@ def check_can_be_sharded(config: Any) -> None:
         refuse(f"{kind!r} does not attend through transformers' attention interface")
     if getattr(config, "num_kv_shared_layers", 0):
         refuse(
-            f"{kind!r} shares keys and values across layers (num_kv_shared_layers), which a split would cut"
+            f"{kind!r} shares keys and values across layers (num_kv_shared_layers), "
+            "which a split would cut"
         )
     if (
         getattr(config, "use_bidirectional_attention", None)
@@ -272,8 +275,8 @@ def _context_length(config: Any) -> int:
     context = min(limits)
     if context < limits[0]:
         log.warning(
-            "the model's context ends where its rope changes: longrope reaches all of it with long_factor copied over "
-            "short_factor in config.json",
+            "the model's context ends where its rope changes: "
+            "longrope reaches all of it with long_factor copied over short_factor in config.json",
             context=context,
             positions=limits[0],
         )

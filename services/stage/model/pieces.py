@@ -92,7 +92,8 @@ class Pieces:
         lists = [name for name in alike if not any(name.startswith(f"{other}.") for other in alike)]
         if len(lists) != 1:
             refuse(
-                f"{type(base).__name__} has {len(lists) or 'no'} lists of as many modules as it has layers"
+                f"{type(base).__name__} has {len(lists) or 'no'} lists of "
+                "as many modules as it has layers"
             )
         first = base.get_submodule(lists[0])[0]
         pieces = {name: base.get_submodule(name) for name in _pieces_around(base, lists[0])}

@@ -65,7 +65,8 @@ class Gptq(Quantization):
         found = [bits for bits in BITS if -(-num_outputs * bits // WORD_BITS) == words]
         if not found:
             refuse(
-                f"zero points of {num_outputs} outputs in {words} words are of neither 4 nor 8 bits",
+                f"zero points of {num_outputs} outputs in {words} words "
+                "are of neither 4 nor 8 bits",
                 REMEDY,
             )
         return found[0]
@@ -107,7 +108,8 @@ class PackedIntegers(Quantization):
         )
         if bits is None:
             refuse(
-                f"weights of {num_inputs} inputs in {words.shape[1]} words are of neither 4 nor 8 bits",
+                f"weights of {num_inputs} inputs in {words.shape[1]} words "
+                "are of neither 4 nor 8 bits",
                 REMEDY,
             )
         offset = 1 << (bits - 1)

@@ -148,8 +148,9 @@ class PipelineMonitor:
         self._looked_s = now_s
         if self._own_step_s > self._times.stall_s:
             raise HeadHangs(
-                f"this head hangs: one step has been computing for {self._own_step_s:.1f} s. If steps may take so long "
-                "here, raise SHARDLINE_STALL_S or lower SHARDLINE_TOKEN_BUDGET"
+                f"this head hangs: one step has been computing for {self._own_step_s:.1f} s. "
+                "If steps may take so long here, "
+                "raise SHARDLINE_STALL_S or lower SHARDLINE_TOKEN_BUDGET"
             )
         return self._own_step_s > heartbeat_s
 
@@ -159,7 +160,10 @@ class PipelineMonitor:
         num_due = progress.num_steps + progress.num_outstanding
         for stage in self.stages:
             if stage.pong is not None and stage.pong.num_steps < num_due:
-                reason = f"no step finished for {stalled_s:.1f} s, {stage.pong.num_steps} of {num_due} done"
+                reason = (
+                    f"no step finished for {stalled_s:.1f} s, "
+                    f"{stage.pong.num_steps} of {num_due} done"
+                )
                 log.error("stage hangs", stage=stage.client.card.worker, reason=reason)
                 stage.client.send(
                     messages.Exit(

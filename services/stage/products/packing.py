@@ -61,7 +61,8 @@ def packing_for(dtype: torch.dtype, kernel: Kernel | None, *, int8: bool = False
         raise Invalid(
             "SHARDLINE_DTYPE",
             "int8 needs the CPU kernels, which this stage does not have",
-            "Build them (python -m services.stage.kernels.build) on x86-64 with AVX2, or use bfloat16",
+            "Build them (python -m services.stage.kernels.build) on x86-64 with AVX2, "
+            "or use bfloat16",
         )
     if (
         kernel is not None

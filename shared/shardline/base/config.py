@@ -84,7 +84,8 @@ class Settings(BaseSettings):
     redis_url: str = Field(
         "redis://localhost:6379/0",
         repr=False,
-        description="URL of Redis: Celery's broker, streams, stages' addresses; its data may be lost",
+        description="URL of Redis: Celery's broker, streams, stages' addresses; "
+        "its data may be lost",
     )
     result_backend: str | None = Field(
         None,
@@ -111,7 +112,8 @@ class Settings(BaseSettings):
     )
     metrics_port: int | None = Field(
         None,
-        description="port of GET /metrics, which asks for no key; `make up`: the first of one port for each process",
+        description="port of GET /metrics, which asks for no key; "
+        "`make up`: the first of one port for each process",
     )
 
     @field_validator("redis_url")

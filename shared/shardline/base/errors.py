@@ -86,8 +86,9 @@ class Diverged(ShardlineError):
 
     def __init__(self, place: int) -> None:
         super().__init__(
-            f"the job was resumed on a pipeline of another exactness, and its output differs from what was streamed, "
-            f"at or before token {place}. Stream it again from its beginning, or read its result"
+            "the job was resumed on a pipeline of another exactness, "
+            f"and its output differs from what was streamed, at or before token {place}. "
+            "Stream it again from its beginning, or read its result"
         )
 
 

@@ -133,8 +133,8 @@ class FailpointSettings(BaseSettings):
 
     failpoints: Path | None = Field(
         None,
-        description="folder in which a test arms failpoints; never set it in production: who can write there can "
-        "kill services",
+        description="folder in which a test arms failpoints; never set it in production: "
+        "who can write there can kill services",
     )
 
 

@@ -42,8 +42,8 @@ cli = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Prompts in, completions out, over Postgres (SHARDLINE_DATABASE_URL) and Redis (SHARDLINE_REDIS_URL); without "
-    "either, of the stack that `make up` runs in this folder.",
+    help="Prompts in, completions out, over Postgres (SHARDLINE_DATABASE_URL) and Redis "
+    "(SHARDLINE_REDIS_URL); without either, of the stack that `make up` runs in this folder.",
     epilog=HELP,
 )
 
@@ -68,7 +68,8 @@ def submit(
         bool | None,
         typer.Option(
             "--chat/--text",
-            help="The prompt is a user's message, or a text to complete. Default: --chat for chat models.",
+            help="The prompt is a user's message, or a text to complete. "
+            "Default: --chat for chat models.",
         ),
     ] = None,
     system: Annotated[

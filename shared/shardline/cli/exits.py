@@ -24,8 +24,8 @@ STATUSES: tuple[tuple[type[Exception], int], ...] = (
 )
 
 HELP = (
-    "Exit status: 0 done, 1 a job ended without a completion, 2 wrong request or setting, 3 no such job or key, "
-    "4 a server cannot be reached, 124 time is over."
+    "Exit status: 0 done, 1 a job ended without a completion, 2 wrong request or setting, "
+    "3 no such job or key, 4 a server cannot be reached, 124 time is over."
 )
 
 

@@ -59,7 +59,8 @@ def create(
         bool,
         typer.Option(
             "--replace",
-            help="With --from-file: another key of this name stays valid for a day, instead of refusing.",
+            help="With --from-file: another key of this name stays valid for a day, "
+            "instead of refusing.",
         ),
     ] = False,
     output: Output = None,

@@ -206,7 +206,8 @@ def _result(job: Job) -> dict[str, object]:
         return {}
     return {
         "finish reason": result.finish_reason,
-        "tokens": f"{result.usage.prompt_tokens} in{_cached(result.usage)}, {result.usage.completion_tokens} out",
+        "tokens": f"{result.usage.prompt_tokens} in{_cached(result.usage)}, "
+        f"{result.usage.completion_tokens} out",
         "exact": "yes" if result.exact else "no",
         "worker": result.provenance.get("worker"),
         "timings": ", ".join(

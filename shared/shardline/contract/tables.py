@@ -198,7 +198,8 @@ jobs = Table(
     UniqueConstraint("tenant_id", "idempotency_key"),
     CheckConstraint(_one_of("state", tuple(JobState)), name="state_is_known"),
     CheckConstraint(
-        "state = 'failed' OR (num_nonnulls(prompt, messages) <= 1 AND num_nonnulls(prompt, messages, prompt_ids) >= 1)",
+        "state = 'failed' OR (num_nonnulls(prompt, messages) <= 1 "
+        "AND num_nonnulls(prompt, messages, prompt_ids) >= 1)",
         name="needs_a_prompt_or_messages_or_prompt_ids",
     ),
     CheckConstraint(f"octet_length(prompt) <= {MAX_PROMPT_BYTES}", name="prompt_is_too_long"),
@@ -231,7 +232,8 @@ jobs = Table(
         name="finished_at_belongs_to_an_end",
     ),
     CheckConstraint(
-        "prepared_at IS NULL OR (prompt_ids IS NOT NULL AND max_tokens >= 1 AND cardinality(prompt_ids) >= 1)",
+        "prepared_at IS NULL "
+        "OR (prompt_ids IS NOT NULL AND max_tokens >= 1 AND cardinality(prompt_ids) >= 1)",
         name="prepared_means_tokenized",
     ),
     CheckConstraint(

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from shardline.base.errors import Invalid
 
 FIELD = "SHARDLINE_DEVICE"
-FORMS = "Write cpu:0, cpu:0-3, cpu:0,2, cuda:0, xpu:0, mps, a GPU's UUID, a kind alone such as cpu or cuda, or auto"
+FORMS = (
+    "Write cpu:0, cpu:0-3, cpu:0,2, cuda:0, xpu:0, mps, a GPU's UUID, "
+    "a kind alone such as cpu or cuda, or auto"
+)
 PREFIX = "cpu:"
 MAX_CORES = 4096
 

@@ -49,7 +49,8 @@ INSERT INTO celery_tasks (task_id, revoked_at) SELECT unnest(CAST(:ids AS text[]
 """)
 
 JOBS_OF = text(
-    "SELECT task_id, job_id FROM celery_tasks WHERE task_id = ANY(CAST(:ids AS text[])) AND job_id IS NOT NULL"
+    "SELECT task_id, job_id FROM celery_tasks WHERE task_id = ANY(CAST(:ids AS text[])) "
+    "AND job_id IS NOT NULL"
 )
 
 FORGET_REVOKES = text("""

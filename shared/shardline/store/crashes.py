@@ -100,8 +100,10 @@ def _dead_letter(connection: Connection, row: Row[Any]) -> End:
     num_crashes = row.crashes + 1
     error = {
         "code": "crashed",
-        "problem": f"{num_crashes} attempts ended without a token: the worker died or hung each time",
-        "remedy": "Look at the workers' logs of these times; once it is mended, `shardline dead replay` tries again",
+        "problem": f"{num_crashes} attempts ended without a token: "
+        "the worker died or hung each time",
+        "remedy": "Look at the workers' logs of these times; "
+        "once it is mended, `shardline dead replay` tries again",
         "crashes": num_crashes,
         "attempts": _history(connection, row.id),
     }

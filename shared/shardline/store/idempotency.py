@@ -68,7 +68,8 @@ def _outcome(jobs: Sequence[Row[Any]]) -> UUID | ShardlineError:
     """What one row's id and key lead to: no job, one, or two."""
     if not jobs:
         return Busy(
-            "a job with the same id or idempotency key went meanwhile, or is hidden from this transaction"
+            "a job with the same id or idempotency key went meanwhile, "
+            "or is hidden from this transaction"
         )
     for row in jobs:
         if (problem := _conflict(row)) is not None:
@@ -77,7 +78,8 @@ def _outcome(jobs: Sequence[Row[Any]]) -> UUID | ShardlineError:
     last = jobs[-1]
     if first.id != last.id:
         return Conflict(
-            f"its {first.name} is that of job {first.id}, its {last.name} that of {last.id}; send one"
+            f"its {first.name} is that of job {first.id}, "
+            f"its {last.name} that of {last.id}; send one"
         )
     return UUID(str(first.id))
 

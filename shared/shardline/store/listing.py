@@ -27,7 +27,10 @@ MAX_PROMPT_CHARS = 100
 MAX_CHAT_BYTES = 4096
 """As stored, compressed: of a longer chat a list shows nothing."""
 
-REMEDY = "Begin anew, or go on from the end of the page before (over HTTP its `next`), which needs no row"
+REMEDY = (
+    "Begin anew, or go on from the end of the page before "
+    "(over HTTP its `next`), which needs no row"
+)
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 PAGE_END = re.compile(r"(-?[0-9]{1,18})-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})", re.ASCII)
 

@@ -40,7 +40,8 @@ WHERE id = :pipeline AND epoch = :epoch
 UNREADY = text("UPDATE pipelines SET ready_at = NULL WHERE id = :pipeline AND epoch = :epoch")
 
 RELEASE = text(
-    "UPDATE pipelines SET ready_at = NULL, lease_until = now() WHERE id = :pipeline AND epoch = :epoch"
+    "UPDATE pipelines SET ready_at = NULL, lease_until = now() "
+    "WHERE id = :pipeline AND epoch = :epoch"
 )
 
 LONGEST = text(f"""

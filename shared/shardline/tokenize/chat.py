@@ -126,8 +126,10 @@ class ChatTemplate:
             if text is not None and place not in rendered:
                 raise Invalid(
                     f"messages[{place}]",
-                    f"the model's chat template leaves out this message of role {messages[place]['role'][:64]!r}",
-                    "Use a role and a place that it renders: many take system as the first one alone",
+                    "the model's chat template leaves out this message "
+                    f"of role {messages[place]['role'][:64]!r}",
+                    "Use a role and a place that it renders: "
+                    "many take system as the first one alone",
                 )
 
     def _render(

@@ -183,8 +183,8 @@ class Tokens:
         if (place := self._first_unknown(ids)) is not None:
             raise Invalid(
                 field,
-                f"its tokenizer makes {self.tokenizer.id_to_token(ids[place])!r} token {ids[place]}, which the model's "
-                f"vocabulary of {self.vocab_size} does not have",
+                f"its tokenizer makes {self.tokenizer.id_to_token(ids[place])!r} "
+                f"token {ids[place]}, which the model's vocabulary of {self.vocab_size} does not have",
                 "Leave this text out",
             )
         return ids

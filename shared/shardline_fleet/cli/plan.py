@@ -71,7 +71,8 @@ def plan(
     hour_cost: Annotated[
         list[str] | None,
         typer.Option(
-            help="Money for an hour of a device, such as cuda:0=2.50; adds the cost of a million tokens."
+            help="Money for an hour of a device, such as cuda:0=2.50; "
+            "adds the cost of a million tokens."
         ),
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the plans into this file too.")] = None,
@@ -119,8 +120,8 @@ def _profiles(paths: list[Path], model: ModelCosts) -> list[DeviceProfile]:
         raise Invalid(
             "--devices",
             f"none of {len(found)} profiles is of this model",
-            "Run `python -m services.stage profile` on each device with SHARDLINE_MODEL, SHARDLINE_DTYPE and "
-            "SHARDLINE_DEVICE set",
+            "Run `python -m services.stage profile` on each device with SHARDLINE_MODEL, "
+            "SHARDLINE_DTYPE and SHARDLINE_DEVICE set",
         )
     return sorted(of_model, key=lambda profile: (profile.host, profile.device, profile.way))
 
@@ -167,7 +168,8 @@ def _draw(
         if len(best.pipelines) > 1:
             requests = f"{pipeline.concurrency} requests at a time in each replica"
             console.print(
-                f"[bold]{_shape(pipeline)}[/bold]: {requests}, {pipeline.tokens_per_s:,.1f} tokens/s"
+                f"[bold]{_shape(pipeline)}[/bold]: {requests}, "
+                f"{pipeline.tokens_per_s:,.1f} tokens/s"
             )
         console.print(_stages(pipeline))
         busy_share = pipeline.stages[pipeline.bottleneck].busy_share

@@ -157,8 +157,8 @@ def _draw(answer: Answer, share: float) -> None:
     console = Console(highlight=False)
     load = answer.load
     console.print(
-        f"[bold]{answer.model}[/bold]: {load.jobs_per_s:.2f} jobs/s of {load.prompt} tokens in, {load.output} out "
-        f"({load.queued} wait now): {load.tokens_per_s:,.0f} output tokens/s"
+        f"[bold]{answer.model}[/bold]: {load.jobs_per_s:.2f} jobs/s of {load.prompt} tokens in, "
+        f"{load.output} out ({load.queued} wait now): {load.tokens_per_s:,.0f} output tokens/s"
     )
     table = Table(
         "workers", "split", "pipelines", "tokens/s", "used", box=None, padding=(0, 2, 0, 0)
@@ -181,5 +181,6 @@ def _draw(answer: Answer, share: float) -> None:
         )
     else:
         console.print(
-            f"needed: {answer.needed} workers, at {share:.0%} of their speed; {answer.here} are here"
+            f"needed: {answer.needed} workers, at {share:.0%} of their speed; "
+            f"{answer.here} are here"
         )

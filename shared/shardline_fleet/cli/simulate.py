@@ -66,7 +66,10 @@ def tune(
     if best is default:
         verdict = "the default settings: nothing was better with other seeds too"
     elif default.outcome is not None and default.outcome.keeps_bounds is False:
-        verdict = "nearer to the bounds of the load, which the default settings break, with other seeds too"
+        verdict = (
+            "nearer to the bounds of the load, which the default settings break, "
+            "with other seeds too"
+        )
     settings = profile_settings(fleet, best.candidate)
     lines = [
         f"{ENV_PREFIX}{name.upper()}={value}"

@@ -251,7 +251,7 @@ def _refuse(model: ModelCosts, profiles: Sequence[DeviceProfile], workload: Work
     least = min((WEIGHT_BYTES[profile.dtype] for profile in profiles), default=0)
     raise Invalid(
         "--devices",
-        f"{len(profiles)} devices do not hold the model ({model.num_weights * least / 2**20:,.0f} MiB) and the KV of "
-        f"{workload.kv_tokens:,} tokens",
+        f"{len(profiles)} devices do not hold the model "
+        f"({model.num_weights * least / 2**20:,.0f} MiB) and the KV of {workload.kv_tokens:,} tokens",
         "Give more devices, a smaller dtype, or a smaller load",
     )

@@ -36,8 +36,8 @@ def draw(console: Console, outcome: Outcome) -> None:
         "" if fleet.simulated_cells == fleet.cells else f" (simulated: {fleet.simulated_cells})"
     )
     console.print(
-        f"[bold]{fleet.devices:,} devices[/bold] in {fleet.cells:,} cells{sampled}: {fleet.pipelines:,.0f} pipelines, "
-        f"{fleet.stages:,.0f} stages"
+        f"[bold]{fleet.devices:,} devices[/bold] in {fleet.cells:,} cells{sampled}: "
+        f"{fleet.pipelines:,.0f} pipelines, {fleet.stages:,.0f} stages"
     )
     for plan in fleet.plans:
         console.print(f"layers: {plan}")

@@ -11,8 +11,8 @@ def words(text: str) -> tuple[str, ...]:
 
 LIMIT: Final = 1_000_000
 _SMALL: Final = words(
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen"
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen"
 )
 _TENS: Final = ("", "", *words("twenty thirty forty fifty sixty seventy eighty ninety"))
 

@@ -7,16 +7,16 @@ from typing import Final
 from services.standalone.demo.clerk.numerals import spell, words
 
 _CUSTOMERS: Final = words(
-    "Ada Ahmed Aisha Akira Alba Amara Anton Aylin Bela Boris Carla Carlos Chen Chloe Daniel Dina Elena Emil Esther "
-    "Farid Fatima Felix Freya Gita Hana Hugo Ines Ingrid Ivan Jonas Julia Kofi Lars Leila Lena Lucas Maria Mateo Maya "
-    "Mina Nadia Nils Nora Olga Omar Oscar Paula Pedro Priya Rafael Rosa Samir Sara Sofia Stefan Tariq Tess Tomas Uma "
-    "Vera Viktor Wei Yara Yusuf Zoe"
+    "Ada Ahmed Aisha Akira Alba Amara Anton Aylin Bela Boris Carla Carlos Chen Chloe Daniel Dina "
+    "Elena Emil Esther Farid Fatima Felix Freya Gita Hana Hugo Ines Ingrid Ivan Jonas Julia Kofi "
+    "Lars Leila Lena Lucas Maria Mateo Maya Mina Nadia Nils Nora Olga Omar Oscar Paula Pedro Priya "
+    "Rafael Rosa Samir Sara Sofia Stefan Tariq Tess Tomas Uma Vera Viktor Wei Yara Yusuf Zoe"
 )
 _ITEMS: Final = words(
-    "badges batteries binders blankets bolts bottles brushes buckets cables candles cards chairs cups envelopes "
-    "filters folders forks gloves hammers helmets hooks jackets keys labels ladders lamps magnets mats mirrors nails "
-    "notebooks pens pencils plates pots ribbons rulers scissors screws shelves spoons stamps tables tapes tiles towels "
-    "valves vests wires"
+    "badges batteries binders blankets bolts bottles brushes buckets cables candles cards chairs "
+    "cups envelopes filters folders forks gloves hammers helmets hooks jackets keys labels ladders "
+    "lamps magnets mats mirrors nails notebooks pens pencils plates pots ribbons rulers scissors "
+    "screws shelves spoons stamps tables tapes tiles towels valves vests wires"
 )
 _KINDS: Final = words(
     "black blue brown cheap green heavy large light long orange plain red short small white yellow"
