@@ -47,10 +47,12 @@ NUM_CACHED = 2
 ROW_J = 100.0
 """What each token row takes."""
 UNPREPARED = text(
-    "SELECT id, prompt, messages, prompt_ids, params FROM jobs WHERE prepared_at IS NULL AND state = 'queued'"
+    "SELECT id, prompt, messages, prompt_ids, params FROM jobs"
+    " WHERE prepared_at IS NULL AND state = 'queued'"
 )
 PREPARE = text(
-    "UPDATE jobs SET prompt_ids = :ids, max_tokens = :max_tokens, prepared_at = now() WHERE id = :id"
+    "UPDATE jobs SET prompt_ids = :ids, max_tokens = :max_tokens, prepared_at = now()"
+    " WHERE id = :id"
 )
 QUEUED = text("SELECT id FROM jobs WHERE state = 'queued' ORDER BY priority, created_at, id")
 

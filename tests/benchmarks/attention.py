@@ -164,9 +164,8 @@ def main() -> None:
         own = load()
         assert own is not None, "no kernel"
         kernels = [own]
-    print(
-        f"{options.dtype}, dim {options.dim}, threads {options.threads}: {', '.join(k.path.stem for k in kernels)}"
-    )
+    names = ", ".join(kernel.path.stem for kernel in kernels)
+    print(f"{options.dtype}, dim {options.dim}, threads {options.threads}: {names}")
     for work in WORKS:
         if options.only in work.name:
             print(measure(work, kernels, options), flush=True)

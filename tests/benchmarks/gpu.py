@@ -150,7 +150,10 @@ def figure(name: str, runs: dict[str, list[dict[str, Any]]], options: argparse.N
     """A variant beside the base."""
     ours = speeds(runs[name])
     base = speeds(runs[BASE])
-    command = f"python -m tests.benchmarks.gpu --device {options.device} --size {options.size} --only {name}"
+    command = (
+        f"python -m tests.benchmarks.gpu --device {options.device} --size {options.size}"
+        f" --only {name}"
+    )
     found = compare(name, ours, base, peer=BASE, unit="tokens/s", target="", command=command)
     note = f"attention {runs[name][0]['attention']}, exact {runs[name][0]['exact']}"
     return msgspec.structs.replace(found, note=note)

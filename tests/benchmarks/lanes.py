@@ -182,7 +182,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64, help="requests at a time")
     options = parser.parse_args()
     print(
-        "| a frame is under way for | lanes | tokens/s | tokens/s with two lanes | ratio |\n|---|---|---|---|---|"
+        "| a frame is under way for | lanes | tokens/s | tokens/s with two lanes | ratio |\n"
+        "|---|---|---|---|---|"
     )
     for delay_ms in options.delay_ms:
         speeds = []

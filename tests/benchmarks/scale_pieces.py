@@ -280,8 +280,9 @@ def _lists(last: UUID) -> Iterator[Piece]:
     for state, model, tenant, after in product(
         (None, *JobState), (None, MODEL, "rare"), (None, TENANT), (None, last)
     ):
+        page = "first" if after is None else "next"
         yield Piece(
-            name=f"list {state or 'all'}, {model or 'any'}, {tenant or 'any'}, {'first' if after is None else 'next'}",
+            name=f"list {state or 'all'}, {model or 'any'}, {tenant or 'any'}, {page}",
             work=partial(listing.list_jobs, state=state, model=model, tenant=tenant, after=after),
         )
     for model in (None, MODEL, "rare"):
@@ -308,5 +309,8 @@ def _stop(connection: Connection, ids: list[UUID]) -> None:
 
 def _lose_messages(connection: Connection) -> None:
     outbox.stamp_due(connection, resend_s=15.0)
-    lost = "UPDATE jobs SET sent_at = now() - interval '1 day' WHERE state = 'queued' AND sent_at IS NOT NULL"
+    lost = (
+        "UPDATE jobs SET sent_at = now() - interval '1 day'"
+        " WHERE state = 'queued' AND sent_at IS NOT NULL"
+    )
     connection.execute(text(lost))

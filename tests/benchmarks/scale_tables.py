@@ -40,37 +40,41 @@ FILLING = {
 # A tenth belongs to another tenant, one row of 400 to a rare model. Delayed jobs are the oldest:
 # all others lie behind them.
 WAITING = """
-INSERT INTO jobs (id, tenant_id, model, prompt, prompt_ids, max_tokens, priority, created_at, prepared_at, not_before,
-    idempotency_key)
+INSERT INTO jobs (id, tenant_id, model, prompt, prompt_ids, max_tokens, priority, created_at,
+    prepared_at, not_before, idempotency_key)
 SELECT md5('waiting ' || n)::uuid, CASE n % 10 WHEN 0 THEN 'other' ELSE 'default' END,
     CASE n % 400 WHEN 0 THEN 'rare' ELSE 'm' END, repeat('text ', 12), '{5,6}', 8, n / 10 % 10,
     now() - make_interval(secs => (CAST(:last_of_all AS int) - n) / 10.0), now(),
-    now() + make_interval(secs => CASE WHEN n <= CAST(:delayed AS int) THEN 31536000 ELSE 0 END), 'key ' || n
+    now() + make_interval(secs => CASE WHEN n <= CAST(:delayed AS int) THEN 31536000 ELSE 0 END),
+    'key ' || n
 FROM generate_series(CAST(:first AS int), CAST(:last AS int)) AS n
 """
 
 # One of 500 has not succeeded. Some ended long after they began.
 ENDED = """
-INSERT INTO jobs (id, tenant_id, model, prompt, prompt_ids, max_tokens, created_at, prepared_at, fence, state,
-    finished_at, error)
+INSERT INTO jobs (id, tenant_id, model, prompt, prompt_ids, max_tokens, created_at, prepared_at,
+    fence, state, finished_at, error)
 SELECT md5('ended ' || n)::uuid, CASE n % 10 WHEN 0 THEN 'other' ELSE 'default' END,
     CASE n % 400 WHEN 0 THEN 'rare' ELSE 'm' END, repeat('text ', 12), '{5,6}', 8,
     now() - make_interval(secs => 1e6 + n), now(), 1, state, now() - make_interval(secs => 9e5 + n),
     CASE WHEN n % 5000 = 1 THEN '{"code": "crashed"}'::jsonb END
 FROM generate_series(CAST(:first AS int), CAST(:last AS int)) AS n CROSS JOIN LATERAL (
-    SELECT CASE WHEN n % 500 < 4 THEN (ARRAY['succeeded', 'failed', 'cancelled', 'expired'])[1 + n % 500]
+    SELECT CASE
+        WHEN n % 500 < 4 THEN (ARRAY['succeeded', 'failed', 'cancelled', 'expired'])[1 + n % 500]
         ELSE 'succeeded' END AS state
 ) AS ended
 """
 
 ATTEMPTS = """
-INSERT INTO attempts (job_id, fence, pipeline, epoch, worker, fingerprint, exactness, outcome, ended_at, tokens)
+INSERT INTO attempts (job_id, fence, pipeline, epoch, worker, fingerprint, exactness, outcome,
+    ended_at, tokens)
 SELECT md5('ended ' || n)::uuid, 1, 'p', 1, 'h', 'w', 'x', 'succeeded', now(), '{7,8,9}'
 FROM generate_series(CAST(:first AS int), CAST(:last AS int)) AS n
 """
 
 RESULTS = """
-INSERT INTO results (job_id, fence, text, token_ids, prompt_tokens, completion_tokens, finish_reason, exact)
+INSERT INTO results (job_id, fence, text, token_ids, prompt_tokens, completion_tokens,
+    finish_reason, exact)
 SELECT md5('ended ' || n)::uuid, 1, repeat('text ', 12), '{7,8,9}', 2, 3, 'stop', true
 FROM generate_series(CAST(:first AS int), CAST(:last AS int)) AS n WHERE n % 500 NOT BETWEEN 1 AND 3
 """
@@ -122,7 +126,10 @@ def _fill(engine: Engine, nums: dict[str, int], delayed: int) -> None:
         )
         connection.execute(text("INSERT INTO tenants (id) VALUES ('other') ON CONFLICT DO NOTHING"))
         # Until they are built again, nobody keeps the indexes.
-        unused = "UPDATE pg_index SET indisready = false, indisvalid = false WHERE indrelid = CAST(:name AS regclass)"
+        unused = (
+            "UPDATE pg_index SET indisready = false, indisvalid = false"
+            " WHERE indrelid = CAST(:name AS regclass)"
+        )
         for name in LARGE:
             if connection.scalar(text("SELECT count(*) = 0 FROM filled")):
                 connection.execute(text(unused), {"name": name})
@@ -134,7 +141,10 @@ def _fill(engine: Engine, nums: dict[str, int], delayed: int) -> None:
         _fill_kind(engine, kind, num, delayed)
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         for name in LARGE:
-            left = "SELECT indexrelid::regclass FROM pg_index WHERE NOT indisready AND indrelid = CAST(:name AS regclass)"
+            left = (
+                "SELECT indexrelid::regclass FROM pg_index"
+                " WHERE NOT indisready AND indrelid = CAST(:name AS regclass)"
+            )
             for index in connection.scalars(text(left), {"name": name}).all():
                 print(f"building {index}", flush=True)
                 connection.exec_driver_sql(f"REINDEX INDEX {index}")

@@ -215,7 +215,8 @@ def count_connections(process: psutil.Process, head: TinyHead, valkey: Valkey) -
     head.database.dispose()
     with head.database.connect() as connection:
         query = text(
-            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            "SELECT count(*) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND pid <> pg_backend_pid()"
         )
         num_postgres = int(connection.scalar(query) or 0)
     return {
@@ -262,9 +263,8 @@ async def _read(reader: Reader, opening: asyncio.Barrier, door: Door) -> None:
     url = urlsplit(door.address)
     stream, writer = await asyncio.open_connection(url.hostname, url.port)
     (key,) = (f"{name}: {value}" for name, value in bearer(door.key).items())
-    writer.write(
-        f"GET /v1/jobs/{reader.job_id}/events HTTP/1.1\r\nHost: {url.netloc}\r\n{key}\r\n\r\n".encode()
-    )
+    request = f"GET /v1/jobs/{reader.job_id}/events HTTP/1.1\r\nHost: {url.netloc}\r\n{key}\r\n\r\n"
+    writer.write(request.encode())
     try:
         status = await stream.readline()
         # The first event says that the gateway is behind the request, not only its kernel.

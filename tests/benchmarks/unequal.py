@@ -96,7 +96,10 @@ class Row:
         return self.predicted / self.measured - 1
 
     def __str__(self) -> str:
-        speeds = f"predicted {self.predicted:6.1f}, measured {self.measured:6.1f} tokens/s, {self.error:+.0%}"
+        speeds = (
+            f"predicted {self.predicted:6.1f}, measured {self.measured:6.1f} tokens/s,"
+            f" {self.error:+.0%}"
+        )
         marks = f"{'planned ' * self.is_planned}{'even' * self.is_even}"
         return f"{' '.join(self.devices)} {self.split:>10}: {speeds} {marks}"
 

@@ -18,13 +18,15 @@ HOLDER = "shardline w"
 OTHER = "shardline other"
 RELAY = "shardline-relay"
 JOB = """
-INSERT INTO jobs (id, model, prompt, prompt_ids, max_tokens, prepared_at, state, fence, worker, lease_until)
+INSERT INTO jobs (id, model, prompt, prompt_ids, max_tokens, prepared_at, state, fence, worker,
+    lease_until)
 VALUES (%s, 'clerk', 'p', '{1}', 4, now(), 'running', 2, 'w', now() + interval '1 h')
 """
 ATTEMPT = """
-INSERT INTO attempts (job_id, fence, pipeline, epoch, worker, fingerprint, exactness, num_resumed, tokens, started_at,
-    heartbeat_at)
-VALUES (%(job)s, %(fence)s, 'p', 1, 'w', 'f', 'e', 0, '{7}', to_timestamp(%(at)s), to_timestamp(%(at)s))
+INSERT INTO attempts (job_id, fence, pipeline, epoch, worker, fingerprint, exactness, num_resumed,
+    tokens, started_at, heartbeat_at)
+VALUES (%(job)s, %(fence)s, 'p', 1, 'w', 'f', 'e', 0,
+    '{7}', to_timestamp(%(at)s), to_timestamp(%(at)s))
 """
 LEASE = "UPDATE jobs SET lease_until = now() + make_interval(secs => %s) WHERE id = %s"
 BEAT = "UPDATE jobs SET lease_until = now() + interval '2 s' WHERE id = %s"

@@ -23,19 +23,21 @@ LOGPROBS = [[token, -0.5, [[token, -0.5], [7, -1.25]]] for token in TOKENS]
 EXPECTED = [Expected(tokens=TOKENS, text=TEXT, logprobs=LOGPROBS)]
 
 JOB = """
-INSERT INTO jobs (id, model, prompt, metadata, prompt_ids, max_tokens, prepared_at, state, fence, lease_until,
-    finished_at)
-VALUES (%(id)s, 'clerk', 'sort: 0, 7, 30, 12 =', '{"asked_by": "chaos"}', '{1}', 4, now(), %(state)s, 2,
+INSERT INTO jobs (id, model, prompt, metadata, prompt_ids, max_tokens, prepared_at, state, fence,
+    lease_until, finished_at)
+VALUES (%(id)s, 'clerk', 'sort: 0, 7, 30, 12 =', '{"asked_by": "chaos"}', '{1}', 4, now(),
+    %(state)s, 2,
     CASE WHEN %(state)s = 'running' THEN now() END,
     CASE WHEN %(state)s NOT IN ('queued', 'running') THEN now() END)
 """
 ATTEMPT = """
-INSERT INTO attempts (job_id, fence, pipeline, epoch, worker, fingerprint, exactness, num_resumed, tokens, logprobs,
-    outcome, heartbeat_at, ended_at)
+INSERT INTO attempts (job_id, fence, pipeline, epoch, worker, fingerprint, exactness, num_resumed,
+    tokens, logprobs, outcome, heartbeat_at, ended_at)
 VALUES (%s, %s, 'p', 1, 'w', 'f', 'e', %s, %s, %s, %s, now() - interval '1 s', now())
 """
 RESULT = """
-INSERT INTO results (job_id, fence, text, token_ids, logprobs, prompt_tokens, completion_tokens, finish_reason, exact)
+INSERT INTO results (job_id, fence, text, token_ids, logprobs, prompt_tokens, completion_tokens,
+    finish_reason, exact)
 VALUES (%s, 2, %s, %s, %s, 1, 4, 'length', true)
 """
 
@@ -86,7 +88,8 @@ def test_an_honest_life_is_no_finding(database_url: str, job_id: UUID) -> None:
     [
         pytest.param("DELETE FROM jobs WHERE id = %s", ("I1", "lost"), id="a lost job"),
         pytest.param(
-            "UPDATE jobs SET state = 'running', lease_until = now(), finished_at = NULL WHERE id = %s",
+            "UPDATE jobs SET state = 'running', lease_until = now(), finished_at = NULL"
+            " WHERE id = %s",
             ("I1", "lost"),
             id="a stuck job",
         ),
@@ -122,7 +125,8 @@ def test_an_honest_life_is_no_finding(database_url: str, job_id: UUID) -> None:
             id="a changed text",
         ),
         pytest.param(
-            f"UPDATE results SET logprobs = jsonb_set(logprobs, '{{1,1}}', '{-0.5 + 2**-30}') WHERE job_id = %s",
+            f"UPDATE results SET logprobs = jsonb_set(logprobs, '{{1,1}}', '{-0.5 + 2**-30}')"
+            " WHERE job_id = %s",
             ("I2", "logprob_mismatches"),
             id="a log-probability that is another in its last bits",
         ),
@@ -137,7 +141,8 @@ def test_an_honest_life_is_no_finding(database_url: str, job_id: UUID) -> None:
             id="lost log-probabilities",
         ),
         pytest.param(
-            "UPDATE attempts SET logprobs = jsonb_set(logprobs, '{0,1}', '-0.75') WHERE job_id = %s AND fence = 1",
+            "UPDATE attempts SET logprobs = jsonb_set(logprobs, '{0,1}', '-0.75')"
+            " WHERE job_id = %s AND fence = 1",
             ("I2", "logprob_mismatches"),
             id="a changed log-probability in a checkpoint",
         ),
@@ -147,7 +152,8 @@ def test_an_honest_life_is_no_finding(database_url: str, job_id: UUID) -> None:
             id="a changed checkpoint",
         ),
         pytest.param(
-            """UPDATE results SET provenance = '{"adapter": {"fingerprint": "f"}}' WHERE job_id = %s""",
+            """UPDATE results SET provenance = '{"adapter": {"fingerprint": "f"}}'"""
+            " WHERE job_id = %s",
             ("I2", "adapter_mismatches"),
             id="an adapter that nobody asked for",
         ),
@@ -162,7 +168,8 @@ def test_an_honest_life_is_no_finding(database_url: str, job_id: UUID) -> None:
             id="a checkpoint after the next claim",
         ),
         pytest.param(
-            "UPDATE attempts SET heartbeat_at = now() + interval '1 min' WHERE job_id = %s AND fence = 1",
+            "UPDATE attempts SET heartbeat_at = now() + interval '1 min'"
+            " WHERE job_id = %s AND fence = 1",
             ("I3", "stale_commits"),
             id="a heartbeat after the end",
         ),

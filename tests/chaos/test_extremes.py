@@ -25,7 +25,10 @@ from tests.chaos.load.workload import BEYOND, of_users
 from tests.extreme_fields import limits
 
 LENGTHS = ("max_tokens", "min_tokens")
-JOB = "INSERT INTO jobs (id, model, prompt, metadata, state, finished_at) VALUES (%s, 'clerk', 'p', %s, %s, %s)"
+JOB = (
+    "INSERT INTO jobs (id, model, prompt, metadata, state, finished_at)"
+    " VALUES (%s, 'clerk', 'p', %s, %s, %s)"
+)
 REQUEST = httpx.Request("POST", "http://gateway/v1/jobs")
 
 

@@ -23,7 +23,8 @@ from tests.chaos.judge.growth import (
 )
 
 JOB = """
-INSERT INTO jobs (id, model, prompt, state, fence, finished_at) VALUES (%s, 'clerk', 'text', 'cancelled', 2, now())
+INSERT INTO jobs (id, model, prompt, state, fence, finished_at)
+VALUES (%s, 'clerk', 'text', 'cancelled', 2, now())
 """
 
 

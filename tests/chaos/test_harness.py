@@ -103,7 +103,10 @@ def test_tokens_gaps_and_the_end_are_read_from_a_stream() -> None:
         "",
         "id: 2-abc",
         "event: delta",
-        'data: {"start": 0, "token_ids": [1, 2], "text": "ab", "logprobs": [[1, -0.5, []], [2, -0.5, []]]}',
+        (
+            'data: {"start": 0, "token_ids": [1, 2], "text": "ab",'
+            ' "logprobs": [[1, -0.5, []], [2, -0.5, []]]}'
+        ),
         "",
         "event: delta",
         'data: {"start": 3, "token_ids": [4], "text": "d"}',

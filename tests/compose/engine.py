@@ -28,8 +28,9 @@ SCRIPT = Path(
 FOLDER = Path(CALLERS.get("SHARDLINE_DOCKER_DIR", Path.home() / ".cache" / "shardline-docker"))
 KINDS = ("python", "postgres", "redis")
 NEEDS = (
-    "`make test-compose` and `make chaos-compose` need a Docker engine with compose: start one, or name a script that"
-    " starts one with `start FOLDER`, `image FOLDER KIND TAG` and `stop FOLDER` in SHARDLINE_DOCKER_ENGINE"
+    "`make test-compose` and `make chaos-compose` need a Docker engine with compose: start one,"
+    " or name a script that starts one with `start FOLDER`, `image FOLDER KIND TAG`"
+    " and `stop FOLDER` in SHARDLINE_DOCKER_ENGINE"
 )
 
 
@@ -51,9 +52,8 @@ def run(
         check=False,
     )
     if check and done.returncode != 0:
-        raise Failed(
-            f"{shlex.join(command)} → {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
-        )
+        ends = f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+        raise Failed(f"{shlex.join(command)} → {done.returncode}\n{ends}")
     return done
 
 

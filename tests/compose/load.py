@@ -109,7 +109,8 @@ def ends(stack: Stack, load: Load) -> dict[str, tuple[str, ...]]:
     """Job → state, tokens of its result, attempts that succeeded."""
     rows = stack.sql(
         "SELECT jobs.id, state, completion_tokens, count(*) FILTER (WHERE outcome = 'succeeded')"
-        " FROM jobs LEFT JOIN results ON results.job_id = jobs.id LEFT JOIN attempts ON attempts.job_id = jobs.id"
+        " FROM jobs LEFT JOIN results ON results.job_id = jobs.id"
+        " LEFT JOIN attempts ON attempts.job_id = jobs.id"
         " GROUP BY jobs.id, state, completion_tokens"
     )
     accepted = {str(job) for job in load.accepted}

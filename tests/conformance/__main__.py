@@ -31,13 +31,13 @@ def main() -> int:
     parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3])
     options = parser.parse_args()
     print(
-        f"{'instruction set':<17} {'model':<6} {'dtype':<9} threads stages jobs  exact  changed among 64, 32, 3, 1"
+        f"{'instruction set':<17} {'model':<6} {'dtype':<9} threads stages jobs  exact"
+        "  changed among 64, 32, 3, 1"
     )
     kept = [is_held for threads in options.threads for is_held in run(threads, options)]
     missing = sorted(set(ISAS) - set(offered_isas()))
-    print(
-        f"ran: {', '.join(options.isa)}; not offered by this processor: {', '.join(missing) or 'none'}"
-    )
+    absent = ", ".join(missing) or "none"
+    print(f"ran: {', '.join(options.isa)}; not offered by this processor: {absent}")
     return 0 if all(kept) else 1
 
 

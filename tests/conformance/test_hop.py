@@ -257,7 +257,8 @@ def test_a_stranger_who_speaks_no_zeromq_disturbs_nobody(
 ) -> None:
     strangers = "import sys, socket; kind, endpoint = sys.argv[1:]; " + (
         "s = socket.socket(getattr(socket, kind)); "
-        "s.connect(endpoint if kind == 'AF_UNIX' else (endpoint.split(':')[0], int(endpoint.split(':')[1]))); "
+        "s.connect(endpoint if kind == 'AF_UNIX'"
+        " else (endpoint.split(':')[0], int(endpoint.split(':')[1]))); "
         "s.sendall(b'GET / HTTP/1.0\\r\\n\\r\\n' * 10); s.close()"
     )
     scheme, _, endpoint = receiver.address.partition("://")

@@ -56,16 +56,19 @@ TIMES = {
 }
 
 SNAPSHOT = text("""
-SELECT jobs.id, state, jobs.fence, crashes, num_sends, sent_at IS NOT NULL, cancel_requested_at IS NOT NULL, worker,
-    pipeline, jobs.exact, exactness, error ->> 'code', round(extract(epoch FROM lease_until - now()) / 60)::int,
+SELECT jobs.id, state, jobs.fence, crashes, num_sends, sent_at IS NOT NULL,
+    cancel_requested_at IS NOT NULL, worker, pipeline, jobs.exact, exactness, error ->> 'code',
+    round(extract(epoch FROM lease_until - now()) / 60)::int,
     results.fence, results.token_ids, results.finish_reason, results.exact
 FROM jobs LEFT JOIN results ON results.job_id = jobs.id ORDER BY jobs.created_at, jobs.id
 """)
 ATTEMPTS = text(
-    "SELECT job_id, fence, pipeline, epoch, tokens, num_resumed, outcome, parked FROM attempts ORDER BY 1, 2"
+    "SELECT job_id, fence, pipeline, epoch, tokens, num_resumed, outcome, parked"
+    " FROM attempts ORDER BY 1, 2"
 )
 PIPELINES = text(
-    "SELECT id, epoch, head, ready_at IS NOT NULL, seats, exact, kv_tokens FROM pipelines ORDER BY id"
+    "SELECT id, epoch, head, ready_at IS NOT NULL, seats, exact, kv_tokens"
+    " FROM pipelines ORDER BY id"
 )
 
 
@@ -149,8 +152,8 @@ def _job_row(pair: Pair, job: Job) -> tuple[Any, ...]:
     cancelled = job.cancel_s is not None
     numbers = (job.fence, job.crashes, job.num_sends)
     return (
-        job.id, job.state, *numbers, sent, cancelled, job.worker, job.pipeline, job.exact, job.exactness, error,
-        lease_s, *told,
+        job.id, job.state, *numbers, sent, cancelled, job.worker, job.pipeline, job.exact,
+        job.exactness, error, lease_s, *told,
     )  # fmt: skip
 
 
@@ -178,7 +181,7 @@ def _pipeline_rows(pair: Pair) -> list[tuple[Any, ...]]:
 
 
 # Operations
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def submit(pair: Pair) -> None:
@@ -370,10 +373,11 @@ def sweep_leases(pair: Pair) -> None:
 
 
 OPERATIONS = (
-    submit, submit, submit, pass_time, pass_time, take_epoch, leave, announce, announce, unready, renew, stamp,
-    stamp, stamp, unstamp, unstamp_sent, claim, claim, claim, claim, park, park, park, begin, postpone, postpone,
-    expire, requeue_or_fail, requeue_or_fail, quarantined, beat, beat, beat, beat, beat, beat, end, end, release,
-    release, cancel, sweep_queued, sweep_leases, sweep_leases, sweep_leases,
+    submit, submit, submit, pass_time, pass_time, take_epoch, leave, announce, announce, unready,
+    renew, stamp, stamp, stamp, unstamp, unstamp_sent, claim, claim, claim, claim, park, park, park,
+    begin, postpone, postpone, expire, requeue_or_fail, requeue_or_fail, quarantined,
+    beat, beat, beat, beat, beat, beat, end, end, release, release, cancel,
+    sweep_queued, sweep_leases, sweep_leases, sweep_leases,
 )  # fmt: skip
 
 

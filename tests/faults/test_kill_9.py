@@ -19,8 +19,10 @@ NUM_JOBS = 16
 VICTIMS = ("stage-1", "stage-0", "relay", "gateway", "redis")
 
 STARTED = """
-SELECT count(*) FROM attempts JOIN jobs ON jobs.id = attempts.job_id AND jobs.fence = attempts.fence
-WHERE jobs.id = ANY(:ids) AND jobs.state = 'running' AND cardinality(attempts.tokens) BETWEEN 1 AND 250
+SELECT count(*)
+FROM attempts JOIN jobs ON jobs.id = attempts.job_id AND jobs.fence = attempts.fence
+WHERE jobs.id = ANY(:ids) AND jobs.state = 'running'
+    AND cardinality(attempts.tokens) BETWEEN 1 AND 250
 """
 
 

@@ -113,7 +113,10 @@ def by_sql(url: str) -> None:
     with psycopg.connect(url, autocommit=True) as connection:
         for statement in (
             f"INSERT INTO jobs (model, prompt, priority) VALUES ('{MODEL}', '{SECRET}', 77)",
-            f"INSERT INTO jobs (model, prompt, params) VALUES ('{MODEL}', '{SECRET}', '{{{SECRET}')",
+            (
+                "INSERT INTO jobs (model, prompt, params)"
+                f" VALUES ('{MODEL}', '{SECRET}', '{{{SECRET}')"
+            ),
             f"INSERT INTO jobs (model, prompt) VALUES ('{MODEL}', '{SECRET}', 1)",
             f"INSERT INTO jobs (model, prompt) VALUES ('{MODEL}', '{SECRET}'",
         ):

@@ -45,7 +45,8 @@ def main() -> int:
         num_broken_runs += is_broken
     rate = num_played / (time.process_time() - began_s)
     print(
-        f"{num_played} seeds, {rate:.1f} a second of processor time; {BROKEN_RUNS} {num_broken_runs}"
+        f"{num_played} seeds, {rate:.1f} a second of processor time;"
+        f" {BROKEN_RUNS} {num_broken_runs}"
     )
     return min(num_broken_runs, 1)
 

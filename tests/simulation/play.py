@@ -26,7 +26,8 @@ class Outcome:
     def report(self) -> str:
         """For people: what broke, what struck before, how to see it again."""
         struck = "\n  ".join(self.faults)
-        return f"seed {self.seed}: {self.problem}\n  {struck}\n  replay: python -m tests.simulation {self.seed}"
+        replay = f"python -m tests.simulation {self.seed}"
+        return f"seed {self.seed}: {self.problem}\n  {struck}\n  replay: {replay}"
 
 
 def play(seeds: Iterable[int]) -> Iterator[Outcome]:

@@ -23,9 +23,13 @@ WALL_CLOCKS = {
 }
 ONLY_SHOWN = {
     "services/gateway/openai/completion_response.py": "OpenAI's field `created`",
-    "services/relay/celery/celery_request.py": "Celery's `eta` and `expires`, which are times of its sender's clock",
+    "services/relay/celery/celery_request.py": (
+        "Celery's `eta` and `expires`, which are times of its sender's clock"
+    ),
     "shared/shardline/base/clock.py": "the moments of steps in `shardline trace`",
-    "shared/shardline/contract/ids.py": "the first bits of a job's id; order is Postgres's created_at",
+    "shared/shardline/contract/ids.py": (
+        "the first bits of a job's id; order is Postgres's created_at"
+    ),
     "shared/shardline/tokenize/chat.py": "the date that chat templates may print",
 }
 """Files that read a wall clock, and what becomes of it."""

@@ -33,7 +33,9 @@ TABLES = {
 NOT_FROM_OUTSIDE = {
     "SHARDLINE_ADAPTERS_DIR": "a folder that an overlay mounts, and names",
     "SHARDLINE_CACHE_DIR": "a folder of the image",
-    "SHARDLINE_DEVICE": "which one is what tells the services of stages apart; those by hand have a variable each",
+    "SHARDLINE_DEVICE": (
+        "which one is what tells the services of stages apart; those by hand have a variable each"
+    ),
     "SHARDLINE_DEVICE_MODULE": "a further kind of device needs a service of its own",
     "SHARDLINE_HOP_BIND": "a container has its own network",
     "SHARDLINE_HOP_HOST": "the container's name, or the pod's address",

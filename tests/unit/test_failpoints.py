@@ -19,7 +19,10 @@ from shardline.base.failpoints import Failpoints, Point, Struck, failpoint, is_s
 from tests.repository import REPOSITORY
 
 SHARED = REPOSITORY / "shared"
-PASS = "from shardline.base.failpoints import Point, failpoint; failpoint(Point.MID_DECODE, place=1); print('lives')"
+PASS = (
+    "from shardline.base.failpoints import Point, failpoint; "
+    "failpoint(Point.MID_DECODE, place=1); print('lives')"
+)
 
 
 def arm(folder: Path, name: str = Point.MID_DECODE, **says: Any) -> Path:

@@ -25,38 +25,57 @@ MAX_HAND_OFFS = 10
 MAX_BYTES = 6_300
 
 OFF_THE_PATH = {
-    "errors, settings, metrics, clocks, connections: of any module": """shardline/__init__ shardline/base/aio
-        shardline/base/clock shardline/base/config shardline/base/errors shardline/base/failpoints
-        shardline/contract/ids shardline/contract/keys shardline/base/log shardline/base/metrics shardline/base/redis
-        shardline/base/rounding shardline/contract/tables shardline/store/connection/database shardline/client/database
-        gateway/errors stage/metrics shardline_scheduler/step_times stage/jobs/outage""",
-    "types alone": """gateway/bodies gateway/schemas shardline/client/fields
-        stage/hop/__init__ stage/jobs/job_engine stage/jobs/lease_host stage/pipeline/status""",
-    "at start": """gateway/context gateway/settings stage/backends stage/runtime stage/device/device stage/engine/memory
-        shardline_scheduler/scheduler_config
-        stage/engine/exactness stage/engine/accelerator_options stage/engine/decode_graphs stage/model/cpu_parts
-        stage/engine/loading stage/engine/split_trial stage/products/experts
-        stage/model/model_info stage/model/pieces
-        stage/products/packing stage/model/refusal stage/model/weights""",
-    "where ranks divide a stage": """stage/engine/rank_broadcaster stage/engine/rank_memory stage/engine/rank_trial
-        stage/ranks/group stage/ranks/messages""",
-    "for a job that is traced": """shardline/base/genai stage/stage_spans stage/jobs/attempt_spans""",
+    "errors, settings, metrics, clocks, connections: of any module": """
+        shardline/__init__ shardline/base/aio shardline/base/clock shardline/base/config
+        shardline/base/errors shardline/base/failpoints shardline/contract/ids
+        shardline/contract/keys shardline/base/log shardline/base/metrics shardline/base/redis
+        shardline/base/rounding shardline/contract/tables shardline/store/connection/database
+        shardline/client/database gateway/errors stage/metrics shardline_scheduler/step_times
+        stage/jobs/outage
+    """,
+    "types alone": """
+        gateway/bodies gateway/schemas shardline/client/fields stage/hop/__init__
+        stage/jobs/job_engine stage/jobs/lease_host stage/pipeline/status
+    """,
+    "at start": """
+        gateway/context gateway/settings stage/backends stage/runtime stage/device/device
+        stage/engine/memory shardline_scheduler/scheduler_config stage/engine/exactness
+        stage/engine/accelerator_options stage/engine/decode_graphs stage/model/cpu_parts
+        stage/engine/loading stage/engine/split_trial stage/products/experts stage/model/model_info
+        stage/model/pieces stage/products/packing stage/model/refusal stage/model/weights
+    """,
+    "where ranks divide a stage": """
+        stage/engine/rank_broadcaster stage/engine/rank_memory stage/engine/rank_trial
+        stage/ranks/group stage/ranks/messages
+    """,
+    "for a job that is traced": """
+        shardline/base/genai stage/stage_spans stage/jobs/attempt_spans
+    """,
     "on an accelerator": """stage/device/staging stage/engine/launched_steps""",
-    "for a job that was preempted": """stage/attention/offload_area shardline_scheduler/offload
-        shardline_scheduler/recompute_cost""",
-    "for a pipeline, not for a prompt": """stage/celery/subscription stage/pipeline/assembly stage/pipeline/epochs
+    "for a job that was preempted": """
+        stage/attention/offload_area shardline_scheduler/offload shardline_scheduler/recompute_cost
+    """,
+    "for a pipeline, not for a prompt": """
+        stage/celery/subscription stage/pipeline/assembly stage/pipeline/epochs
         stage/pipeline/pipeline stage/pipeline/energy_writer shardline/store/models
-        shardline/store/pipelines""",
-    "for a job with an adapter": """stage/engine/adapter_pool stage/adapters/lora stage/adapters/peft""",
-    "small forms of what a request holds": """shardline/contract/plain_json shardline/base/trace_context""",
-    "for other requests": """gateway/http/answers gateway/routes/costs gateway/routes/health
-         gateway/routes/jobs shardline/client/requests shardline/client/turns
-         shardline/store/statistics/costs shardline/store/dead_letters shardline/store/jobs
-         shardline/store/listing shardline/store/idempotency shardline/store/statistics/reports
-         shardline/tokenize/chat shardline/tokenize/token_texts stage/attention/sdpa
-         stage/attention/triton_backend""",
+        shardline/store/pipelines
+    """,
+    "for a job with an adapter": """
+        stage/engine/adapter_pool stage/adapters/lora stage/adapters/peft
+    """,
+    "small forms of what a request holds": """
+        shardline/contract/plain_json shardline/base/trace_context
+    """,
+    "for other requests": """
+        gateway/http/answers gateway/routes/costs gateway/routes/health gateway/routes/jobs
+        shardline/client/requests shardline/client/turns shardline/store/statistics/costs
+        shardline/store/dead_letters shardline/store/jobs shardline/store/listing
+        shardline/store/idempotency shardline/store/statistics/reports shardline/tokenize/chat
+        shardline/tokenize/token_texts stage/attention/sdpa stage/attention/triton_backend
+    """,
     "for a task of the Celery door, and for Celery's result backend": """
-         shardline/contract/celery_results shardline/store/celery_tasks stage/jobs/result_publisher""",
+        shardline/contract/celery_results shardline/store/celery_tasks stage/jobs/result_publisher
+    """,
 }
 """What modules of the path import and this prompt does not pass, by reason."""
 
@@ -169,7 +188,10 @@ def test_the_document_states_its_counts_and_they_are_within_their_limits() -> No
     num_hand_offs = PATH.count("⇒")
     num_legs = PATH.count("⇢")
 
-    said = f"**{len(ITEMS)} modules ({len(PARTS)} more in brackets), {num_hand_offs} hand-offs, {num_legs} network legs**"
+    said = (
+        f"**{len(ITEMS)} modules ({len(PARTS)} more in brackets),"
+        f" {num_hand_offs} hand-offs, {num_legs} network legs**"
+    )
     assert said in INTRODUCTION
     assert len(ITEMS) <= MAX_MODULES
     assert num_hand_offs <= MAX_HAND_OFFS

@@ -35,7 +35,8 @@ class Served:
         numbers = {len(each) for each in ids} | {len(each) for each in times_s}
         if len(ids) != len(work.prompts) or numbers != {work.new_tokens}:
             raise Unfair(
-                f"{work.new_tokens} tokens were asked for each prompt, and the answers have {sorted(numbers)}"
+                f"{work.new_tokens} tokens were asked for each prompt,"
+                f" and the answers have {sorted(numbers)}"
             )
         return cls(work=work, ids=tuple(map(tuple, ids)), times_s=tuple(map(tuple, times_s)))
 

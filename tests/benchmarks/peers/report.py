@@ -25,10 +25,12 @@ SHOWN_ROWS = (1, 32, 512)
 INTRODUCTION = """\
 # Performance beside other engines
 
-Written by `make bench-peers`; do not edit. Compare ratios of one run, not figures of different machines.
+Written by `make bench-peers`; do not edit. Compare ratios of one run, not figures of different
+machines.
 
-Every engine gets the same token ids and all cores, and gives exactly as many tokens as asked for (greedy); the others
-are stopped. Shardline is its bare engine, a stage per core, without prompt lookup, unless a row says otherwise."""
+Every engine gets the same token ids and all cores, and gives exactly as many tokens as asked for
+(greedy); the others are stopped. Shardline is its bare engine, a stage per core, without prompt
+lookup, unless a row says otherwise."""
 
 
 def markdown(results: Results) -> str:

@@ -125,7 +125,8 @@ class Session:
                     same if same and same.work == work else None,
                 )
                 _say(
-                    f"{number + 1}/{self.rounds} {precision} {workload} {engine}: {served.tokens_per_s:.1f} tokens/s"
+                    f"{number + 1}/{self.rounds} {precision} {workload} {engine}:"
+                    f" {served.tokens_per_s:.1f} tokens/s"
                 )
                 self.keep()
 

@@ -137,6 +137,7 @@ def _drain(load: Load, target: Target, patience_s: float, say: Say) -> list[Find
         for name in load.dead()
     ]
     if not is_quiet:
-        what = f"{len(target.journal.open())} jobs have not ended {patience_s:.0f} s after the last fault"
+        num_open = len(target.journal.open())
+        what = f"{num_open} jobs have not ended {patience_s:.0f} s after the last fault"
         findings.append(Finding(invariant="I8", count="stuck", what=what))
     return findings

@@ -125,7 +125,8 @@ class Storm(Generic[TargetT]):
         )
         self.struck.append(struck)
         self._say(
-            f"{at_s:7.1f} s  {fault.kind}: {took_s:.1f} s, {_told(recovery_s)}, next job {_told(ended_s)}"
+            f"{at_s:7.1f} s  {fault.kind}: {took_s:.1f} s, {_told(recovery_s)},"
+            f" next job {_told(ended_s)}"
         )
 
     def _recover(

@@ -89,7 +89,8 @@ def doors_open(target: LocalTarget) -> Iterator[None]:
     refused = [each for each in new if each.num_unanswered > MAX_UNANSWERED]
     if refused:
         raise Broken(
-            f"{len(refused)} requests had no answer more than {MAX_UNANSWERED} times, such as {refused[0]}"
+            f"{len(refused)} requests had no answer more than {MAX_UNANSWERED} times,"
+            f" such as {refused[0]}"
         )
 
 

@@ -38,7 +38,8 @@ NOW = "extract(epoch FROM now())::float8"
 DEAD = "SELECT state, crashes, error FROM jobs WHERE id = %s"
 NEIGHBORS = """
 SELECT job_id, count(*) FROM attempts
-WHERE outcome = 'crashed' AND job_id <> %s AND started_at >= to_timestamp(%s) GROUP BY job_id HAVING count(*) > %s
+WHERE outcome = 'crashed' AND job_id <> %s AND started_at >= to_timestamp(%s)
+GROUP BY job_id HAVING count(*) > %s
 """
 
 
@@ -85,7 +86,8 @@ class Poison:
             raise NotInjected("nobody met the job")
         if not has_ended or arming.num_strikes < self.num_crashes:
             raise Broken(
-                f"job {job_id} struck {arming.num_strikes} times in {limit_s:.0f} s, and has ended: {has_ended}"
+                f"job {job_id} struck {arming.num_strikes} times in {limit_s:.0f} s,"
+                f" and has ended: {has_ended}"
             )
         asked.ends = frozenset({"failed"})
         with psycopg.connect(target.database_url) as connection:

@@ -20,7 +20,10 @@ from tests.chaos.stack.local_target import LocalTarget
 LEASES = (0.5, 1.5, 5.0)
 MAX_CONNECTIONS = 250
 ANSWERS_LOST_S = (0.05, 0.5)
-BACKENDS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND datname IS NOT NULL"
+BACKENDS = (
+    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+    " WHERE pid <> pg_backend_pid() AND datname IS NOT NULL"
+)
 
 
 @contextmanager

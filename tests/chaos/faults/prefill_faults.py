@@ -29,7 +29,8 @@ END_S = 180.0
 """Beside other work the jobs that run may take a minute to give back their KV."""
 FIRST_TOKENS = """
 SELECT started_at + make_interval(secs => (timings ->> 'first_token_s')::float8)
-FROM results JOIN attempts USING (job_id, fence) WHERE job_id = ANY(%s) ORDER BY array_position(%s, job_id)
+FROM results JOIN attempts USING (job_id, fence)
+WHERE job_id = ANY(%s) ORDER BY array_position(%s, job_id)
 """
 
 

@@ -29,10 +29,14 @@ ENDS = frozenset({"cancelled"})
 
 PREPARED = """
 INSERT INTO jobs (id, model, prompt, prompt_ids, params, seed, metadata, max_tokens, prepared_at)
-SELECT %(id)s, %(model)s, jobs.prompt, jobs.prompt_ids, %(params)s, %(seed)s, %(metadata)s, %(max_tokens)s, now()
+SELECT %(id)s, %(model)s, jobs.prompt, jobs.prompt_ids, %(params)s, %(seed)s, %(metadata)s,
+    %(max_tokens)s, now()
 FROM jobs WHERE model = %(model)s AND prompt = %(prompt)s AND prepared_at IS NOT NULL LIMIT 1
 """
-STRANGE = "SELECT id, state, crashes, error FROM jobs WHERE id = ANY(%s) AND (state, crashes) <> ('queued', 0)"
+STRANGE = (
+    "SELECT id, state, crashes, error FROM jobs"
+    " WHERE id = ANY(%s) AND (state, crashes) <> ('queued', 0)"
+)
 CANCEL = "UPDATE jobs SET cancel_requested_at = now() WHERE id = ANY(%s)"
 NUMBER = 0
 """A greedy request of either set, with a text."""
@@ -73,7 +77,8 @@ def newer_door(target: LocalTarget, rng: random.Random) -> None:
     for job_id in ids:
         if not target.journal.wait_for(job_id, END_S):
             raise Broken(
-                f"job {job_id}, which waits for a newer head, was not cancelled within {END_S:.0f} s"
+                f"job {job_id}, which waits for a newer head, was not cancelled"
+                f" within {END_S:.0f} s"
             )
 
 

@@ -75,7 +75,8 @@ def stalling(stall: Stall) -> Callable[[LocalTarget, random.Random], None]:
             blamed = connection.execute(BLAMED, (ids, fences)).fetchall()
         if blamed:
             raise Broken(
-                f"{len(blamed)} of {len(held)} jobs of living heads were counted as crashes: {blamed[:3]}"
+                f"{len(blamed)} of {len(held)} jobs of living heads were counted as crashes:"
+                f" {blamed[:3]}"
             )
 
     return inject

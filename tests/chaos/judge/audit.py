@@ -15,7 +15,9 @@ from tests.chaos.report.finding import Finding
 
 INSTALL = """
 CREATE SCHEMA judge;
-CREATE TABLE judge.stale (job_id uuid NOT NULL, at timestamptz NOT NULL DEFAULT clock_timestamp(), what text NOT NULL);
+CREATE TABLE judge.stale (
+    job_id uuid NOT NULL, at timestamptz NOT NULL DEFAULT clock_timestamp(), what text NOT NULL
+);
 
 CREATE TABLE judge.times (lease interval NOT NULL);
 
@@ -28,7 +30,8 @@ CREATE FUNCTION judge.look_at_job() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     IF current_setting('application_name') = 'shardline ' || OLD.worker THEN
         IF NEW.state = 'running' AND NEW.lease_until <> now()
-            AND abs(extract(epoch FROM NEW.lease_until - now() - (SELECT lease FROM judge.times))) > 0.001 THEN
+            AND abs(extract(epoch
+                FROM NEW.lease_until - now() - (SELECT lease FROM judge.times))) > 0.001 THEN
             PERFORM judge.note(OLD.id, format('gave itself a lease of %s at fence %s',
                 NEW.lease_until - now(), OLD.fence));
         END IF;
@@ -48,12 +51,14 @@ CREATE TRIGGER judge_jobs AFTER UPDATE ON jobs FOR EACH ROW
 
 CREATE FUNCTION judge.look_at_attempt() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
-    PERFORM judge.note(OLD.job_id, format('changed the tokens of fence %s, which %s saved', OLD.fence, OLD.worker));
+    PERFORM judge.note(OLD.job_id, format('changed the tokens of fence %s, which %s saved',
+        OLD.fence, OLD.worker));
     RETURN NULL;
 END $$;
 CREATE TRIGGER judge_attempts AFTER UPDATE ON attempts FOR EACH ROW
     WHEN (OLD.tokens IS DISTINCT FROM NEW.tokens
-        AND current_setting('application_name') NOT IN ('shardline ' || OLD.worker, 'shardline-relay'))
+        AND current_setting('application_name')
+            NOT IN ('shardline ' || OLD.worker, 'shardline-relay'))
     EXECUTE FUNCTION judge.look_at_attempt();
 """
 SEEN = "SELECT job_id, what FROM judge.stale ORDER BY at"

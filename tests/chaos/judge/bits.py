@@ -119,14 +119,16 @@ def retracted(
             continue
         is_whole = reader.end_state == "succeeded"
         if not (reader.text == row["text"] if is_whole else row["text"].startswith(reader.text)):
-            what = f"{_of_text(reader.text, row['text'])} in a stream of {reader.num_joins} connections"
+            differs = _of_text(reader.text, row["text"])
+            what = f"{differs} in a stream of {reader.num_joins} connections"
             yield Finding(invariant="I9", count="text_mismatches", what=what, job_id=job_id)
         if (
             row["exact"]
             and reader.logprobs
             and reader.logprobs != row["logprobs"][: len(reader.logprobs)]
         ):
-            what = f"streamed log-probabilities differ from place {first_difference(reader.logprobs, row['logprobs'])}"
+            place = first_difference(reader.logprobs, row["logprobs"])
+            what = f"streamed log-probabilities differ from place {place}"
             yield Finding(invariant="I9", count="logprob_mismatches", what=what, job_id=job_id)
 
 
@@ -137,7 +139,8 @@ def _in_tokens(reader: Watched, row: Row | None, wanted: Sequence[int]) -> Itera
     if row is None or reader.end_state is None:
         return
     if reader.end_state == "succeeded" and reader.tokens != row["token_ids"]:
-        yield f"{len(reader.tokens)} tokens were streamed, the result has {len(row['token_ids'] or ())}"
+        num_stored = len(row["token_ids"] or ())
+        yield f"{len(reader.tokens)} tokens were streamed, the result has {num_stored}"
     if reader.end_state != row["state"]:
         yield f"the stream ended {reader.end_state}, the job is {row['state']}"
     is_told = reader.hears_partials or reader.end_state == "succeeded"
@@ -147,7 +150,8 @@ def _in_tokens(reader: Watched, row: Row | None, wanted: Sequence[int]) -> Itera
 
 def _of_text(got: str, wanted: str) -> str:
     place = first_difference(got, wanted)
-    return f"text differs from place {place} ({got[place : place + 8]!r}, not {wanted[place : place + 8]!r})"
+    near = slice(place, place + 8)
+    return f"text differs from place {place} ({got[near]!r}, not {wanted[near]!r})"
 
 
 def first_difference(some: Sequence[Any], others: Sequence[Any]) -> int:

@@ -36,7 +36,8 @@ BEFORE_S = 10.0
 JOBS = """
 SELECT id, state, extract(epoch FROM jobs.created_at)::float8 AS created_s, token_ids, text,
     extract(epoch FROM finished_at)::float8 AS finished_s
-FROM jobs LEFT JOIN results ON results.job_id = jobs.id WHERE jobs.id = ANY(%s) AND finished_at IS NOT NULL
+FROM jobs LEFT JOIN results ON results.job_id = jobs.id
+WHERE jobs.id = ANY(%s) AND finished_at IS NOT NULL
 """
 
 Row = Mapping[str, Any]

@@ -27,7 +27,8 @@ TERMINAL = frozenset({"succeeded", "failed", "cancelled", "expired"})
 
 JOBS = """
 SELECT jobs.id, state, jobs.fence, error, results.token_ids, results.text, results.logprobs,
-    results.fence AS result_fence, results.exact, results.provenance #>> '{adapter,fingerprint}' AS adapter,
+    results.fence AS result_fence, results.exact,
+    results.provenance #>> '{adapter,fingerprint}' AS adapter,
     results.provenance ->> 'exactness' AS exactness
 FROM jobs LEFT JOIN results ON results.job_id = jobs.id WHERE jobs.id = ANY(%s)
 """
@@ -42,11 +43,12 @@ SELECT job_id, 'attempts that ended it', count(*) FROM attempts
 STRANGERS = "SELECT id FROM jobs WHERE metadata @> %(mark)s AND NOT id = ANY(%(ids)s)"
 ADMITTED = "SELECT id, state, params FROM jobs WHERE metadata @> %s AND state <> 'failed'"
 ATTEMPTS = """
-SELECT attempts.job_id, attempts.fence, outcome, tokens, logprobs, num_resumed, attempts.exactness, jobs.state,
-    jobs.fence AS last_fence,
+SELECT attempts.job_id, attempts.fence, outcome, tokens, logprobs, num_resumed, attempts.exactness,
+    jobs.state, jobs.fence AS last_fence,
     attempts.ended_at < attempts.heartbeat_at AS beats_after_its_end,
     lead(num_resumed) OVER (PARTITION BY attempts.job_id ORDER BY attempts.fence) AS next_resumed
-FROM attempts JOIN jobs ON jobs.id = attempts.job_id WHERE jobs.id = ANY(%s) ORDER BY attempts.job_id, attempts.fence
+FROM attempts JOIN jobs ON jobs.id = attempts.job_id WHERE jobs.id = ANY(%s)
+ORDER BY attempts.job_id, attempts.fence
 """
 
 
@@ -199,7 +201,8 @@ def _stale_in(attempt: Row) -> list[str]:
         found.append(f"fence {fence} wrote a heartbeat after its end")
     if attempt["next_resumed"] not in (None, len(attempt["tokens"])):
         found.append(
-            f"fence {fence} has {len(attempt['tokens'])} tokens, the next one resumed from {attempt['next_resumed']}"
+            f"fence {fence} has {len(attempt['tokens'])} tokens,"
+            f" the next one resumed from {attempt['next_resumed']}"
         )
     return found
 

@@ -17,7 +17,10 @@ import redis
 from shardline.contract import keys
 from tests.chaos.report.finding import Finding
 
-CLAIMS = "SELECT job_id, fence, extract(epoch FROM started_at)::float8 FROM attempts WHERE job_id = ANY(%s)"
+CLAIMS = (
+    "SELECT job_id, fence, extract(epoch FROM started_at)::float8"
+    " FROM attempts WHERE job_id = ANY(%s)"
+)
 
 
 def stale_deltas(
@@ -38,7 +41,8 @@ def stale_deltas(
             for fence, times_s in _late(_entries(client, job_id), job_id, claimed_s).items():
                 span_s = max(times_s) - min(times_s)
                 if span_s > lease_s:
-                    what = f"fence {fence} wrote {len(times_s)} deltas in {span_s:.1f} s after the next claim"
+                    written = f"{len(times_s)} deltas in {span_s:.1f} s"
+                    what = f"fence {fence} wrote {written} after the next claim"
                     found.append(
                         Finding(invariant="I3", count="stale_deltas", what=what, job_id=job_id)
                     )

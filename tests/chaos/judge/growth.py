@@ -145,7 +145,8 @@ class Memory:
         """Those that grew by more than they may."""
         return [
             _growth(
-                f"{each.name} grew from {(each.warm_bytes or 0) / MIB:.0f} to {each.last_bytes / MIB:.0f} MiB,"
+                f"{each.name} grew from {(each.warm_bytes or 0) / MIB:.0f}"
+                f" to {each.last_bytes / MIB:.0f} MiB,"
                 f" by more than {each.growth_max_bytes / MIB:.0f}"
             )
             for each in self._lives.values()
@@ -178,7 +179,8 @@ def in_redis(
     grown_bytes = redis_bytes(redis_url) - before_bytes - held_bytes
     if grown_bytes > SCRAP_BYTES:
         found.append(
-            f"Redis holds {grown_bytes / MIB:.1f} MiB more than before, beside {len(streams)} streams"
+            f"Redis holds {grown_bytes / MIB:.1f} MiB more than before,"
+            f" beside {len(streams)} streams"
         )
     return [_growth(what) for what in found]
 
@@ -214,7 +216,8 @@ def in_postgres(
         return []
     return [
         _growth(
-            f"Postgres has {seen[0]} connections, of {num_max}, and {seen[1]} transactions older than a lease"
+            f"Postgres has {seen[0]} connections, of {num_max},"
+            f" and {seen[1]} transactions older than a lease"
         )
     ]
 
@@ -239,7 +242,8 @@ def _lasting(client: redis.Redis) -> Iterator[str]:
     sizes = {key: int(client.memory_usage(key, samples=0) or 0) for key in lasting}
     if sum(sizes.values()) > SCRAP_BYTES:
         largest = max(sizes, key=lambda key: sizes[key])
-        yield f"keys that never expire take {sum(sizes.values()) / MIB:.1f} MiB; the largest is {largest}"
+        taken_mib = sum(sizes.values()) / MIB
+        yield f"keys that never expire take {taken_mib:.1f} MiB; the largest is {largest}"
 
 
 def _client(redis_url: str) -> redis.Redis:

@@ -89,7 +89,8 @@ class LimitProber:
                 and is_refusal(error)
             ):
                 self._complain(
-                    f"{name} met {fields} with {error.response.status_code}: {error.response.text[:300]}"
+                    f"{name} met {fields} with {error.response.status_code}:"
+                    f" {error.response.text[:300]}"
                 )
             return
         if answer != TAKEN and name != "sql":

@@ -97,9 +97,8 @@ class Load:
             if time.monotonic() >= until_s:
                 return False
             waiting = self._journal.open()
-            say(
-                f"{len(waiting)} jobs have not ended, {sum(not each.has_row for each in waiting)} of them without a row"
-            )
+            num_rowless = sum(not each.has_row for each in waiting)
+            say(f"{len(waiting)} jobs have not ended, {num_rowless} of them without a row")
         return self._crowd.is_done(max(0.0, until_s - time.monotonic()))
 
     def stop(self) -> None:

@@ -23,10 +23,11 @@ MAX_CRASHES = 100
 the default."""
 
 INSERT = """
-INSERT INTO jobs (id, model, prompt, messages, prompt_ids, params, metadata, idempotency_key, priority, max_crashes,
-    not_before, deadline_at)
-VALUES (coalesce(%(id)s, gen_random_uuid()), %(model)s, %(prompt)s, %(messages)s, %(prompt_ids)s::int[], %(params)s,
-    %(metadata)s, %(idempotency_key)s, %(priority)s, %(max_crashes)s, now() + make_interval(secs => %(delay_s)s),
+INSERT INTO jobs (id, model, prompt, messages, prompt_ids, params, metadata, idempotency_key,
+    priority, max_crashes, not_before, deadline_at)
+VALUES (coalesce(%(id)s, gen_random_uuid()), %(model)s, %(prompt)s, %(messages)s,
+    %(prompt_ids)s::int[], %(params)s, %(metadata)s, %(idempotency_key)s, %(priority)s,
+    %(max_crashes)s, now() + make_interval(secs => %(delay_s)s),
     now() + make_interval(secs => %(deadline_s)s))
 """
 COLUMNS: Final[Mapping[str, Any]] = {

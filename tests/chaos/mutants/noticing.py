@@ -35,7 +35,8 @@ ASSERTIONS = (
     "hypothesis.errors.FlakyFailure",
 )
 NONSENSE = re.compile(
-    r"^seed \d+: (NameError|TypeError|AttributeError|ImportError|SyntaxError|UnboundLocalError|NotImplementedError) ",
+    r"^seed \d+: (NameError|TypeError|AttributeError|ImportError|SyntaxError"
+    r"|UnboundLocalError|NotImplementedError) ",
     re.MULTILINE,
 )
 RUN = re.compile(r"\brun\d+")

@@ -26,7 +26,10 @@ SPECIAL = ("<unk>", "<s>", "</s>")
 SPACE = "▁"
 PIECES = ("th", "er", "in", "an", SPACE + "t", SPACE + "a", SPACE + "w")
 LETTERS = SPACE + string.ascii_letters + string.digits + string.punctuation
-TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}[assistant]"
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+    "[assistant]"
+)
 
 
 def tokenizer() -> Tokenizer:

@@ -31,7 +31,10 @@ with Client() as client:
 assert asyncio.run(state(job_id)) is JobState.QUEUED
 print(sys.modules["shardline"].__file__)
 """
-INSTALLED = "from importlib.metadata import distributions; print(*{one.name.lower() for one in distributions()})"
+INSTALLED = (
+    "from importlib.metadata import distributions; "
+    "print(*{one.name.lower() for one in distributions()})"
+)
 FOREIGN = {"celery", "fastapi", "tokenizers", "torch", "transformers", "typer"}
 
 

@@ -4,9 +4,9 @@ it sends.
 `running_gateway` gives a client that sends a key of the tenant `default` with every scope. Another
 one:
 
-    other = make_key(database_url, tenant="other")                          # all scopes, no end
+    other = make_key(database_url, tenant="other")  # all scopes, no end
     reader = make_key(database_url, scopes=(Scope.READ,), expires_s=60.0)
-    await http.get("/v1/jobs", headers=bearer(other))                       # instead of the client's own
+    await http.get("/v1/jobs", headers=bearer(other))  # instead of the client's own
 """
 
 from __future__ import annotations

@@ -226,7 +226,8 @@ def only_the_head_connects(postgres_url: str, head: TinyHead) -> Iterator[None]:
     with psycopg.connect(postgres_url, autocommit=True) as operator:
         operator.execute(allow(sql.Identifier(name), sql.SQL("false")))
         operator.execute(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s AND pid <> %s",
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE datname = %s AND pid <> %s",
             (name, own),
         )
         try:

@@ -366,7 +366,10 @@ async def test_only_received_bytes_of_announced_bodies_take_room(
 ) -> None:
     limits = {"http_max_body_bytes": 4096, "http_max_buffered_bytes": 8192}
     async with running_gateway(database_url, redis_url, **limits) as http:
-        head_lines = f"Host: 127.0.0.1\r\nAuthorization: {http.headers['authorization']}\r\nContent-Type: application/json\r\n"
+        head_lines = (
+            f"Host: 127.0.0.1\r\nAuthorization: {http.headers['authorization']}\r\n"
+            "Content-Type: application/json\r\n"
+        )
         idle = [await asyncio.open_connection("127.0.0.1", http.base_url.port) for _ in range(4)]
         for number, (_, writer) in enumerate(idle):
             size = "Content-Length: 4096" if number % 2 else "Transfer-Encoding: chunked"

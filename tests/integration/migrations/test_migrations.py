@@ -15,14 +15,20 @@ from tests.repository import REPOSITORY
 
 CONSTRAINTS = """
 SELECT conrelid::regclass || ' ' || conname || ' ' || pg_get_constraintdef(oid)
-FROM pg_constraint WHERE connamespace = 'public'::regnamespace AND conrelid::regclass::text <> 'alembic_version'
+FROM pg_constraint
+WHERE connamespace = 'public'::regnamespace AND conrelid::regclass::text <> 'alembic_version'
 ORDER BY 1
 """
-INDEXES = "SELECT indexdef FROM pg_indexes WHERE schemaname = 'public' AND tablename <> 'alembic_version' ORDER BY 1"
+INDEXES = (
+    "SELECT indexdef FROM pg_indexes"
+    " WHERE schemaname = 'public' AND tablename <> 'alembic_version' ORDER BY 1"
+)
 COLUMNS = """
-SELECT table_name || '.' || column_name || ' ' || data_type || ' ' || is_nullable || ' ' || coalesce(column_default, '')
+SELECT table_name || '.' || column_name || ' ' || data_type || ' ' || is_nullable || ' '
+    || coalesce(column_default, '')
 FROM information_schema.columns JOIN information_schema.tables USING (table_schema, table_name)
-WHERE table_schema = 'public' AND table_name <> 'alembic_version' AND table_type = 'BASE TABLE' ORDER BY 1
+WHERE table_schema = 'public' AND table_name <> 'alembic_version' AND table_type = 'BASE TABLE'
+ORDER BY 1
 """
 
 VIEWS = "SELECT viewname FROM pg_views WHERE schemaname = 'public'"

@@ -25,10 +25,15 @@ HEAD = max(
 )
 PLAIN_INSERT = "INSERT INTO jobs (model, prompt) VALUES ('m', %s)"
 DEAD = """
-UPDATE jobs SET state = 'failed', finished_at = now(), error = '{"code": "crashed"}', replay_of = id WHERE prompt = %s
+UPDATE jobs
+SET state = 'failed', finished_at = now(), error = '{"code": "crashed"}', replay_of = id
+WHERE prompt = %s
 """
 PROMPTS = "SELECT prompt FROM jobs ORDER BY prompt"
-WAITING = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'shardline-migrate' AND wait_event_type = 'Lock'"
+WAITING = (
+    "SELECT count(*) FROM pg_stat_activity"
+    " WHERE application_name = 'shardline-migrate' AND wait_event_type = 'Lock'"
+)
 NEXT_RELEASE = REPOSITORY / "tests" / "chaos" / "faults" / "next_release" / "alembic.ini"
 VERSION = "SELECT version_num FROM alembic_version"
 INVALID = "SELECT count(*) FROM pg_index WHERE NOT indisvalid"

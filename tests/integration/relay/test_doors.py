@@ -55,7 +55,8 @@ def test_invalid_rows_inserted_by_hand_fail_with_a_reason_and_block_nothing(
             connection.execute(text(f"INSERT INTO jobs ({columns}) VALUES ({values})"))
         good = connection.execute(
             text(
-                """INSERT INTO jobs (model, prompt, params) VALUES ('m', 'one', '{"seed": 5}') RETURNING id"""
+                "INSERT INTO jobs (model, prompt, params)"
+                """ VALUES ('m', 'one', '{"seed": 5}') RETURNING id"""
             )
         ).scalar_one()
     assert here.take_messages(1) == [str(good)]

@@ -30,7 +30,10 @@ UPDATE jobs SET state = 'failed', finished_at = now(), error = jsonb_build_objec
 """Dead letters of 128 KB each."""
 
 
-UPDATES = "SELECT relname, n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname IN ('jobs', 'attempts')"
+UPDATES = (
+    "SELECT relname, n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables"
+    " WHERE relname IN ('jobs', 'attempts')"
+)
 
 
 @pytest.fixture

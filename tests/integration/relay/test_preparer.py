@@ -83,7 +83,10 @@ def while_tokenized(monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None]:
 def test_no_transaction_waits_for_tokenization(
     engine: Engine, while_tokenized: Callable[[Look], None]
 ) -> None:
-    idle = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in trans%'"
+    idle = (
+        "SELECT count(*) FROM pg_stat_activity"
+        " WHERE datname = current_database() AND state LIKE 'idle in trans%'"
+    )
     seen: list[int] = []
     while_tokenized(lambda: seen.append(cell(engine, idle)))
     insert(engine, 3)

@@ -25,7 +25,9 @@ from tests.polling import until
 
 DAY_S = 86_400.0
 DEAD = """
-UPDATE jobs SET state = 'failed', finished_at = now(), lease_until = NULL, error = '{"code": "crashed"}' WHERE id = :id
+UPDATE jobs
+SET state = 'failed', finished_at = now(), lease_until = NULL, error = '{"code": "crashed"}'
+WHERE id = :id
 """
 
 
@@ -227,7 +229,8 @@ def test_rows_of_processes_that_are_long_gone_are_deleted(engine: Engine) -> Non
     )
     change(
         engine,
-        "INSERT INTO pipeline_energy SELECT name, 1, 'table', 1, 1, now() - make_interval(hours => n) "
+        "INSERT INTO pipeline_energy "
+        "SELECT name, 1, 'table', 1, 1, now() - make_interval(hours => n) "
         "FROM (VALUES ('gone', 11), ('known', 10)) AS epochs(name, n)",
     )
 
@@ -285,7 +288,8 @@ def test_old_jobs_of_megabytes_are_all_deleted_a_few_at_a_time(engine: Engine) -
     ):
         change(
             engine,
-            f"UPDATE {table} SET {column} = made FROM ({value}) AS one(made) WHERE {key} = ANY(:ids)",
+            f"UPDATE {table} SET {column} = made FROM ({value}) AS one(made) "
+            f"WHERE {key} = ANY(:ids)",
             ids=some,
         )
 

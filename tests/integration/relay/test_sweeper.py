@@ -196,7 +196,10 @@ def test_a_partial_result_ends_with_no_transaction_open_while_its_tokenizer_load
     load = Tokens.from_row
 
     def loading(row: dict[str, object]) -> Tokens:
-        query = "SELECT count(*) FROM pg_locks WHERE locktype = 'transactionid' AND pid <> pg_backend_pid()"
+        query = (
+            "SELECT count(*) FROM pg_locks"
+            " WHERE locktype = 'transactionid' AND pid <> pg_backend_pid()"
+        )
         open_transactions.append(cell(engine, query))
         return load(row)
 

@@ -19,7 +19,8 @@ from tests.stack import Stack
 MODELS = ("clerk", "second", "third")
 PARAMS: dict[str, Any] = {"max_tokens": 48, "temperature": 0, "ignore_eos": True}
 IN_TWO_PLANS = text(
-    "SELECT worker FROM plans, jsonb_object_keys(stages) AS worker GROUP BY worker HAVING count(*) > 1"
+    "SELECT worker FROM plans, jsonb_object_keys(stages) AS worker"
+    " GROUP BY worker HAVING count(*) > 1"
 )
 
 

@@ -87,7 +87,8 @@ def test_a_stale_pid_file_leaves_the_pids_new_owner_alone(tmp_path: Path) -> Non
 
 def test_servers_end_with_their_killed_parent(tmp_path: Path) -> None:
     program = (
-        "import sys, signal; from pathlib import Path; from services.standalone.servers import Postgres, Valkey\n"
+        "import sys, signal; from pathlib import Path; "
+        "from services.standalone.servers import Postgres, Valkey\n"
         "home = Path(sys.argv[1]); servers = [Postgres(home), Valkey(home)]\n"
         "[server.start() for server in servers]\n"
         "print(*[server.pid for server in servers], flush=True); signal.pause()"

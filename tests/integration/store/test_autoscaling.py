@@ -34,7 +34,8 @@ def test_autoscaling_asks_for_the_oldest_wait_and_the_running_jobs(engine: Engin
     waiting = submit(engine, 3)
     change(
         engine,
-        "UPDATE jobs SET created_at = now() - interval '90 s', not_before = now() - interval '90 s'",
+        "UPDATE jobs "
+        "SET created_at = now() - interval '90 s', not_before = now() - interval '90 s'",
     )
     claim(engine, running)
     oldest_s, num_running = asked(engine)

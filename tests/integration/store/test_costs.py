@@ -60,7 +60,10 @@ def report(engine: Engine, *by: str, **asked: Any) -> list[Cost]:
 
 def priced(engine: Engine, job_id: UUID) -> tuple[Any, ...]:
     with engine.begin() as connection:
-        query = "SELECT kwh, cost, carbon_g, energy_source, num_attempts, num_unknown FROM job_costs WHERE job_id = :id"
+        query = (
+            "SELECT kwh, cost, carbon_g, energy_source, num_attempts, num_unknown"
+            " FROM job_costs WHERE job_id = :id"
+        )
         return tuple(connection.execute(text(query), {"id": job_id}).one())
 
 

@@ -79,7 +79,8 @@ HABITS = {
 """What a database may have as its defaults."""
 
 DECODED = text(
-    "SELECT now(), interval '1 day 2 hours', '{NULL,1}'::int[], 0.1::float8 + 0.2, '\\x00ff'::bytea, 'é€', $$a\\nb$$"
+    "SELECT now(), interval '1 day 2 hours', '{NULL,1}'::int[], 0.1::float8 + 0.2,"
+    " '\\x00ff'::bytea, 'é€', $$a\\nb$$"
 )
 
 

@@ -57,7 +57,8 @@ def test_only_crashed_jobs_are_dead_letters_newest_first(engine: Engine, client:
     submit(engine)
     change(
         engine,
-        "UPDATE jobs SET state = 'failed', finished_at = now(), error = '{\"code\": \"engine\"}' WHERE fence = 0",
+        "UPDATE jobs SET state = 'failed', finished_at = now(), "
+        'error = \'{"code": "engine"}\' WHERE fence = 0',
     )
     assert [job.id for job in client.list_dead()] == dead[::-1]
     assert [job.id for job in client.list_dead(limit=2)] == [dead[2], dead[1]]
@@ -68,7 +69,8 @@ def test_only_crashed_jobs_are_dead_letters_newest_first(engine: Engine, client:
 def test_an_index_finds_dead_letters_among_many_ended_jobs(engine: Engine) -> None:
     plan = cell(
         engine,
-        "EXPLAIN (FORMAT JSON) SELECT id FROM jobs WHERE state = 'failed' AND error ->> 'code' = 'crashed' "
+        "EXPLAIN (FORMAT JSON) SELECT id FROM jobs "
+        "WHERE state = 'failed' AND error ->> 'code' = 'crashed' "
         "ORDER BY finished_at DESC, id DESC LIMIT 20",
     )
     assert "jobs_dead" in json.dumps(plan)

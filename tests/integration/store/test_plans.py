@@ -49,27 +49,31 @@ their own limits."""
 # most succeeded.
 ROWS = f"""
 INSERT INTO tenants (id) VALUES ('other');
-INSERT INTO jobs (id, tenant_id, model, prompt, prompt_ids, max_tokens, priority, created_at, prepared_at, not_before,
-    idempotency_key)
+INSERT INTO jobs (id, tenant_id, model, prompt, prompt_ids, max_tokens, priority, created_at,
+    prepared_at, not_before, idempotency_key)
 SELECT gen_random_uuid(), CASE n %% 10 WHEN 0 THEN 'other' ELSE 'default' END,
     CASE n %% 400 WHEN 0 THEN 'rare' ELSE 'm' END, 'text', '{{5,6}}', 8, n %% 10,
-    now() - make_interval(secs => n), now(), now() + make_interval(secs => CASE n %% 5 WHEN 0 THEN 3600 ELSE 0 END),
-    'waits ' || n
+    now() - make_interval(secs => n), now(),
+    now() + make_interval(secs => CASE n %% 5 WHEN 0 THEN 3600 ELSE 0 END), 'waits ' || n
 FROM generate_series(1, {NUM_WAITING}) AS n;
-INSERT INTO jobs (id, tenant_id, model, prompt, prompt_ids, max_tokens, created_at, prepared_at, fence, state,
-    finished_at, error)
+INSERT INTO jobs (id, tenant_id, model, prompt, prompt_ids, max_tokens, created_at, prepared_at,
+    fence, state, finished_at, error)
 SELECT gen_random_uuid(), CASE n %% 10 WHEN 0 THEN 'other' ELSE 'default' END,
     CASE n %% 400 WHEN 0 THEN 'rare' ELSE 'm' END, 'text', '{{5,6}}', 8,
     now() - make_interval(secs => 20000 + n), now(), 1,
-    CASE WHEN n %% 500 = 1 THEN 'failed' WHEN n %% 500 = 2 THEN 'cancelled' WHEN n %% 500 = 3 THEN 'expired'
+    CASE n %% 500 WHEN 1 THEN 'failed' WHEN 2 THEN 'cancelled' WHEN 3 THEN 'expired'
         ELSE 'succeeded' END,
-    now() - make_interval(secs => n), CASE WHEN n %% 500 = 1 THEN '{{"code": "crashed"}}'::jsonb END
+    now() - make_interval(secs => n),
+    CASE WHEN n %% 500 = 1 THEN '{{"code": "crashed"}}'::jsonb END
 FROM generate_series(1, {NUM_ENDED}) AS n;
-INSERT INTO attempts (job_id, fence, pipeline, epoch, worker, fingerprint, exactness, outcome, ended_at)
+INSERT INTO attempts (job_id, fence, pipeline, epoch, worker, fingerprint, exactness, outcome,
+    ended_at)
 SELECT id, 1, 'p', 1, 'h', 'w', 'x', state, now() FROM jobs WHERE fence = 1;
-INSERT INTO results (job_id, fence, text, token_ids, prompt_tokens, completion_tokens, finish_reason, exact)
+INSERT INTO results (job_id, fence, text, token_ids, prompt_tokens, completion_tokens,
+    finish_reason, exact)
 SELECT id, 1, 'text', '{{7}}', 2, 1, 'stop', true FROM jobs WHERE state = 'succeeded';
-INSERT INTO models (name, context_length, vocab_size, tokenizer, fingerprint) VALUES ('rare', 32, 100, '', 'w');
+INSERT INTO models (name, context_length, vocab_size, tokenizer, fingerprint)
+VALUES ('rare', 32, 100, '', 'w');
 """
 
 

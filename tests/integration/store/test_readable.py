@@ -28,7 +28,10 @@ def test_a_job_with_a_later_releases_parameter_waits_and_others_run(engine: Engi
     change(engine, SET_PARAMS, id=newer, params='{"temperature": 0.5, "grammar": "json"}')
 
     assert [one.job_id for one in claim(engine, [newer, known])] == [known]
-    what_is_left = "SELECT state, fence, crashes, sent_at IS NULL, not_before > now(), params ? 'grammar' FROM jobs"
+    what_is_left = (
+        "SELECT state, fence, crashes, sent_at IS NULL, not_before > now(), params ? 'grammar'"
+        " FROM jobs"
+    )
     assert row(engine, f"{what_is_left} WHERE id = :id", id=newer) == (
         "queued",
         0,

@@ -271,7 +271,8 @@ def at_once(
         gate.execute(text(f"SELECT pg_advisory_lock({PAUSE})"))
         running = [threads.submit(run, batch) for batch in (one, two)]
         waiting = text(
-            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+            "SELECT count(*) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND wait_event_type = 'Lock'"
         )
         while gate.scalar(waiting) < len(running) and not any(one.done() for one in running):
             gate.rollback()

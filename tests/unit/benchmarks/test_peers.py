@@ -204,7 +204,11 @@ def test_results_are_read_back_as_they_were_saved_and_the_page_has_their_figures
 
 
 def test_a_failed_command_says_its_last_error() -> None:
-    log = "Collecting x\n\x1b[31mERROR: No matching distribution found for x\x1b[0m\nhint: see above\n"
+    log = (
+        "Collecting x\n"
+        "\x1b[31mERROR: No matching distribution found for x\x1b[0m\n"
+        "hint: see above\n"
+    )
     assert last_error(log) == "ERROR: No matching distribution found for x"
     assert last_error("") == "no output"
 

@@ -37,7 +37,8 @@ from shardline import AsyncClient, Client, JobRequest
 def producer(client: Client, request: JobRequest) -> UUID:
     client.submit("m", "text", temperature=0, stop=["."], metadata={"a": 1})
     client.submit("m", messages=[{"role": "user", "content": "text"}])
-    client.submit_many([JobRequest(model="m", prompt="text", temperature=0), {"model": "m", "prompt": "text"}])
+    first = JobRequest(model="m", prompt="text", temperature=0)
+    client.submit_many([first, {"model": "m", "prompt": "text"}])
     return client.submit(request.model, request.prompt, ALL_FIELDS)
 
 async def task(client: AsyncClient) -> UUID:

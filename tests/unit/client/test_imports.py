@@ -23,8 +23,10 @@ FOREIGN = (
 
 def test_the_client_loads_with_only_the_librarys_own_needs() -> None:
     program = (
-        f"import sys; sys.path.insert(0, {str(SHARED)!r}); sys.modules.update(dict.fromkeys({FOREIGN!r})); "
-        "from shardline.client import AsyncClient, Client; import shardline.base.log, shardline.contract.queues"
+        f"import sys; sys.path.insert(0, {str(SHARED)!r}); "
+        f"sys.modules.update(dict.fromkeys({FOREIGN!r})); "
+        "from shardline.client import AsyncClient, Client; "
+        "import shardline.base.log, shardline.contract.queues"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
@@ -33,7 +35,10 @@ def test_the_client_loads_with_only_the_librarys_own_needs() -> None:
 
 
 def test_importing_the_gateway_imports_neither_torch_nor_celery() -> None:
-    program = "import services.gateway.app, sys; print(*{'torch', 'transformers', 'celery', 'kombu'} & set(sys.modules))"
+    program = (
+        "import services.gateway.app, sys; "
+        "print(*{'torch', 'transformers', 'celery', 'kombu'} & set(sys.modules))"
+    )
     ran = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,

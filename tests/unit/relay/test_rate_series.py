@@ -31,7 +31,10 @@ def test_a_number_is_one_rate(text: str, value: float) -> None:
     [
         "time,price\n2026-11-25T00:00:00Z,0.31\n2026-11-25T01:00:00Z,-0.02\n",
         "2026-11-25T01:00+01:00, 0.31\r\n\r\n2026-11-25 01:00,-0.02",
-        '[{"time": "2026-11-25T00:00:00Z", "value": 0.31}, {"time": "2026-11-25T01:00:00Z", "value": -0.02}]',
+        (
+            '[{"time": "2026-11-25T00:00:00Z", "value": 0.31},'
+            ' {"time": "2026-11-25T01:00:00Z", "value": -0.02}]'
+        ),
     ],
     ids=["with a header", "other zones and blank lines", "json"],
 )

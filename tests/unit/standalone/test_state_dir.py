@@ -97,7 +97,8 @@ def test_replacing_a_file_without_room_keeps_the_old_one_alone(tmp_path: Path) -
     path = tmp_path / "up.json"
     write_private(path, b"old")
     program = (
-        "import resource, sys; from pathlib import Path; from services.standalone.state_dir import write_private\n"
+        "import resource, sys; from pathlib import Path; "
+        "from services.standalone.state_dir import write_private\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2, 2))\n"
         f"write_private(Path({str(path)!r}), b'new one')"
     )

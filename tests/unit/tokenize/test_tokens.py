@@ -26,7 +26,8 @@ CHATML = (
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}\n"
     "{% if loop.index > 8 %}{% break %}{% endif %}\n"
     "{% endfor %}\n"
-    "{% if add_generation_prompt %}{% generation %}<|im_start|>assistant\n{% endgeneration %}{% endif %}"
+    "{% if add_generation_prompt %}"
+    "{% generation %}<|im_start|>assistant\n{% endgeneration %}{% endif %}"
     "{{ messages | tojson }}{{ eos_token }}"
 )
 
@@ -298,7 +299,8 @@ def test_messages_for_a_model_without_template_name_the_other_door(row: dict[str
 KNOWN_ROLES = (
     "{% for m in messages %}{% if m.role == 'system' and loop.first %}[S]{{ m.content | trim }}"
     "{% elif m.role == 'user' %}[U]{{ m.content | trim | upper }}"
-    "{% elif m.role == 'assistant' %}[A]{{ m.content.split('</think>')[-1] }}{% endif %}{% endfor %}"
+    "{% elif m.role == 'assistant' %}[A]{{ m.content.split('</think>')[-1] }}{% endif %}"
+    "{% endfor %}"
 )
 """As many templates are: what no branch names is not rendered."""
 
@@ -343,7 +345,10 @@ def test_a_message_whose_content_the_template_changes_is_there() -> None:
 
 
 def test_a_template_gets_the_variables_of_the_request() -> None:
-    source = "{{ messages[0].content }}{% if enable_thinking is false %}<think></think>{% endif %}{{ bos_token }}"
+    source = (
+        "{{ messages[0].content }}{% if enable_thinking is false %}<think></think>{% endif %}"
+        "{{ bos_token }}"
+    )
     assert (
         render(source, ("user", "Hi"), enable_thinking=False, bos_token="<s>")
         == "Hi<think></think><s>"

@@ -15,7 +15,10 @@ from shardline_fleet.simulator.fleet_file import FleetFile, LoadFile, Scenario, 
 from shardline_fleet.simulator.simulation import Simulation
 
 HEADER = "at_s,prompt,output\n"
-MODEL = "{num_hidden_layers: 4, hidden_size: 64, intermediate_size: 256, num_attention_heads: 4, vocab_size: 1000}"
+MODEL = (
+    "{num_hidden_layers: 4, hidden_size: 64, intermediate_size: 256, "
+    "num_attention_heads: 4, vocab_size: 1000}"
+)
 
 
 def trace(folder: Path, text: str) -> Path:

@@ -14,7 +14,8 @@ from shardline_fleet.simulator.datasheets import DATASHEETS
 from tests.repository import REPOSITORY
 
 FLEET = """
-model: {num_hidden_layers: 4, hidden_size: 64, intermediate_size: 256, num_attention_heads: 4, vocab_size: 1000}
+model: {num_hidden_layers: 4, hidden_size: 64, intermediate_size: 256,
+  num_attention_heads: 4, vocab_size: 1000}
 cells: [{devices: {l4: 1}}]
 load: {jobs: 8, prompt: 16, output: 8}
 """

@@ -13,7 +13,10 @@ from shardline_fleet.simulator.sampled_fleet import SampledFleet
 from tests.repository import REPOSITORY
 from tests.unit.fleet.planner.fleets import device
 
-MODEL = "{num_hidden_layers: 4, hidden_size: 64, intermediate_size: 256, num_attention_heads: 4, vocab_size: 1000}"
+MODEL = (
+    "{num_hidden_layers: 4, hidden_size: 64, intermediate_size: 256, "
+    "num_attention_heads: 4, vocab_size: 1000}"
+)
 STUDIES = sorted((REPOSITORY / "docs/capacity").glob("*.yaml"))
 
 

@@ -113,7 +113,10 @@ def test_a_plan_measures_again_what_was_measured_beside_others(folder: Path, mod
 
 
 def test_a_core_that_another_program_uses_is_noticed(folder: Path, model: Path) -> None:
-    spin = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); print(flush=True)\nwhile True: pass"
+    spin = (
+        "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); print(flush=True)\n"
+        "while True: pass"
+    )
     other = subprocess.Popen(
         [sys.executable, "-c", spin, str(usable_cores()[0])], stdout=subprocess.PIPE
     )

@@ -12,8 +12,8 @@ from services.standalone.demo.clerk.numerals import LIMIT, ordinal, spell, words
 from services.standalone.demo.clerk.tasks import TASKS, UNSEEN_SHARE, Example, examples, is_unseen
 
 _BELOW_20 = words(
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen"
+    "zero one two three four five six seven eight nine "
+    "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
 )
 _TENS = words("twenty thirty forty fifty sixty seventy eighty ninety")
 _VALUES = dict(zip((*_BELOW_20, *_TENS), (*range(20), *range(20, 100, 10)), strict=True))
@@ -68,7 +68,8 @@ def test_the_same_seed_gives_the_same_examples_in_every_version() -> None:
         ("number: nine hundred and sixty =", "960"),
         (
             "order: ship five pallets of long cups to Farid by Friday =",
-            '{"customer": "Farid", "quantity": 5, "unit": "pallet", "item": "long cups", "due": "Friday"}',
+            '{"customer": "Farid", "quantity": 5, "unit": "pallet", "item": "long cups",'
+            ' "due": "Friday"}',
         ),
         ("sort: 92, 62, 75 =", "62, 75, 92"),
         ("sum: 323 + 158 =", "3+8+0=11, 2+5+1=8, 3+1+0=4: 481"),
