@@ -21,8 +21,13 @@ SLOW_DOWN = {
 """A worker that goes costs its pipeline its KV, perhaps a new cut: one in two minutes, and not for
 a short pause."""
 
-OLDEST = f"SELECT coalesce(max(seconds), 0) FROM ({OLDEST_QUEUED.text.strip()}) AS waiting"  # noqa: S608 (our statement)
-RUNNING = f"SELECT coalesce(sum(number), 0) FROM ({COUNTS.text.strip()}) AS counted WHERE state = 'running'"  # noqa: S608 (our statement)
+_WAITING = OLDEST_QUEUED.text.strip()
+_COUNTED = COUNTS.text.strip()
+OLDEST = f"SELECT coalesce(max(seconds), 0) FROM ({_WAITING}) AS waiting"  # noqa: S608 (ours)
+RUNNING = (
+    f"SELECT coalesce(sum(number), 0) FROM ({_COUNTED}) AS counted "  # noqa: S608 (ours)
+    "WHERE state = 'running'"
+)
 """Both of all models together: the workers are one fleet."""
 
 

@@ -254,7 +254,8 @@ def _mounts(service: Service) -> list[Manifest]:
     ]
     found += [{"name": _slug(path), "mountPath": path} for path in service.tmpfs]
     if service.shm_mib:
-        found.append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108 (Postgres' shared memory)
+        # Postgres' shared memory.
+        found.append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108
     if service.secrets:
         found.append({"name": "secrets", "mountPath": SECRETS, "readOnly": True})
     return found

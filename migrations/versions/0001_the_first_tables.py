@@ -48,11 +48,13 @@ BEGIN
     RETURN NULL;
 END
 $$;
-CREATE TRIGGER shardline_new_jobs AFTER INSERT ON jobs FOR EACH STATEMENT EXECUTE FUNCTION shardline_new_jobs();
+CREATE TRIGGER shardline_new_jobs AFTER INSERT ON jobs
+    FOR EACH STATEMENT EXECUTE FUNCTION shardline_new_jobs();
 """
 
 STORAGE = """
-ALTER TABLE jobs SET (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_analyze_scale_factor = 0.02);
+ALTER TABLE jobs SET (
+    fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_analyze_scale_factor = 0.02);
 ALTER TABLE attempts SET (fillfactor = 60, autovacuum_vacuum_scale_factor = 0.02);
 ALTER TABLE pipelines SET (fillfactor = 50);
 """

@@ -23,12 +23,17 @@ CROSS JOIN LATERAL (
         count(*) FILTER (WHERE energy_j IS NULL) AS num_unknown,
         sum(energy_j) AS energy_j,
         sum(energy_j) / 3.6e6 AS kwh,
-        sum(energy_j / 3.6e6 * (SELECT per_kwh FROM energy_rates WHERE kind = 'price' AND begins_at <= at
+        sum(energy_j / 3.6e6 * (
+            SELECT per_kwh FROM energy_rates WHERE kind = 'price' AND begins_at <= at
             ORDER BY begins_at DESC LIMIT 1)) AS cost,
-        sum(energy_j / 3.6e6 * (SELECT per_kwh FROM energy_rates WHERE kind = 'carbon' AND begins_at <= at
+        sum(energy_j / 3.6e6 * (
+            SELECT per_kwh FROM energy_rates WHERE kind = 'carbon' AND begins_at <= at
             ORDER BY begins_at DESC LIMIT 1)) AS carbon_g,
         string_agg(DISTINCT energy_source, '+') AS energy_source
-    FROM (SELECT *, coalesce(ended_at, heartbeat_at) AS at FROM attempts WHERE attempts.job_id = jobs.id) AS attempts
+    FROM (
+        SELECT *, coalesce(ended_at, heartbeat_at) AS at FROM attempts
+        WHERE attempts.job_id = jobs.id
+    ) AS attempts
 ) AS spent
 LEFT JOIN results ON results.job_id = jobs.id
 """
@@ -40,8 +45,9 @@ CREATE FUNCTION shardline_cheapest_moment(of_kind text, earliest timestamptz, la
 RETURNS timestamptz LANGUAGE sql STABLE AS $$
     SELECT coalesce((
         SELECT greatest(begins_at, earliest) FROM energy_rates
-        WHERE kind = of_kind AND begins_at <= greatest(earliest, latest) AND begins_at >= coalesce(
-            (SELECT max(begins_at) FROM energy_rates WHERE kind = of_kind AND begins_at <= earliest), earliest)
+        WHERE kind = of_kind AND begins_at <= greatest(earliest, latest) AND begins_at >= coalesce((
+            SELECT max(begins_at) FROM energy_rates WHERE kind = of_kind AND begins_at <= earliest
+        ), earliest)
         ORDER BY per_kwh, begins_at LIMIT 1
     ), earliest)
 $$

@@ -28,7 +28,8 @@ $$;
 
 ENDED_JOB_TRIGGER = """
 CREATE TRIGGER shardline_ended_job AFTER UPDATE OF state ON jobs FOR EACH ROW
-    WHEN (OLD.finished_at IS NULL AND NEW.finished_at IS NOT NULL) EXECUTE FUNCTION shardline_ended_job();
+    WHEN (OLD.finished_at IS NULL AND NEW.finished_at IS NOT NULL)
+    EXECUTE FUNCTION shardline_ended_job();
 """
 
 

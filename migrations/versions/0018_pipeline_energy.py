@@ -21,7 +21,8 @@ NOW = """
         SELECT coalesce(attempts.ended_at, attempts.heartbeat_at) AS at,
             coalesce(attempts.energy_source, epoch.source) AS energy_source,
             coalesce(attempts.energy_j, epoch.energy_j / epoch.num_rows * CASE
-                WHEN known.num_tokens > attempts.num_resumed THEN known.num_prompt + known.num_tokens - 1
+                WHEN known.num_tokens > attempts.num_resumed
+                    THEN known.num_prompt + known.num_tokens - 1
                 WHEN attempts.ended_at IS NOT NULL THEN 0 END) AS energy_j
         FROM attempts
         LEFT JOIN pipeline_energy AS epoch

@@ -65,7 +65,12 @@ def revoke(state: Any, task_id: Any, terminate: bool = False, **_: Any) -> dict[
     args=[("signal", str)],
     signature="<signal> [id1 [id2 [... [idN]]]]",
 )
-def terminate(state: Any, signal: str, task_id: Any, **_: Any) -> dict[str, Any]:  # noqa: ARG001 (Celery's signature)
+def terminate(
+    state: Any,
+    signal: str,  # noqa: ARG001 (Celery's signature)
+    task_id: Any,
+    **_: Any,
+) -> dict[str, Any]:
     """Cancel rows, those of running jobs too."""
     return revoke(state, task_id, terminate=True)
 

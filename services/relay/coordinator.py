@@ -89,7 +89,7 @@ class FleetSnapshot:
             return True
         try:
             self.planner(model, workers).replan(None, may_improve=False)
-        except Exception:  # noqa: BLE001 (one fleet's figures must not stop the others; `_replanned` tells)
+        except Exception:  # noqa: BLE001 (must not stop the others; `_replanned` tells)
             return False
         return True
 

@@ -42,7 +42,8 @@ MAX_BYTES = 8 << 20
 READ_NEW = """
 local taken, num_bytes = {}, 0
 while #taken < tonumber(ARGV[3]) and num_bytes < tonumber(ARGV[4]) do
-    local reply = redis.call('XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', 1, 'STREAMS', KEYS[1], '>')
+    local reply = redis.call(
+        'XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', 1, 'STREAMS', KEYS[1], '>')
     if not reply then break end
     local entry = reply[1][2][1]
     for _, value in ipairs(entry[2]) do num_bytes = num_bytes + #value end

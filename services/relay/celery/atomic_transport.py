@@ -25,13 +25,15 @@ TAKE = """
 for place = 3, #KEYS do
     local message = redis.call('RPOP', KEYS[place])
     if message then
-        -- What kombu itself writes next; a message that cannot be read is refused, and needs no second try.
+        -- What kombu itself writes next; a message that cannot be read is refused, and needs no
+        -- second try.
         local is_read, envelope = pcall(cjson.decode, message)
         local properties = is_read and type(envelope) == 'table' and envelope['properties']
         local tag = type(properties) == 'table' and properties['delivery_tag']
         local info = type(properties) == 'table' and properties['delivery_info']
         if type(tag) == 'string' and type(info) == 'table' then
-            local whence = cjson.encode(info['exchange'] or '') .. ',' .. cjson.encode(info['routing_key'] or '')
+            local exchange = cjson.encode(info['exchange'] or '')
+            local whence = exchange .. ',' .. cjson.encode(info['routing_key'] or '')
             redis.call('ZADD', KEYS[1], ARGV[1], tag)
             redis.call('HSET', KEYS[2], tag, '[' .. message .. ',' .. whence .. ']')
         end
@@ -48,7 +50,7 @@ class AtomicChannel(redis.Channel):
     _in_poll: Any
     _brpop_sent_at: Any
 
-    def _brpop_start(self, timeout: float | None = None) -> None:  # noqa: ARG002 (kombu's signature)
+    def _brpop_start(self, timeout: float | None = None) -> None:  # noqa: ARG002 (kombu's)
         queues = self._queue_cycle.consume(len(self.active_queues))
         if queues:
             self._in_poll = self.client.connection

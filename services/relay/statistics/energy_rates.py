@@ -42,7 +42,7 @@ class EnergyRates(Loop):
                 self._read(kind, source)
             except OperationalError:
                 raise
-            except Exception as error:  # noqa: BLE001 (whatever a source sends, the other one is read)
+            except Exception as error:  # noqa: BLE001 (the other source is still read)
                 log.warning("rates of energy cannot be read", kind=kind, error=_told(error))
         with self._database.begin() as connection:
             present = costs.present_rates(connection)

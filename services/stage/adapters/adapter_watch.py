@@ -57,7 +57,7 @@ class AdapterWatch(threading.Thread):
                     found[name] = self._folder.get(name).fingerprint
                 except Invalid as error:
                     refused[name] = f"{error.problem}. {error.remedy}"
-                except Exception as error:  # noqa: BLE001 (one folder's files must not hide the other adapters)
+                except Exception as error:  # noqa: BLE001 (must not hide the other adapters)
                     refused[name] = f"it cannot be read: {type(error).__name__}: {error}"
             if found != self._told:
                 self._tell(found)

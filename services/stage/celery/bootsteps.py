@@ -44,4 +44,5 @@ def _seat(channel: Any, has_seat: Callable[[], bool]) -> None:
     """A message that is on its way is let in, one for each channel: held back, an interactive one
     would wait in the socket for a seat that it does not need."""
     channel.do_restore = False
-    channel.qos.can_consume = lambda: has_seat() or bool(channel._in_poll)  # noqa: SLF001 (kombu has no other word for it)
+    # kombu has no other word for it.
+    channel.qos.can_consume = lambda: has_seat() or bool(channel._in_poll)  # noqa: SLF001

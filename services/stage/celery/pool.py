@@ -162,5 +162,5 @@ def _names_a_job(
     try:
         (argument,), _, _ = loads(body, content_type, content_encoding, accept={"application/json"})
         return UUID(str(task_id)) == UUID(str(argument))
-    except Exception:  # noqa: BLE001 whatever a body does to kombu, its delivery is dropped and frees its seat
+    except Exception:  # noqa: BLE001 (its delivery is dropped and frees its seat)
         return False

@@ -202,7 +202,7 @@ def load_module(name: str | None) -> None:
 
 def accelerators() -> list[AcceleratorInfo]:
     """Returns all accelerators of this machine that torch can use, those with most memory first."""
-    types = {*BUILT_IN, torch._C._get_privateuse1_backend_name()}  # noqa: SLF001 (torch has no public reader)
+    types = {*BUILT_IN, torch._C._get_privateuse1_backend_name()}  # noqa: SLF001 (no public reader)
     found = [one for kind in sorted(types) for one in _of_type(kind)]
     return sorted(found, key=lambda one: -one.total_bytes())
 

@@ -103,4 +103,5 @@ def _cores(lock_folder: Path, *, shared: bool, num: int | None) -> str:
         )
         raise Invalid(FIELD, problem, "Stop a worker, name a device, or set SHARDLINE_STAGE_CORES")
     # By chance, so that those that share spread.
-    return f"cpu:{show_cores(tuple(sorted(random.sample(usable, min(num or len(usable), len(usable))))))}"
+    chosen = random.sample(usable, min(num or len(usable), len(usable)))
+    return f"cpu:{show_cores(tuple(sorted(chosen)))}"

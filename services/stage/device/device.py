@@ -120,7 +120,8 @@ class Device(ABC):
         # products have other bits.
         torch.get_num_threads()
 
-    def staging(self, num_buffers: int, num_bytes: int) -> Staging | None:  # noqa: ARG002 (an accelerator's)
+    # The parameters are an accelerator's.
+    def staging(self, num_buffers: int, num_bytes: int) -> Staging | None:  # noqa: ARG002
         """Returns pinned buffers of `num_bytes` each; None where copies block: on the CPU, or
         without streams."""
         return None

@@ -110,7 +110,7 @@ class PeerServer(threading.Thread):
             return REFUSED, f"no question: {error}".encode()
         except KeyError as error:
             return REFUSED, f"{error} is not here".encode()
-        except Exception as error:  # noqa: BLE001 (whatever one worker asks, the others get answers)
+        except Exception as error:  # noqa: BLE001 (the other workers get answers)
             log.warning("a file cannot be sent to another worker", problem=str(error))
             return REFUSED, str(error).encode()
 

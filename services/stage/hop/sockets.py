@@ -66,7 +66,8 @@ class CurveKeys:
     def __repr__(self) -> str:
         return "CurveKeys(…)"
 
-    def callback(self, domain: str, key: bytes) -> bool:  # noqa: ARG002 (pyzmq's credentials provider)
+    # As pyzmq calls a provider of credentials.
+    def callback(self, domain: str, key: bytes) -> bool:  # noqa: ARG002
         """Returns whether a client that has proved to hold `key` may connect."""
         return key == self.public
 
@@ -117,7 +118,8 @@ class Sockets:
         self._ports = ports
         # Each socket takes the port after the one before: a late peer of a closed socket does not
         # reach another one.
-        self._next_port = itertools.count(random.randrange(len(ports)) if ports else 0)  # noqa: S311 (no secret)
+        first = random.randrange(len(ports)) if ports else 0  # noqa: S311 (no secret)
+        self._next_port = itertools.count(first)
         self._curve = curve
         self._context = zmq.Context()
         self._authenticator = self._authenticate(curve) if curve else None

@@ -168,7 +168,7 @@ class LeaseManager(threading.Thread):
         self._woken.set()
 
     # The thread
-    # ---------------------------------------------------------------------------------------------------
+    # -----------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Works until stopped and empty. Each turn does all that waits, in batches."""

@@ -41,7 +41,7 @@ def probe_kv_shapes(shard: Shard) -> dict[int, KvShape]:
     attention = [
         module for layer in layers for module in layer.modules() if hasattr(module, "layer_idx")
     ]
-    usual = shard.model.config._attn_implementation  # noqa: SLF001 (transformers has no public reader)
+    usual = shard.model.config._attn_implementation  # noqa: SLF001 (no public reader)
     shard.model.set_attn_implementation(PROBE)
     try:
         shard.hidden(shard.zeros(NUM_ROWS), torch.arange(NUM_ROWS, device=shard.device))

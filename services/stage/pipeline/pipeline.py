@@ -152,7 +152,8 @@ class Pipeline:
     def _pause(self) -> None:
         """Random, so that heads which raced do not meet again; over at once when a stage has come
         or become free."""
-        until_s = monotonic_s() + random.uniform(0.25, 1.0) * self._times.heartbeat_s  # noqa: S311 (no secret)
+        share = random.uniform(0.25, 1.0)  # noqa: S311 (no secret)
+        until_s = monotonic_s() + share * self._times.heartbeat_s
         tried = _offers(self._known)
         while not self._stopping and (rest_s := until_s - monotonic_s()) > 0:
             self._wait(min(rest_s, self._times.heartbeat_s / LOOKS_PER_HEARTBEAT))
