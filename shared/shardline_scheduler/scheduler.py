@@ -43,7 +43,8 @@ from shardline_scheduler.step_plan import StepPlan, StepResult
 
 
 class Scheduler:
-    """The hot loop is `schedule` → stages → `apply`. A sequence that leaves gets one close, in the next plan."""
+    """The hot loop is `schedule` → stages → `apply`. A sequence that leaves gets one close, in the
+    next plan."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config

@@ -74,7 +74,7 @@ class Reconnecting(bootsteps.StartStopStep):
         for request in list(state.requests.values()):
             request.acknowledged = True
 
-    def refuse(self, c: Any, refused: RefusedMessage) -> None:  # noqa: ARG002 (the consumer is for who buries it)
+    def refuse(self, c: Any, refused: RefusedMessage) -> None:  # noqa: ARG002 (for who buries it)
         """Tells the log of a message that is no task, and not what it holds."""
         log.warning(
             "a message that is no task is dropped", task_id=refused.task_id, problem=refused.problem

@@ -51,7 +51,11 @@ class FileSecrets(PydanticBaseSettingsSource):
     """`SHARDLINE_X_FILE=/run/secrets/x` gives SHARDLINE_X, as Compose and Kubernetes mount
     secrets."""
 
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002 (base's signature)
+    def get_field_value(
+        self,
+        field: FieldInfo,  # noqa: ARG002 (base's signature)
+        field_name: str,
+    ) -> tuple[Any, str, bool]:
         """The stripped content of the file that the variable names, if it is set."""
         path = os.environ.get(f"{ENV_PREFIX}{field_name.upper()}_FILE")
         return (Path(path).read_text(encoding="utf-8").strip() if path else None), field_name, False

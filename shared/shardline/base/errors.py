@@ -12,7 +12,8 @@ ShardlineError
 │   ├── JobFailed
 │   ├── JobCancelled
 │   └── JobExpired
-├── Unavailable        a server we depend on is unreachable: whether a COMMIT under way has happened is unknown
+├── Unavailable        a server we depend on is unreachable: whether a COMMIT under way has happened
+│   │                  is unknown
 │   └── Busy           Postgres answered that it cannot do this now: nothing was stored
 └── ProtocolError      a frame, a message or a peer that breaks the protocol
     └── LinkLost       a hop or control link is gone: new epoch

@@ -66,7 +66,7 @@ class MessageGuard:
                 deliver(message, queue)
             except self._recoverable:
                 raise
-            except Exception as error:  # noqa: BLE001 whatever an envelope does to kombu, it ends alone
+            except Exception as error:  # noqa: BLE001 (an envelope ends alone)
                 headers = message.get("headers") if isinstance(message, dict) else None
                 self._tell(_refused(headers, json.dumps(message, default=str), error))
 
@@ -102,7 +102,7 @@ class MessageGuard:
                 handle(message)
             except self._recoverable:
                 raise
-            except Exception as error:  # noqa: BLE001 whatever a message does to Celery, it ends alone
+            except Exception as error:  # noqa: BLE001 (a message ends alone)
                 self._refuse(message, error)
 
         return guarded

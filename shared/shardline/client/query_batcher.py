@@ -89,7 +89,7 @@ class QueryBatcher(Generic[Asked, Answer]):
             for one in batch:
                 one.answer.cancel()
             raise
-        except Exception as error:  # noqa: BLE001 a row that cannot be read must fail its own caller alone
+        except Exception as error:  # noqa: BLE001 (a bad row fails its own caller alone)
             if len(batch) == 1:
                 _fail(batch, error)
                 return

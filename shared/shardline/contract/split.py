@@ -1,4 +1,5 @@
-"""Layers → stages: an even split, or one by hand such as `0-5,6-7`. Knows no device; placement is another matter."""
+"""Layers → stages: an even split, or one by hand such as `0-5,6-7`. Knows no device; placement is
+another matter."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ MAX_CORES = 4096
 
 
 def parse_cores(name: str) -> tuple[int, ...]:
-    """Returns the cores in a device's name: `cpu:0-3` → (0, 1, 2, 3). Raises Invalid if it is not such a name."""
+    """Returns the cores in a device's name: `cpu:0-3` → (0, 1, 2, 3). Raises Invalid if it is not
+    such a name."""
     cores: set[int] = set()
     for part in name.removeprefix(PREFIX).split(","):
         match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part)

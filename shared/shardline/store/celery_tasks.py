@@ -29,7 +29,8 @@ FORGET_S = 86_400.0
 """After that no caller waits for a task without a job: Celery itself keeps results for a day."""
 
 STORE = text("""
--- Its job, which cannot end before this commits: the trigger would pass over a task that it does not see.
+-- Its job, which cannot end before this commits: the trigger would pass over a task that it does
+-- not see.
 WITH job AS (
     SELECT id, finished_at FROM jobs WHERE id = :job_id FOR NO KEY UPDATE
 )
@@ -38,14 +39,17 @@ SELECT :task_id, job.id, :request, CAST(:error AS jsonb), now() + make_interval(
     CASE WHEN job.id IS NULL OR job.finished_at IS NOT NULL THEN now() END
 FROM (SELECT 1) AS one LEFT JOIN job ON true
 -- What came before is the same task again, unless it is a revoke that overtook it.
-ON CONFLICT (task_id) DO UPDATE SET job_id = excluded.job_id, request = excluded.request, error = excluded.error,
-    expires_at = excluded.expires_at, due_at = excluded.due_at
-WHERE celery_tasks.revoked_at IS NOT NULL AND celery_tasks.job_id IS NULL AND celery_tasks.error IS NULL
+ON CONFLICT (task_id) DO UPDATE SET job_id = excluded.job_id, request = excluded.request,
+    error = excluded.error, expires_at = excluded.expires_at, due_at = excluded.due_at
+WHERE celery_tasks.revoked_at IS NOT NULL
+    AND celery_tasks.job_id IS NULL AND celery_tasks.error IS NULL
 RETURNING revoked_at
 """)
 
 REVOKE = text("""
-INSERT INTO celery_tasks (task_id, revoked_at) SELECT unnest(CAST(:ids AS text[])), now() ON CONFLICT DO NOTHING
+INSERT INTO celery_tasks (task_id, revoked_at)
+SELECT unnest(CAST(:ids AS text[])), now()
+ON CONFLICT DO NOTHING
 """)
 
 JOBS_OF = text(
@@ -55,7 +59,8 @@ JOBS_OF = text(
 
 FORGET_REVOKES = text("""
 DELETE FROM celery_tasks
-WHERE task_id = ANY(CAST(:ids AS text[])) AND job_id IS NULL AND error IS NULL AND settled_at IS NULL
+WHERE task_id = ANY(CAST(:ids AS text[]))
+    AND job_id IS NULL AND error IS NULL AND settled_at IS NULL
 """)
 
 WITH_TASKS = text(
@@ -65,7 +70,8 @@ WITH_TASKS = text(
 LEND = text("""
 -- The longest due that no other relay is taking.
 WITH due AS (
-    SELECT task_id FROM celery_tasks WHERE due_at <= now() ORDER BY due_at LIMIT :max_batch FOR UPDATE SKIP LOCKED
+    SELECT task_id FROM celery_tasks WHERE due_at <= now()
+    ORDER BY due_at LIMIT :max_batch FOR UPDATE SKIP LOCKED
 ),
 -- Ours for a while.
 lent AS (
@@ -73,32 +79,38 @@ lent AS (
     FROM due WHERE celery_tasks.task_id = due.task_id
     RETURNING celery_tasks.task_id, job_id, request, celery_tasks.error, num_failures, created_at
 )
-SELECT lent.task_id, lent.job_id, lent.request, coalesce(lent.error, jobs.error) AS error, lent.num_failures,
+SELECT lent.task_id, lent.job_id, lent.request,
+    coalesce(lent.error, jobs.error) AS error, lent.num_failures,
     coalesce(jobs.state, 'failed') AS state,
     extract(epoch FROM now() - coalesce(jobs.finished_at, lent.created_at))::float8 AS age_s,
-    results.text, results.token_ids, results.finish_reason, results.prompt_tokens, results.completion_tokens
+    results.text, results.token_ids, results.finish_reason,
+    results.prompt_tokens, results.completion_tokens
 FROM lent LEFT JOIN jobs ON jobs.id = lent.job_id LEFT JOIN results ON results.job_id = lent.job_id
 ORDER BY coalesce(jobs.finished_at, lent.created_at), lent.task_id
 """)
 
 SETTLE = text("""
-UPDATE celery_tasks SET settled_at = now(), due_at = NULL, expires_at = NULL, request = NULL, error = NULL
+UPDATE celery_tasks SET settled_at = now(), due_at = NULL, expires_at = NULL,
+    request = NULL, error = NULL
 WHERE task_id = ANY(CAST(:ids AS text[]))
 """)
 
 PUT_OFF = text("""
-UPDATE celery_tasks SET due_at = now() + make_interval(secs => :pause_s), num_failures = num_failures + :num_failures
+UPDATE celery_tasks SET due_at = now() + make_interval(secs => :pause_s),
+    num_failures = num_failures + :num_failures
 WHERE task_id = ANY(CAST(:ids AS text[])) AND settled_at IS NULL
 """)
 
 EXPIRE = text("""
 -- Tasks whose time to begin is over.
 WITH late AS (
-    SELECT task_id, job_id FROM celery_tasks WHERE expires_at <= now() ORDER BY expires_at LIMIT :max_batch
+    SELECT task_id, job_id FROM celery_tasks WHERE expires_at <= now()
+    ORDER BY expires_at LIMIT :max_batch
 ),
 -- Of their jobs those that never began, locked in order of id: a sweep ends them.
 waiting AS (
-    SELECT id FROM jobs WHERE id = ANY(ARRAY(SELECT job_id FROM late)) AND state = 'queued' AND fence = 0
+    SELECT id FROM jobs
+    WHERE id = ANY(ARRAY(SELECT job_id FROM late)) AND state = 'queued' AND fence = 0
     ORDER BY id FOR UPDATE
 ),
 -- As if they had a deadline, which is now.
@@ -112,7 +124,8 @@ UPDATE celery_tasks SET expires_at = NULL FROM late WHERE celery_tasks.task_id =
 FORGET = text("""
 DELETE FROM celery_tasks WHERE task_id IN (
     SELECT task_id FROM celery_tasks
-    WHERE job_id IS NULL AND created_at < now() - make_interval(secs => :age_s) ORDER BY created_at LIMIT :max_batch
+    WHERE job_id IS NULL AND created_at < now() - make_interval(secs => :age_s)
+    ORDER BY created_at LIMIT :max_batch
 )
 """)
 

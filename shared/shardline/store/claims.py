@@ -24,13 +24,16 @@ LATER_WAIT_S = 15.0
 """Until a job of a later release is sent again."""
 
 # The KV that the next token of a job needs, in tokens.
-KNOWN_TOKENS = """cardinality(jobs.prompt_ids) + coalesce((SELECT cardinality(attempts.tokens) FROM attempts
-    WHERE attempts.job_id = jobs.id AND attempts.fence = jobs.fence), 0)"""
+KNOWN_TOKENS = """cardinality(jobs.prompt_ids) + coalesce((
+        SELECT cardinality(attempts.tokens) FROM attempts
+        WHERE attempts.job_id = jobs.id AND attempts.fence = jobs.fence
+    ), 0)"""
 
 # What decides a job's tokens on this head: with an adapter its fingerprint too. One that the head
 # has not read yet counts as another one each time.
-EXACTNESS = """CAST(:exactness AS text) || CASE WHEN jobs.params ->> 'adapter' IS NULL THEN '' ELSE '+' ||
-    coalesce(CAST(:adapters AS jsonb) ->> (jobs.params ->> 'adapter'), CAST(jobs.fence AS text)) END"""
+EXACTNESS = """CAST(:exactness AS text)
+    || CASE WHEN jobs.params ->> 'adapter' IS NULL THEN '' ELSE '+' || coalesce(
+        CAST(:adapters AS jsonb) ->> (jobs.params ->> 'adapter'), CAST(jobs.fence AS text)) END"""
 
 # The job asks for exact rows, and the pipeline has none, or others than those that it began with.
 LACKS_EXACT_ROWS = f"""(jobs.params @> '{{"exact": true}}'
@@ -45,7 +48,8 @@ WHERE jobs.id = ANY(CAST(:ids AS uuid[])) AND jobs.state = 'queued' AND jobs.pre
     AND (jobs.deadline_at IS NULL OR jobs.deadline_at > now())
     AND jobs.model = pipelines.model AND pipelines.epoch = :epoch
     AND (jobs.exactness IS NULL OR jobs.exactness = {EXACTNESS} OR NOT jobs.exact
-        OR coalesce(jobs.requeued_at, jobs.created_at) <= now() - make_interval(secs => :exact_wait_s))
+        OR coalesce(jobs.requeued_at, jobs.created_at)
+            <= now() - make_interval(secs => :exact_wait_s))
     AND NOT {LACKS_EXACT_ROWS}
     AND {KNOWN_TOKENS} <= pipelines.kv_tokens
     AND (jobs.crashes = 0 OR :with_quarantined)
@@ -55,7 +59,8 @@ ORDER BY jobs.id FOR UPDATE OF jobs
 LOCK_UNFIT = text(f"""
 SELECT jobs.id FROM jobs JOIN pipelines ON pipelines.id = :pipeline
 WHERE jobs.id = ANY(CAST(:ids AS uuid[])) AND jobs.state = 'queued' AND jobs.model = pipelines.model
-    AND jobs.prepared_at IS NOT NULL AND ({KNOWN_TOKENS} > pipelines.kv_tokens OR {LACKS_EXACT_ROWS})
+    AND jobs.prepared_at IS NOT NULL
+    AND ({KNOWN_TOKENS} > pipelines.kv_tokens OR {LACKS_EXACT_ROWS})
 ORDER BY jobs.id FOR UPDATE OF jobs
 """)  # noqa: S608 (constants of ours)
 
@@ -66,9 +71,11 @@ WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'queued'
 """)
 
 CLAIM = text(f"""
--- The rows that are locked, under their next fence. A job stays exact while all that compute it have one exactness.
+-- The rows that are locked, under their next fence. A job stays exact while all that compute it
+-- have one exactness.
 WITH claimed AS (
-    UPDATE jobs SET state = 'running', fence = fence + 1, lease_until = now() + make_interval(secs => :lease_s),
+    UPDATE jobs SET state = 'running', fence = fence + 1,
+        lease_until = now() + make_interval(secs => :lease_s),
         worker = :worker, pipeline = :pipeline,
         exact = jobs.exact AND coalesce(exactness = {EXACTNESS}, true)
             AND (SELECT pipelines.exact FROM pipelines WHERE pipelines.id = :pipeline),
@@ -82,13 +89,14 @@ attempt AS (
         job_id, fence, pipeline, epoch, worker, fingerprint, exactness, num_resumed, tokens,
         logprobs)
     SELECT claimed.id, claimed.fence, :pipeline, :epoch, :worker, :fingerprint, :exactness,
-        coalesce(cardinality(previous.tokens), 0), coalesce(previous.tokens, '{{}}'), previous.logprobs
+        coalesce(cardinality(previous.tokens), 0), coalesce(previous.tokens, '{{}}'),
+        previous.logprobs
     FROM claimed LEFT JOIN attempts AS previous
         ON previous.job_id = claimed.id AND previous.fence = claimed.fence - 1
     RETURNING job_id, tokens, logprobs
 )
-SELECT claimed.id, claimed.fence, tenant_id, prompt_ids, params, max_tokens, seed, priority, crashes, exact, tokens,
-    logprobs, traceparent,
+SELECT claimed.id, claimed.fence, tenant_id, prompt_ids, params, max_tokens, seed, priority,
+    crashes, exact, tokens, logprobs, traceparent,
     extract(epoch FROM now() - greatest(created_at, not_before, requeued_at))::float8 AS queued_s,
     extract(epoch FROM now() - greatest(created_at, not_before))::float8 AS due_s,
     extract(epoch FROM now() - created_at)::float8 AS age_s
@@ -108,7 +116,8 @@ WITH keys AS (
 ),
 -- Those that are still held, locked in order of id: a relay may be about to requeue them.
 locked AS (
-    SELECT jobs.id, jobs.fence FROM jobs JOIN keys ON keys.job_id = jobs.id AND keys.fence = jobs.fence
+    SELECT jobs.id, jobs.fence
+    FROM jobs JOIN keys ON keys.job_id = jobs.id AND keys.fence = jobs.fence
     WHERE jobs.state = 'running' ORDER BY jobs.id FOR UPDATE OF jobs
 )
 UPDATE attempts SET parked = false

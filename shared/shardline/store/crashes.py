@@ -22,7 +22,8 @@ from shardline.store.ends import End, end_running, requeue_running
 MAX_HISTORY = 10
 
 LOCK_HELD = text("""
-SELECT jobs.id FROM jobs JOIN jsonb_to_recordset(CAST(:keys AS jsonb)) AS keys(job_id uuid, fence bigint)
+SELECT jobs.id
+FROM jobs JOIN jsonb_to_recordset(CAST(:keys AS jsonb)) AS keys(job_id uuid, fence bigint)
     ON keys.job_id = jobs.id AND keys.fence = jobs.fence
 WHERE jobs.state = 'running' ORDER BY jobs.id FOR UPDATE OF jobs
 """)
@@ -31,7 +32,8 @@ WHERE jobs.state = 'running' ORDER BY jobs.id FOR UPDATE OF jobs
 # lock.
 LAST_ATTEMPTS = text("""
 SELECT jobs.id, jobs.fence, crashes, max_crashes,
-    cancel_requested_at IS NOT NULL AS is_cancelled, coalesce(deadline_at <= now(), false) AS is_expired,
+    cancel_requested_at IS NOT NULL AS is_cancelled,
+    coalesce(deadline_at <= now(), false) AS is_expired,
     coalesce(cardinality(tokens) > 0, false) AS has_tokens,
     coalesce(cardinality(tokens) > num_resumed, false) AS has_progress,
     coalesce(parked, false) AS parked
@@ -45,7 +47,8 @@ ORDER BY priority, created_at, id
 """)
 
 HISTORY = text(f"""
-SELECT fence, pipeline, worker, outcome, started_at, heartbeat_at FROM attempts WHERE job_id = :job_id
+SELECT fence, pipeline, worker, outcome, started_at, heartbeat_at
+FROM attempts WHERE job_id = :job_id
 ORDER BY fence DESC LIMIT {MAX_HISTORY}
 """)  # noqa: S608 (a constant of ours)
 

@@ -30,11 +30,12 @@ CRASHED = "crashed"
 # prompt itself.
 REPLAY = text(f"""
 INSERT INTO jobs (
-    id, tenant_id, model, prompt, messages, prompt_ids, params, seed, priority, idempotency_key, metadata, max_crashes,
-    replay_of)
+    id, tenant_id, model, prompt, messages, prompt_ids, params, seed, priority, idempotency_key,
+    metadata, max_crashes, replay_of)
 SELECT
-    :id, tenant_id, model, prompt, messages, CASE WHEN num_nonnulls(prompt, messages) = 0 THEN prompt_ids END, params,
-    seed, priority, :idempotency_key, metadata, max_crashes, jobs.id
+    :id, tenant_id, model, prompt, messages,
+    CASE WHEN num_nonnulls(prompt, messages) = 0 THEN prompt_ids END, params, seed, priority,
+    :idempotency_key, metadata, max_crashes, jobs.id
 FROM jobs WHERE jobs.id = :dead_id AND {DEAD}
 ON CONFLICT DO NOTHING RETURNING id
 """)  # noqa: S608 (a constant of ours)

@@ -21,14 +21,16 @@ from shardline.store.connection.encoding import Key, dump, dump_keys, dump_resul
 from shardline.store.connection.notify import ring
 
 END = text("""
--- What the caller has: a claim, the state that it ends in, and the columns of its result or its error.
+-- What the caller has: a claim, the state that it ends in, and the columns of its result
+-- or its error.
 WITH ends AS (
     SELECT * FROM jsonb_to_recordset(CAST(:ends AS jsonb)) AS ends(
-        job_id uuid, fence bigint, state text, error jsonb, text text, token_ids int[], prompt_tokens int,
-        completion_tokens int, cached_tokens int, finish_reason text, logprobs jsonb, exact bool, timings jsonb,
-        provenance jsonb)
+        job_id uuid, fence bigint, state text, error jsonb, text text, token_ids int[],
+        prompt_tokens int, completion_tokens int, cached_tokens int, finish_reason text,
+        logprobs jsonb, exact bool, timings jsonb, provenance jsonb)
 ),
--- Jobs that are still in the state that they are to leave, under the same fence, locked in order of id.
+-- Jobs that are still in the state that they are to leave, under the same fence, locked in
+-- order of id.
 locked AS (
     SELECT jobs.id FROM jobs JOIN ends ON ends.job_id = jobs.id AND ends.fence = jobs.fence
     WHERE jobs.state = :left ORDER BY jobs.id FOR UPDATE OF jobs
@@ -37,12 +39,14 @@ locked AS (
 ended AS (
     UPDATE jobs SET state = ends.state, error = ends.error, finished_at = now(), lease_until = NULL
     FROM locked, ends
-    WHERE jobs.id = locked.id AND ends.job_id = jobs.id AND ends.fence = jobs.fence AND jobs.state = :left
+    WHERE jobs.id = locked.id AND ends.job_id = jobs.id AND ends.fence = jobs.fence
+        AND jobs.state = :left
     RETURNING jobs.id, jobs.fence, jobs.state, jobs.exact
 ),
 -- Their last attempts, with all tokens. A queued job's attempt ended before and keeps its outcome.
 attempt AS (
-    UPDATE attempts SET ended_at = coalesce(ended_at, now()), outcome = coalesce(outcome, ended.state),
+    UPDATE attempts SET ended_at = coalesce(ended_at, now()),
+        outcome = coalesce(outcome, ended.state),
         tokens = coalesce(ends.token_ids, tokens),
         logprobs = CASE WHEN ends.token_ids IS NULL THEN attempts.logprobs ELSE ends.logprobs END
     FROM ended JOIN ends ON ends.job_id = ended.id
@@ -51,10 +55,11 @@ attempt AS (
 -- Their results, in the same statement: there is never an end without its result.
 result AS (
     INSERT INTO results (
-        job_id, fence, text, token_ids, prompt_tokens, completion_tokens, cached_tokens, finish_reason, logprobs,
-        exact, timings, provenance)
-    SELECT ended.id, ended.fence, ends.text, ends.token_ids, ends.prompt_tokens, ends.completion_tokens,
-        ends.cached_tokens, ends.finish_reason, ends.logprobs, ends.exact AND ended.exact, ends.timings, ends.provenance
+        job_id, fence, text, token_ids, prompt_tokens, completion_tokens, cached_tokens,
+        finish_reason, logprobs, exact, timings, provenance)
+    SELECT ended.id, ended.fence, ends.text, ends.token_ids, ends.prompt_tokens,
+        ends.completion_tokens, ends.cached_tokens, ends.finish_reason, ends.logprobs,
+        ends.exact AND ended.exact, ends.timings, ends.provenance
     FROM ended JOIN ends ON ends.job_id = ended.id WHERE ends.finish_reason IS NOT NULL
 )
 SELECT id, state FROM ended
@@ -77,13 +82,16 @@ locked AS (
     SELECT jobs.id FROM jobs JOIN keys ON keys.job_id = jobs.id AND keys.fence = jobs.fence
     WHERE jobs.state = 'running' ORDER BY jobs.id FOR UPDATE OF jobs
 ),
--- Due to be sent at once. A crash counts, progress forgets those before, all else leaves the count as it is.
+-- Due to be sent at once. A crash counts, progress forgets those before, all else leaves the count
+-- as it is.
 requeued AS (
     UPDATE jobs SET state = 'queued', lease_until = NULL, worker = NULL, pipeline = NULL,
         requeued_at = now(), sent_at = NULL, num_sends = 0,
-        crashes = CASE CAST(:outcome AS text) WHEN 'crashed' THEN crashes + 1 WHEN 'lost' THEN 0 ELSE crashes END
+        crashes = CASE CAST(:outcome AS text)
+            WHEN 'crashed' THEN crashes + 1 WHEN 'lost' THEN 0 ELSE crashes END
     FROM locked, keys
-    WHERE jobs.id = locked.id AND keys.job_id = jobs.id AND keys.fence = jobs.fence AND jobs.state = 'running'
+    WHERE jobs.id = locked.id AND keys.job_id = jobs.id AND keys.fence = jobs.fence
+        AND jobs.state = 'running'
     RETURNING jobs.id, jobs.fence
 ),
 -- Their attempts end; the next ones go on from the tokens of these.
@@ -125,8 +133,9 @@ def release_running(connection: Connection, keys: Collection[Key]) -> set[UUID]:
 
 
 def requeue_running(connection: Connection, keys: Collection[Key], *, outcome: str) -> set[UUID]:
-    """`running` → `queued` under the fence. The outcome of the attempt is `released`, `crashed` (one crash more) or
-    `lost`, which forgets crashes: the attempt got further, so no engine breaks where the last ones did."""
+    """`running` → `queued` under the fence. The outcome of the attempt is `released`, `crashed`
+    (one crash more) or `lost`, which forgets crashes: the attempt got further, so no engine breaks
+    where the last ones did."""
     if not keys:
         return set()
     requeued = set(connection.scalars(REQUEUE, {"keys": dump_keys(keys), "outcome": outcome}))

@@ -30,21 +30,25 @@ COOL_DOWN_POLLS = 60
 
 ANNOUNCE = text("""
 INSERT INTO workers (worker, model, further, machine, address, lease_until)
-VALUES (:worker, :model, CAST(:further AS jsonb), :machine, :address, now() + make_interval(secs => :lease_s))
+VALUES (:worker, :model, CAST(:further AS jsonb), :machine, :address,
+    now() + make_interval(secs => :lease_s))
 -- One that starts again keeps its offer and its lease: it may fail before it joins again.
 ON CONFLICT (worker) DO UPDATE SET machine = excluded.machine, address = excluded.address,
-    lease_until = CASE WHEN workers.profile IS NULL THEN excluded.lease_until ELSE workers.lease_until END
+    lease_until = CASE
+        WHEN workers.profile IS NULL THEN excluded.lease_until ELSE workers.lease_until
+    END
 """)
 
 JOIN = text("""
 INSERT INTO workers (worker, model, shapes, profile, further, lease_until)
 VALUES (:worker, :model, CAST(:shapes AS jsonb), CAST(:profile AS jsonb), CAST(:further AS jsonb),
     now() + make_interval(secs => :lease_s))
-ON CONFLICT (worker) DO UPDATE SET model = excluded.model, shapes = excluded.shapes, profile = excluded.profile,
-    further = excluded.further, lease_until = excluded.lease_until,
+ON CONFLICT (worker) DO UPDATE SET model = excluded.model, shapes = excluded.shapes,
+    profile = excluded.profile, further = excluded.further, lease_until = excluded.lease_until,
     -- One that was gone joins anew; one that starts again has been here.
     joined_at = CASE
-        WHEN workers.lease_until > now() AND workers.profile IS NOT NULL THEN workers.joined_at ELSE now()
+        WHEN workers.lease_until > now() AND workers.profile IS NOT NULL THEN workers.joined_at
+        ELSE now()
     END
 """)
 
@@ -57,14 +61,16 @@ ORDER BY machine LIMIT :num
 REFRESH = text("""
 UPDATE workers SET profile = CASE WHEN model = :model THEN CAST(:profile AS jsonb) ELSE profile END,
     -- Of a model that is not among them nothing is set.
-    further = jsonb_set(further, ARRAY[CAST(:model AS text), 'profile'], CAST(:profile AS jsonb), false)
+    further = jsonb_set(
+        further, ARRAY[CAST(:model AS text), 'profile'], CAST(:profile AS jsonb), false)
 WHERE worker = :worker AND profile IS NOT NULL
 """)
 
 BEAT = text("""
 UPDATE workers SET lease_until = now() + make_interval(secs => :lease_s) WHERE worker = :worker
 RETURNING (
-    SELECT jsonb_build_array(plans.model, plans.split -> CAST(plans.stages ->> workers.worker AS integer))
+    SELECT jsonb_build_array(
+        plans.model, plans.split -> CAST(plans.stages ->> workers.worker AS integer))
     FROM plans WHERE plans.stages ? workers.worker LIMIT 1
 )
 """)
@@ -72,10 +78,12 @@ RETURNING (
 WANTED = text("""
 SELECT name FROM unnest(CAST(:models AS text[])) AS name
 WHERE EXISTS (SELECT FROM jobs WHERE jobs.model = name AND state = 'running')
-    OR EXISTS (SELECT FROM jobs WHERE jobs.model = name AND state = 'queued' AND sent_at IS NOT NULL)
     OR EXISTS (
-        SELECT FROM jobs WHERE jobs.model = name AND state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL
-            AND not_before <= now()
+        SELECT FROM jobs WHERE jobs.model = name AND state = 'queued' AND sent_at IS NOT NULL
+    )
+    OR EXISTS (
+        SELECT FROM jobs WHERE jobs.model = name AND state = 'queued' AND sent_at IS NULL
+            AND prepared_at IS NOT NULL AND not_before <= now()
     )
 """)
 
@@ -87,8 +95,8 @@ WHERE lease_until > now() AND ready_at IS NOT NULL GROUP BY model
 STORE = text("""
 INSERT INTO plans (model, version, split, stages, tokens_per_s)
 VALUES (:model, 1, CAST(:split AS jsonb), CAST(:stages AS jsonb), :tokens_per_s)
-ON CONFLICT (model) DO UPDATE SET version = plans.version + 1, split = excluded.split, stages = excluded.stages,
-    tokens_per_s = excluded.tokens_per_s, made_at = now()
+ON CONFLICT (model) DO UPDATE SET version = plans.version + 1, split = excluded.split,
+    stages = excluded.stages, tokens_per_s = excluded.tokens_per_s, made_at = now()
 WHERE plans.version = :version
 """)
 

@@ -30,16 +30,19 @@ SELECT asked.number, jobs.name, jobs.id, jobs.error,
             <> concat_ws(':', asked.model, asked.params ->> 'adapter') THEN 'model' END,
         CASE WHEN jobs.prompt IS DISTINCT FROM asked.prompt
             -- Ids are the prompt only where there is no text: else a tokenizer made them.
-            OR CASE WHEN num_nonnulls(jobs.prompt, jobs.messages) = 0 THEN jobs.prompt_ids END IS DISTINCT FROM
-                CASE WHEN num_nonnulls(asked.prompt, asked.messages) = 0 THEN asked.prompt_ids END THEN 'prompt' END,
+            OR CASE WHEN num_nonnulls(jobs.prompt, jobs.messages) = 0 THEN jobs.prompt_ids END
+                IS DISTINCT FROM
+                CASE WHEN num_nonnulls(asked.prompt, asked.messages) = 0 THEN asked.prompt_ids END
+            THEN 'prompt' END,
         CASE WHEN jobs.messages IS DISTINCT FROM asked.messages THEN 'messages' END
     ], NULL) || ARRAY(
-        SELECT key FROM jsonb_each(jobs.params) AS one FULL JOIN jsonb_each(asked.params) AS other USING (key)
+        SELECT key
+        FROM jsonb_each(jobs.params) AS one FULL JOIN jsonb_each(asked.params) AS other USING (key)
         WHERE one.value IS DISTINCT FROM other.value AND key <> 'adapter' ORDER BY key
     ) AS differences
 FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS asked(
-    number int, id uuid, tenant_id text, model text, prompt text, messages jsonb, prompt_ids int[], params jsonb,
-    idempotency_key text)
+    number int, id uuid, tenant_id text, model text, prompt text, messages jsonb,
+    prompt_ids int[], params jsonb, idempotency_key text)
 -- The job of its id and the job of its key: one job, two, or none.
 CROSS JOIN LATERAL (
     SELECT 'id' AS name, jobs.* FROM jobs WHERE jobs.id = asked.id

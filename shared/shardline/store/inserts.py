@@ -35,29 +35,34 @@ Tokenized = tuple[Sequence[int], int]
 """A request's prompt ids and max_tokens, of a door that validated and tokenized it already."""
 
 INSERT = text(f"""
--- The requests of one statement, as `_row` writes them. Times arrive as seconds from now: only Postgres's clock counts.
+-- The requests of one statement, as `_row` writes them. Times arrive as seconds from now: only
+-- Postgres's clock counts.
 WITH new AS (
     SELECT * FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS new(
-        id uuid, tenant_id text, model text, prompt text, messages jsonb, prompt_ids int[], params jsonb, seed bigint,
-        priority smallint, idempotency_key text, metadata jsonb, traceparent text, delay_s float8, deadline_s float8,
-        flexible text, max_tokens int, max_crashes int)
+        id uuid, tenant_id text, model text, prompt text, messages jsonb, prompt_ids int[],
+        params jsonb, seed bigint, priority smallint, idempotency_key text, metadata jsonb,
+        traceparent text, delay_s float8, deadline_s float8, flexible text, max_tokens int,
+        max_crashes int)
 )
 INSERT INTO jobs (
-    id, tenant_id, model, prompt, messages, prompt_ids, params, seed, priority, idempotency_key, metadata, traceparent,
-    not_before, deadline_at, max_tokens, max_crashes, prepared_at)
+    id, tenant_id, model, prompt, messages, prompt_ids, params, seed, priority, idempotency_key,
+    metadata, traceparent, not_before, deadline_at, max_tokens, max_crashes, prepared_at)
 SELECT
-    id, tenant_id, model, prompt, messages, prompt_ids, params, coalesce(seed, {RANDOM_SEED}), priority,
-    idempotency_key, metadata, traceparent, CASE WHEN flexible IS NULL THEN now() + make_interval(secs => delay_s)
+    id, tenant_id, model, prompt, messages, prompt_ids, params, coalesce(seed, {RANDOM_SEED}),
+    priority, idempotency_key, metadata, traceparent,
+    CASE WHEN flexible IS NULL THEN now() + make_interval(secs => delay_s)
         ELSE shardline_cheapest_moment(flexible, now() + make_interval(secs => delay_s),
             now() + make_interval(secs => {FLEXIBLE_SHARE} * deadline_s)) END,
-    now() + make_interval(secs => deadline_s), max_tokens, max_crashes, CASE WHEN max_tokens IS NOT NULL THEN now() END
+    now() + make_interval(secs => deadline_s), max_tokens, max_crashes,
+    CASE WHEN max_tokens IS NOT NULL THEN now() END
 FROM new ON CONFLICT DO NOTHING RETURNING id
 """)  # noqa: S608 (a constant of ours)
 
 INSERT_FAILED = text("""
 INSERT INTO jobs (id, model, prompt, metadata, error, state, finished_at)
 SELECT id, model, prompt, metadata, error, 'failed', now()
-FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS new(id uuid, model text, prompt text, metadata jsonb, error jsonb)
+FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS new(
+    id uuid, model text, prompt text, metadata jsonb, error jsonb)
 ON CONFLICT DO NOTHING RETURNING id
 """)
 

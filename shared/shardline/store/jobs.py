@@ -34,7 +34,9 @@ __all__ = [
 CANCEL = text("""
 -- Those that can still be cancelled, locked in order of id.
 WITH locked AS (
-    SELECT id FROM jobs WHERE id = ANY(CAST(:ids AS uuid[])) AND (state = 'queued' OR (state = 'running' AND :running))
+    SELECT id FROM jobs
+    WHERE id = ANY(CAST(:ids AS uuid[]))
+        AND (state = 'queued' OR (state = 'running' AND :running))
     ORDER BY id FOR UPDATE
 ),
 -- What never ran ends at once; all else is asked to, and its head or a relay ends it.

@@ -33,32 +33,39 @@ locked AS (
 renewed AS (
     UPDATE jobs SET lease_until = now() + make_interval(secs => :lease_s)
     FROM locked, beats, attempts
-    WHERE jobs.id = locked.id AND beats.job_id = jobs.id AND beats.fence = jobs.fence AND jobs.state = 'running'
+    WHERE jobs.id = locked.id AND beats.job_id = jobs.id AND beats.fence = jobs.fence
+        AND jobs.state = 'running'
         AND attempts.job_id = jobs.id AND attempts.fence = jobs.fence
-        -- A gap between the checkpoint and these tokens would lose some: such a claim is not renewed.
+        -- A gap between the checkpoint and these tokens would lose some: such a claim is
+        -- not renewed.
         AND cardinality(attempts.tokens) >= beats.start
     RETURNING jobs.id, jobs.fence, jobs.cancel_requested_at, jobs.deadline_at
 ),
 -- Their tokens, each at its index: a heartbeat that is sent twice changes nothing.
 saved AS (
     UPDATE attempts SET heartbeat_at = now(),
-        tokens = CASE WHEN cardinality(beats.ids) = 0 THEN tokens ELSE tokens[1:beats.start] || beats.ids END,
+        tokens = CASE
+            WHEN cardinality(beats.ids) = 0 THEN tokens
+            ELSE tokens[1:beats.start] || beats.ids END,
         logprobs = CASE
             WHEN beats.logprobs IS NULL THEN attempts.logprobs
             WHEN beats.start = 0 THEN beats.logprobs
-            ELSE jsonb_path_query_array(attempts.logprobs, '$[0 to $last]', jsonb_build_object('last', beats.start - 1))
-                || beats.logprobs END
+            ELSE jsonb_path_query_array(
+                attempts.logprobs, '$[0 to $last]', jsonb_build_object('last', beats.start - 1)
+            ) || beats.logprobs END
     FROM renewed JOIN beats ON beats.job_id = renewed.id AND beats.fence = renewed.fence
     WHERE attempts.job_id = renewed.id AND attempts.fence = renewed.fence
 )
-SELECT id, fence, cancel_requested_at IS NOT NULL AS cancel_requested, coalesce(deadline_at <= now(), false) AS expired
+SELECT id, fence, cancel_requested_at IS NOT NULL AS cancel_requested,
+    coalesce(deadline_at <= now(), false) AS expired
 FROM renewed
 """)
 
 EXPIRE = text("""
 -- All that runs under this worker's name; what a relay has locked is being moved already.
 WITH held AS (
-    SELECT id FROM jobs WHERE state = 'running' AND worker = :worker AND pipeline = :pipeline AND lease_until > now()
+    SELECT id FROM jobs
+    WHERE state = 'running' AND worker = :worker AND pipeline = :pipeline AND lease_until > now()
     ORDER BY id FOR UPDATE SKIP LOCKED
 )
 UPDATE jobs SET lease_until = now() FROM held WHERE jobs.id = held.id

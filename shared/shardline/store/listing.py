@@ -38,7 +38,9 @@ PAGE_END = re.compile(r"(-?[0-9]{1,18})-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]
 # tenant and state.
 WALKS = """
 SELECT newest.created_at, newest.id
-FROM (SELECT id FROM tenants WHERE id = CAST(:tenant AS text) OR CAST(:tenant AS text) IS NULL) AS owner
+FROM (
+    SELECT id FROM tenants WHERE id = CAST(:tenant AS text) OR CAST(:tenant AS text) IS NULL
+) AS owner
 CROSS JOIN unnest(CAST(:states AS text[])) AS wanted(state)
 CROSS JOIN LATERAL (
     SELECT created_at, id FROM jobs WHERE tenant_id = owner.id AND state = wanted.state {rules}
@@ -53,9 +55,11 @@ PAGE = """
 WITH page AS MATERIALIZED (
     {rows} ORDER BY {column} DESC, id DESC LIMIT {limit}
 )
--- Of a long prompt only the beginning is read, of a chat its last message: a long one would be decompressed whole.
-SELECT jobs.id, jobs.tenant_id, jobs.model, jobs.state, jobs.priority, jobs.created_at, jobs.finished_at,
-    jobs.cancel_requested_at IS NOT NULL AS cancel_requested, jobs.crashes, jobs.replay_of, jobs.error,
+-- Of a long prompt only the beginning is read, of a chat its last message: a long one would be
+-- decompressed whole.
+SELECT jobs.id, jobs.tenant_id, jobs.model, jobs.state, jobs.priority, jobs.created_at,
+    jobs.finished_at, jobs.cancel_requested_at IS NOT NULL AS cancel_requested,
+    jobs.crashes, jobs.replay_of, jobs.error,
     coalesce(
         substr(jobs.prompt, 1, {max_prompt_chars}),
         CASE WHEN pg_column_size(jobs.messages) <= {max_chat_bytes}

@@ -31,30 +31,37 @@ STAMP = text(f"""
 WITH seats AS (
     SELECT model, sum(seats) AS seats FROM pipelines WHERE lease_until > now() GROUP BY model
 ),
--- What each window still takes; a model without a pipeline has a small one, so that its queue is ready when one comes.
+-- What each window still takes; a model without a pipeline has a small one, so that its queue is
+-- ready when one comes.
 windows AS MATERIALIZED (
     SELECT models.name AS model, priority,
         greatest({WINDOW_MIN}, {WINDOW_PER_SEAT} * coalesce(seats.seats, 0)) - (
             SELECT count(*) FROM jobs
-            WHERE state = 'queued' AND sent_at IS NOT NULL AND model = models.name AND priority = priorities.priority
+            WHERE state = 'queued' AND sent_at IS NOT NULL
+                AND model = models.name AND priority = priorities.priority
         ) AS num_free
-    FROM models CROSS JOIN generate_series(0, 9) AS priorities(priority) LEFT JOIN seats ON seats.model = models.name
+    FROM models CROSS JOIN generate_series(0, 9) AS priorities(priority)
+    LEFT JOIN seats ON seats.model = models.name
 ),
 -- The oldest jobs that wait for each window, numbered from 1.
 oldest AS (
     SELECT windows.num_free, first.id, windows.priority, first.created_at,
-        row_number() OVER (PARTITION BY windows.model, windows.priority ORDER BY first.created_at, first.id) AS number
+        row_number() OVER (
+            PARTITION BY windows.model, windows.priority ORDER BY first.created_at, first.id
+        ) AS number
     FROM windows CROSS JOIN LATERAL (
         SELECT id, created_at FROM jobs
-        WHERE state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL AND jobs.model = windows.model
-            AND jobs.priority = windows.priority AND not_before <= now() AND cancel_requested_at IS NULL
+        WHERE state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL
+            AND jobs.model = windows.model AND jobs.priority = windows.priority
+            AND not_before <= now() AND cancel_requested_at IS NULL
         ORDER BY created_at, id LIMIT {MAX_BATCH}
     ) AS first
     WHERE windows.num_free > 0
 ),
 -- Those that fit into their window, urgent ones first.
 due AS (
-    SELECT id FROM oldest WHERE number <= num_free ORDER BY priority, created_at, id LIMIT {MAX_BATCH}
+    SELECT id FROM oldest WHERE number <= num_free
+    ORDER BY priority, created_at, id LIMIT {MAX_BATCH}
 ),
 -- Sent long ago and claimed by nobody, so the message may be lost: each time the wait doubles.
 unclaimed AS (
@@ -66,8 +73,8 @@ unclaimed AS (
 -- Both, locked in order of id; what somebody else has locked has its turn the next time.
 locked AS (
     SELECT id FROM jobs
-    WHERE id = ANY(ARRAY(SELECT id FROM due UNION ALL SELECT id FROM unclaimed)) AND state = 'queued'
-        AND cancel_requested_at IS NULL
+    WHERE id = ANY(ARRAY(SELECT id FROM due UNION ALL SELECT id FROM unclaimed))
+        AND state = 'queued' AND cancel_requested_at IS NULL
     ORDER BY id FOR UPDATE SKIP LOCKED
 ),
 -- The time that the next look compares with: the message itself leaves after COMMIT.
@@ -87,7 +94,8 @@ WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'queued' AND sent_at IS NOT NUL
 UNSTAMP_SENT = text(f"""
 -- Some of those that count as sent; what is locked is being claimed or has its turn the next time.
 WITH sent AS (
-    SELECT id FROM jobs WHERE state = 'queued' AND sent_at IS NOT NULL LIMIT {MAX_BATCH} FOR UPDATE SKIP LOCKED
+    SELECT id FROM jobs WHERE state = 'queued' AND sent_at IS NOT NULL
+    LIMIT {MAX_BATCH} FOR UPDATE SKIP LOCKED
 )
 UPDATE jobs SET sent_at = NULL, num_sends = 0 FROM sent WHERE jobs.id = sent.id AND state = 'queued'
 """)  # noqa: S608 (a constant of ours)

@@ -18,22 +18,25 @@ LATELY_S = 3600.0
 TAKE_EPOCH = text("""
 INSERT INTO pipelines (id, model, fingerprint, epoch, head, lease_until)
 VALUES (:pipeline, :model, :fingerprint, 1, :head, now() + make_interval(secs => :lease_s))
-ON CONFLICT (id) DO UPDATE SET model = excluded.model, fingerprint = excluded.fingerprint, head = excluded.head,
-    lease_until = excluded.lease_until, epoch = pipelines.epoch + 1, ready_at = NULL
+ON CONFLICT (id) DO UPDATE SET model = excluded.model, fingerprint = excluded.fingerprint,
+    head = excluded.head, lease_until = excluded.lease_until,
+    epoch = pipelines.epoch + 1, ready_at = NULL
 -- No epoch is 0: a head that holds none is known by its name.
-WHERE pipelines.lease_until <= now() OR pipelines.epoch = :held OR (:held = 0 AND pipelines.head = excluded.head)
+WHERE pipelines.lease_until <= now() OR pipelines.epoch = :held
+    OR (:held = 0 AND pipelines.head = excluded.head)
 RETURNING pipelines.epoch
 """)
 
 HOLDER = text("SELECT head FROM pipelines WHERE id = :pipeline")
 
 RENEW = text("""
-UPDATE pipelines SET lease_until = now() + make_interval(secs => :lease_s) WHERE id = :pipeline AND epoch = :epoch
+UPDATE pipelines SET lease_until = now() + make_interval(secs => :lease_s)
+WHERE id = :pipeline AND epoch = :epoch
 """)
 
 READY = text("""
-UPDATE pipelines SET ready_at = coalesce(ready_at, now()), seats = :seats, stages = CAST(:stages AS jsonb),
-    exact = :exact, kv_tokens = :kv_tokens
+UPDATE pipelines SET ready_at = coalesce(ready_at, now()), seats = :seats,
+    stages = CAST(:stages AS jsonb), exact = :exact, kv_tokens = :kv_tokens
 WHERE id = :pipeline AND epoch = :epoch
 """)
 
@@ -46,7 +49,8 @@ RELEASE = text(
 
 LONGEST = text(f"""
 SELECT model, max(kv_tokens) AS kv_tokens FROM pipelines
-WHERE lease_until > now() - make_interval(secs => {LATELY_S}) AND kv_tokens IS NOT NULL GROUP BY model
+WHERE lease_until > now() - make_interval(secs => {LATELY_S}) AND kv_tokens IS NOT NULL
+GROUP BY model
 """)  # noqa: S608 (a constant of ours)
 
 

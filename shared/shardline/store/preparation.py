@@ -28,18 +28,21 @@ MAX_METADATA_CHARS = 64 * MAX_METADATA_BYTES
 """As Postgres writes them: 1e308 with all its digits, so more than a door may have counted."""
 
 TAKE = text("""
--- The oldest that no relay has. Their sizes are known without reading a text; chats are kept compressed, to a quarter
--- of their length or more.
+-- The oldest that no relay has. Their sizes are known without reading a text; chats are kept
+-- compressed, to a quarter of their length or more.
 WITH oldest AS (
-    SELECT id, created_at, coalesce(octet_length(prompt), 0) + 4 * coalesce(pg_column_size(messages), 0)
+    SELECT id, created_at,
+        coalesce(octet_length(prompt), 0) + 4 * coalesce(pg_column_size(messages), 0)
         + coalesce(pg_column_size(prompt_ids), 0) + 4 * pg_column_size(metadata) AS num_bytes
     FROM jobs
-    WHERE state = 'queued' AND prepared_at IS NULL AND (preparing_until IS NULL OR preparing_until <= now())
+    WHERE state = 'queued' AND prepared_at IS NULL
+        AND (preparing_until IS NULL OR preparing_until <= now())
     ORDER BY created_at LIMIT :max_batch FOR UPDATE SKIP LOCKED
 ),
 -- How many bytes the rows before each one take: the first one is in, however long it is.
 totals AS (
-    SELECT id, sum(num_bytes) OVER (ORDER BY created_at, id) - num_bytes AS num_bytes_before FROM oldest
+    SELECT id, sum(num_bytes) OVER (ORDER BY created_at, id) - num_bytes AS num_bytes_before
+    FROM oldest
 ),
 -- Those that fit, lent for one lease: if the relay dies, any other may have them after that.
 lent AS (
@@ -55,7 +58,8 @@ SELECT id, model, prompt, messages, prompt_ids, params, metadata FROM lent ORDER
 # read all that waits for preparation by jobs_to_prepare, which looks small until the table is
 # analyzed after a bulk load.
 MARK_UNPREPARED = text("""
-UPDATE jobs SET prompt_ids = ready.prompt_ids, max_tokens = ready.max_tokens, prepared_at = now(), model = ready.model,
+UPDATE jobs SET prompt_ids = ready.prompt_ids, max_tokens = ready.max_tokens,
+    prepared_at = now(), model = ready.model,
     params = jobs.params || jsonb_strip_nulls(jsonb_build_object('adapter', ready.adapter)),
     seed = coalesce(ready.seed, jobs.seed)
 FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS ready(
@@ -64,7 +68,8 @@ WHERE jobs.id = ready.id AND state = 'queued' AND num_nulls(prepared_at) = 1
 """)
 
 LOCK_UNPREPARED = text("""
-SELECT id FROM jobs WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'queued' AND num_nulls(prepared_at) = 1
+SELECT id FROM jobs
+WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'queued' AND num_nulls(prepared_at) = 1
 ORDER BY id FOR UPDATE
 """)
 

@@ -19,17 +19,22 @@ PROGRESS = text("""
 -- What each reader asks for: `same_start` counts while the attempt is the one that it knows.
 WITH asked AS (
     SELECT * FROM ROWS FROM (jsonb_to_recordset(CAST(:asked AS jsonb))
-        AS (job_id uuid, fence bigint, same_start int, other_start int, with_prompt_end bool)) WITH ORDINALITY
+        AS (job_id uuid, fence bigint, same_start int, other_start int, with_prompt_end bool))
+        WITH ORDINALITY
         AS asked(job_id, fence, same_start, other_start, with_prompt_end, number)
 ),
 -- The result's tokens once there is one, else those that the newest attempt has saved.
 found AS (
-    SELECT asked.number, jobs.state, jobs.fence, jobs.params, jobs.max_tokens, results.text, results.finish_reason,
-        CASE WHEN with_prompt_end THEN jobs.prompt_ids[cardinality(jobs.prompt_ids) - :num_prompt_end + 1 :] END
+    SELECT asked.number, jobs.state, jobs.fence, jobs.params, jobs.max_tokens,
+        results.text, results.finish_reason,
+        CASE WHEN with_prompt_end
+            THEN jobs.prompt_ids[cardinality(jobs.prompt_ids) - :num_prompt_end + 1 :] END
             AS prompt_end,
         CASE WHEN jobs.fence = asked.fence THEN same_start ELSE other_start END AS start,
-        CASE WHEN results.job_id IS NULL THEN coalesce(attempts.tokens, '{}') ELSE results.token_ids END AS tokens,
-        CASE WHEN results.job_id IS NULL THEN attempts.logprobs ELSE results.logprobs END AS logprobs
+        CASE WHEN results.job_id IS NULL
+            THEN coalesce(attempts.tokens, '{}') ELSE results.token_ids END AS tokens,
+        CASE WHEN results.job_id IS NULL
+            THEN attempts.logprobs ELSE results.logprobs END AS logprobs
     FROM asked JOIN jobs ON jobs.id = asked.job_id
     LEFT JOIN attempts ON attempts.job_id = jobs.id AND attempts.fence = jobs.fence
     LEFT JOIN results ON results.job_id = jobs.id
@@ -38,7 +43,8 @@ SELECT number, state, fence, params, max_tokens, finish_reason, start, prompt_en
     tokens[start + 1 : start + :max_tokens_read] AS tokens,
     cardinality(tokens) <= start + :max_tokens_read AS is_whole,
     CASE WHEN cardinality(tokens) <= start + :max_tokens_read THEN text END AS text,
-    CASE WHEN cardinality(tokens) > start THEN jsonb_path_query_array(logprobs, '$[$first to $last]',
+    CASE WHEN cardinality(tokens) > start THEN jsonb_path_query_array(
+        logprobs, '$[$first to $last]',
         jsonb_build_object('first', start, 'last', start + :max_tokens_read - 1)) END AS logprobs
 FROM found
 """)

@@ -75,20 +75,25 @@ ORDER BY created_at, id LIMIT {MAX_READ}
 """)  # noqa: S608 (a constant of ours)
 
 LOCK_OLD = text(f"""
--- Those of them that may go, locked. A replay outlives what it replays, else that would look as if it had none.
+-- Those of them that may go, locked. A replay outlives what it replays, else that would look as if
+-- it had none.
 WITH old AS MATERIALIZED (
     SELECT * FROM jobs
     WHERE id = ANY(CAST(:ids AS uuid[])) AND finished_at < now() - make_interval(secs => :age_s)
         AND replay_of IS NULL
-        AND (({DEAD}) IS NOT TRUE OR EXISTS (SELECT FROM jobs AS replays WHERE replays.replay_of = jobs.id))
+        AND (({DEAD}) IS NOT TRUE
+            OR EXISTS (SELECT FROM jobs AS replays WHERE replays.replay_of = jobs.id))
     ORDER BY created_at, id LIMIT :max_batch FOR UPDATE SKIP LOCKED
 ),
--- How many bytes each one has, with its result and attempts: sizes are known without reading a value.
+-- How many bytes each one has, with its result and attempts: sizes are known without
+-- reading a value.
 sizes AS MATERIALIZED (
-    SELECT id, created_at, coalesce(pg_column_size(prompt), 0) + coalesce(pg_column_size(messages), 0)
+    SELECT id, created_at,
+        coalesce(pg_column_size(prompt), 0) + coalesce(pg_column_size(messages), 0)
         + coalesce(pg_column_size(prompt_ids), 0) + pg_column_size(metadata)
         + coalesce((
-            SELECT pg_column_size(text) + pg_column_size(token_ids) + coalesce(pg_column_size(logprobs), 0)
+            SELECT pg_column_size(text) + pg_column_size(token_ids)
+                + coalesce(pg_column_size(logprobs), 0)
             FROM results WHERE job_id = old.id
         ), 0)
         + coalesce((
@@ -99,7 +104,9 @@ sizes AS MATERIALIZED (
 ),
 -- How many bytes the rows before each one take: the first one is in, however long it is.
 totals AS (
-    SELECT created_at, id, sum(num_bytes) OVER (ORDER BY created_at, id) - num_bytes AS num_bytes_before FROM sizes
+    SELECT created_at, id,
+        sum(num_bytes) OVER (ORDER BY created_at, id) - num_bytes AS num_bytes_before
+    FROM sizes
 )
 SELECT created_at, id, num_bytes_before < :max_bytes AS fits FROM totals ORDER BY created_at, id
 """)  # noqa: S608 (a constant of ours)

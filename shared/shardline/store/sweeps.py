@@ -74,9 +74,11 @@ ORDER BY lease_until LIMIT :max_batch FOR UPDATE SKIP LOCKED
 LOCK_STOPPED = text("""
 -- The oldest that were cancelled and those with the earliest deadlines: each half is bounded.
 WITH stopped AS (
-    (SELECT id FROM jobs WHERE state = 'queued' AND cancel_requested_at IS NOT NULL ORDER BY id LIMIT :max_batch)
+    (SELECT id FROM jobs WHERE state = 'queued' AND cancel_requested_at IS NOT NULL
+        ORDER BY id LIMIT :max_batch)
     UNION
-    (SELECT id FROM jobs WHERE state = 'queued' AND deadline_at <= now() ORDER BY deadline_at LIMIT :max_batch)
+    (SELECT id FROM jobs WHERE state = 'queued' AND deadline_at <= now()
+        ORDER BY deadline_at LIMIT :max_batch)
 )
 SELECT id FROM jobs
 WHERE id = ANY(ARRAY(SELECT id FROM stopped)) AND state = 'queued'
@@ -85,8 +87,8 @@ ORDER BY id FOR UPDATE SKIP LOCKED
 """)
 
 PARTIALS = text("""
--- Sizes of what was saved, known without reading a token. Log-probabilities are kept compressed, to an eighth of their
--- length or more.
+-- Sizes of what was saved, known without reading a token. Log-probabilities are kept compressed, to
+-- an eighth of their length or more.
 WITH sizes AS (
     SELECT jobs.id, pg_column_size(tokens) + 8 * coalesce(pg_column_size(logprobs), 0) AS num_bytes
     FROM jobs JOIN attempts ON attempts.job_id = jobs.id AND attempts.fence = jobs.fence
@@ -96,7 +98,8 @@ WITH sizes AS (
 totals AS (
     SELECT id, sum(num_bytes) OVER (ORDER BY id) - num_bytes AS num_bytes_before FROM sizes
 )
-SELECT jobs.id, jobs.fence, model, params, max_tokens, coalesce(cardinality(prompt_ids), 0) AS num_prompt,
+SELECT jobs.id, jobs.fence, model, params, max_tokens,
+    coalesce(cardinality(prompt_ids), 0) AS num_prompt,
     prompt_ids[cardinality(prompt_ids) - :num_prompt_end + 1 :] AS prompt_end, tokens, logprobs
 FROM totals JOIN jobs ON jobs.id = totals.id
 JOIN attempts ON attempts.job_id = jobs.id AND attempts.fence = jobs.fence
@@ -108,7 +111,8 @@ FIX_NOW = text("SELECT now()")
 COUNTS = text(f"""
 -- Each state and model that there is, by one step in jobs_active.
 WITH RECURSIVE pairs AS (
-    (SELECT state, model FROM jobs WHERE state IN ('queued', 'running') ORDER BY state, model LIMIT 1)
+    (SELECT state, model FROM jobs WHERE state IN ('queued', 'running')
+        ORDER BY state, model LIMIT 1)
     UNION ALL
     SELECT next.state, next.model FROM pairs CROSS JOIN LATERAL (
         SELECT state, model FROM jobs
@@ -119,7 +123,8 @@ WITH RECURSIVE pairs AS (
 SELECT model, state, (
     SELECT count(*) FROM (
         SELECT FROM jobs
-        WHERE state IN ('queued', 'running') AND state = pairs.state AND model = pairs.model LIMIT {MAX_COUNTED}
+        WHERE state IN ('queued', 'running') AND state = pairs.state AND model = pairs.model
+        LIMIT {MAX_COUNTED}
     ) AS counted
 ) AS number FROM pairs
 """)  # noqa: S608 (a constant of ours)

@@ -184,7 +184,8 @@ class Tokens:
             raise Invalid(
                 field,
                 f"its tokenizer makes {self.tokenizer.id_to_token(ids[place])!r} "
-                f"token {ids[place]}, which the model's vocabulary of {self.vocab_size} does not have",
+                f"token {ids[place]}, which the model's vocabulary of {self.vocab_size} "
+                "does not have",
                 "Leave this text out",
             )
         return ids

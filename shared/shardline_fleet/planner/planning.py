@@ -252,6 +252,7 @@ def _refuse(model: ModelCosts, profiles: Sequence[DeviceProfile], workload: Work
     raise Invalid(
         "--devices",
         f"{len(profiles)} devices do not hold the model "
-        f"({model.num_weights * least / 2**20:,.0f} MiB) and the KV of {workload.kv_tokens:,} tokens",
+        f"({model.num_weights * least / 2**20:,.0f} MiB) "
+        f"and the KV of {workload.kv_tokens:,} tokens",
         "Give more devices, a smaller dtype, or a smaller load",
     )

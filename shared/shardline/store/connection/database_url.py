@@ -62,7 +62,8 @@ def libpq_parameters(url: str | URL) -> dict[str, Any]:
     """The URL as keywords of `psycopg.connect`: the same that an engine of SQLAlchemy gives to its
     connections."""
     parsed = normalize(url) if isinstance(url, str) else url
-    dialect: Any = PGDialect_psycopg()  # type: ignore[no-untyped-call] # SQLAlchemy's dialects have no types
+    # SQLAlchemy's dialects have no types.
+    dialect: Any = PGDialect_psycopg()  # type: ignore[no-untyped-call]
     _, parameters = dialect.create_connect_args(parsed)
     return dict(parameters)
 

@@ -42,7 +42,8 @@ WHERE energy_rates.per_kwh <> excluded.per_kwh
 """)
 
 PUT_FIXED = text("""
--- The rate that holds now. The first one counts for all that was before it, a later one from now on.
+-- The rate that holds now. The first one counts for all that was before it, a later one
+-- from now on.
 WITH present AS (
     SELECT (SELECT per_kwh FROM energy_rates WHERE kind = :kind AND begins_at <= now()
         ORDER BY begins_at DESC LIMIT 1) AS per_kwh
@@ -54,7 +55,8 @@ ON CONFLICT (kind, begins_at) DO NOTHING
 """)
 
 PRESENT = text("""
-SELECT DISTINCT ON (kind) kind, per_kwh FROM energy_rates WHERE begins_at <= now() ORDER BY kind, begins_at DESC
+SELECT DISTINCT ON (kind) kind, per_kwh FROM energy_rates WHERE begins_at <= now()
+ORDER BY kind, begins_at DESC
 """)
 
 COSTS = text("""
@@ -68,16 +70,22 @@ WITH counted AS (
 ),
 -- By what was asked for: the other columns are null.
 labeled AS (
-    SELECT *, CASE WHEN 'day' = ANY(CAST(:by AS text[])) THEN (created_at AT TIME ZONE 'UTC')::date END AS on_day,
+    SELECT *,
+        CASE WHEN 'day' = ANY(CAST(:by AS text[]))
+            THEN (created_at AT TIME ZONE 'UTC')::date END AS on_day,
         CASE WHEN 'model' = ANY(CAST(:by AS text[])) THEN model END AS of_model,
         CASE WHEN 'tenant' = ANY(CAST(:by AS text[])) THEN tenant_id END AS of_tenant
     FROM counted
 )
-SELECT on_day, of_model, of_tenant, count(*) AS num_jobs, coalesce(sum(num_unknown), 0)::bigint AS num_unknown,
-    coalesce(sum(prompt_tokens), 0) AS prompt_tokens, coalesce(sum(completion_tokens), 0) AS completion_tokens,
+SELECT on_day, of_model, of_tenant, count(*) AS num_jobs,
+    coalesce(sum(num_unknown), 0)::bigint AS num_unknown,
+    coalesce(sum(prompt_tokens), 0) AS prompt_tokens,
+    coalesce(sum(completion_tokens), 0) AS completion_tokens,
     sum(kwh) AS kwh, sum(cost) AS cost, sum(carbon_g) AS carbon_g,
     array_remove(array_agg(DISTINCT energy_source), NULL) AS sources
-FROM labeled GROUP BY on_day, of_model, of_tenant ORDER BY on_day, of_model, of_tenant LIMIT :max_groups
+FROM labeled
+GROUP BY on_day, of_model, of_tenant
+ORDER BY on_day, of_model, of_tenant LIMIT :max_groups
 """)
 
 

@@ -26,14 +26,18 @@ WITH arrived AS (
 sizes AS (
     SELECT (SELECT prompt_tokens FROM results WHERE job_id = newest.id) AS prompt_tokens,
         (SELECT completion_tokens FROM results WHERE job_id = newest.id) AS completion_tokens
-    FROM (SELECT id FROM arrived WHERE state = 'succeeded' ORDER BY created_at DESC LIMIT :max_sized) AS newest
+    FROM (
+        SELECT id FROM arrived WHERE state = 'succeeded' ORDER BY created_at DESC LIMIT :max_sized
+    ) AS newest
 ),
 -- Jobs whose time has come and that no head has claimed.
 waiting AS (
-    SELECT FROM jobs WHERE state = 'queued' AND model = :model AND not_before <= now() LIMIT :max_counted
+    SELECT FROM jobs WHERE state = 'queued' AND model = :model AND not_before <= now()
+    LIMIT :max_counted
 )
 SELECT (SELECT count(*) FROM arrived) AS num_arrived, (SELECT count(*) FROM waiting) AS num_queued,
-    (SELECT avg(prompt_tokens) FROM sizes) AS prompt, (SELECT avg(completion_tokens) FROM sizes) AS output
+    (SELECT avg(prompt_tokens) FROM sizes) AS prompt,
+    (SELECT avg(completion_tokens) FROM sizes) AS output
 """)
 
 # A job waits from when it may run: since it came, its delay is over, or it was given back.
@@ -46,8 +50,8 @@ SELECT name AS model, extract(epoch FROM now() - (
         -- The first of each priority: an index has them in order.
         SELECT first.* FROM generate_series(0, 9) AS level CROSS JOIN LATERAL (
             SELECT created_at, not_before, requeued_at FROM jobs
-            WHERE state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL AND jobs.model = name
-                AND priority = level AND not_before <= now()
+            WHERE state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL
+                AND jobs.model = name AND priority = level AND not_before <= now()
             ORDER BY created_at LIMIT {MAX_AGED}
         ) AS first
     ) AS waiting

@@ -15,11 +15,14 @@ MAX_COUNTED = 10_000
 """Dead letters; more are shown as this many."""
 
 SIZES = text("""
-SELECT name, pg_total_relation_size(name::regclass) AS num_bytes, coalesce(n_dead_tup, 0) AS num_dead_rows
+SELECT name, pg_total_relation_size(name::regclass) AS num_bytes,
+    coalesce(n_dead_tup, 0) AS num_dead_rows
 FROM unnest(CAST(:names AS text[])) AS name LEFT JOIN pg_stat_user_tables ON relid = name::regclass
 """)
 
-NUM_DEAD = text(f"SELECT count(*) FROM (SELECT FROM jobs WHERE {DEAD} LIMIT :most) AS dead")  # noqa: S608 (a constant of ours)
+NUM_DEAD = text(f"""
+SELECT count(*) FROM (SELECT FROM jobs WHERE {DEAD} LIMIT :most) AS dead
+""")  # noqa: S608 (a constant of ours)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
