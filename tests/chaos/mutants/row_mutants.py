@@ -141,8 +141,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(
                 file=STATEMENTS,
                 within="claim",
-                old="JobState.RUNNING, job.fence + 1",
-                new="JobState.RUNNING, 1",
+                old="job.fence = job.fence + 1",
+                new="job.fence = 1",
             ),
         ),
         tests=(f"{CLAIM_TESTS}::test_a_job_that_ran_before_is_claimed_with_the_next_fence",),
