@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects import postgresql
@@ -81,6 +83,21 @@ def downgrade() -> None:
     op.execute("DROP FUNCTION shardline_new_jobs()")
 
 
+def _now(name: str) -> sa.Column[Any]:
+    return sa.Column(
+        name, sa.TIMESTAMP(timezone=True), server_default=sa.text("now()"), nullable=False
+    )
+
+
+def _object(name: str) -> sa.Column[Any]:
+    return sa.Column(
+        name,
+        postgresql.JSONB(astext_type=sa.Text()),
+        server_default=sa.text("'{}'"),
+        nullable=False,
+    )
+
+
 def _create_small_tables() -> None:
     op.create_table(
         "models",
@@ -96,19 +113,9 @@ def _create_small_tables() -> None:
         ),
         sa.Column("tokenizer", sa.Text(), nullable=False),
         sa.Column("chat_template", sa.Text(), nullable=True),
-        sa.Column(
-            "special_tokens",
-            postgresql.JSONB(astext_type=sa.Text()),
-            server_default=sa.text("'{}'"),
-            nullable=False,
-        ),
+        _object("special_tokens"),
         sa.Column("fingerprint", sa.Text(), nullable=False),
-        sa.Column(
-            "updated_at",
-            sa.TIMESTAMP(timezone=True),
-            server_default=sa.text("now()"),
-            nullable=False,
-        ),
+        _now("updated_at"),
         sa.CheckConstraint(
             "context_length > 0 AND vocab_size > 0", name=op.f("models_sizes_are_positive")
         ),
@@ -139,12 +146,7 @@ def _create_small_tables() -> None:
     op.create_table(
         "tenants",
         sa.Column("id", sa.Text(), nullable=False),
-        sa.Column(
-            "created_at",
-            sa.TIMESTAMP(timezone=True),
-            server_default=sa.text("now()"),
-            nullable=False,
-        ),
+        _now("created_at"),
         sa.PrimaryKeyConstraint("id", name=op.f("tenants_pkey")),
     )
 
@@ -160,12 +162,7 @@ def _create_jobs() -> None:
             "messages", postgresql.JSONB(none_as_null=True, astext_type=sa.Text()), nullable=True
         ),
         sa.Column("prompt_ids", postgresql.ARRAY(sa.Integer()), nullable=True),
-        sa.Column(
-            "params",
-            postgresql.JSONB(astext_type=sa.Text()),
-            server_default=sa.text("'{}'"),
-            nullable=False,
-        ),
+        _object("params"),
         sa.Column(
             "seed",
             sa.BigInteger(),
@@ -176,26 +173,11 @@ def _create_jobs() -> None:
         ),
         sa.Column("priority", sa.SmallInteger(), server_default=sa.text("5"), nullable=False),
         sa.Column("idempotency_key", sa.Text(), nullable=True),
-        sa.Column(
-            "metadata",
-            postgresql.JSONB(astext_type=sa.Text()),
-            server_default=sa.text("'{}'"),
-            nullable=False,
-        ),
+        _object("metadata"),
         sa.Column("traceparent", sa.Text(), nullable=True),
         sa.Column("replay_of", sa.UUID(), nullable=True),
-        sa.Column(
-            "created_at",
-            sa.TIMESTAMP(timezone=True),
-            server_default=sa.text("now()"),
-            nullable=False,
-        ),
-        sa.Column(
-            "not_before",
-            sa.TIMESTAMP(timezone=True),
-            server_default=sa.text("now()"),
-            nullable=False,
-        ),
+        _now("created_at"),
+        _now("not_before"),
         sa.Column("deadline_at", sa.TIMESTAMP(timezone=True), nullable=True),
         sa.Column("cancel_requested_at", sa.TIMESTAMP(timezone=True), nullable=True),
         sa.Column("prepared_at", sa.TIMESTAMP(timezone=True), nullable=True),
@@ -286,18 +268,8 @@ def _create_attempts() -> None:
         sa.Column("worker", sa.Text(), nullable=False),
         sa.Column("fingerprint", sa.Text(), nullable=False),
         sa.Column("exactness", sa.Text(), nullable=False),
-        sa.Column(
-            "started_at",
-            sa.TIMESTAMP(timezone=True),
-            server_default=sa.text("now()"),
-            nullable=False,
-        ),
-        sa.Column(
-            "heartbeat_at",
-            sa.TIMESTAMP(timezone=True),
-            server_default=sa.text("now()"),
-            nullable=False,
-        ),
+        _now("started_at"),
+        _now("heartbeat_at"),
         sa.Column("ended_at", sa.TIMESTAMP(timezone=True), nullable=True),
         sa.Column("outcome", sa.Text(), nullable=True),
         sa.Column("num_resumed", sa.Integer(), server_default=sa.text("0"), nullable=False),
@@ -333,24 +305,9 @@ def _create_results() -> None:
             "logprobs", postgresql.JSONB(none_as_null=True, astext_type=sa.Text()), nullable=True
         ),
         sa.Column("exact", sa.Boolean(), nullable=False),
-        sa.Column(
-            "timings",
-            postgresql.JSONB(astext_type=sa.Text()),
-            server_default=sa.text("'{}'"),
-            nullable=False,
-        ),
-        sa.Column(
-            "provenance",
-            postgresql.JSONB(astext_type=sa.Text()),
-            server_default=sa.text("'{}'"),
-            nullable=False,
-        ),
-        sa.Column(
-            "created_at",
-            sa.TIMESTAMP(timezone=True),
-            server_default=sa.text("now()"),
-            nullable=False,
-        ),
+        _object("timings"),
+        _object("provenance"),
+        _now("created_at"),
         sa.CheckConstraint(
             "finish_reason IN ('stop', 'length', 'cancelled', 'expired')",
             name=op.f("results_finish_reason_is_known"),

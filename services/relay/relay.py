@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable
+from functools import partial
 
 import structlog
 from celery import Celery
@@ -116,6 +117,8 @@ class Relay:
         ends = TaskEnds(self._ends_app, has_backend=self._has_backend)
         task_results = TaskResults(context, ends)
         finisher = TaskFinisher(context, ends, task_results)
+        listener = partial(NotifyListener, context, database_url=url)
+        is_default = "retention_days" not in settings.model_fields_set
         self._loops: tuple[Loop, ...] = (
             outbox,
             preparer,
@@ -131,16 +134,10 @@ class Relay:
                 context, {"price": settings.energy_price, "carbon": settings.energy_carbon}
             ),
             Growth(context, keeps_all=settings.retention_days == 0),
-            Retention(
-                context,
-                days=settings.retention_days,
-                is_default="retention_days" not in settings.model_fields_set,
-            ),
-            NotifyListener(
-                context, database_url=url, channel=JOBS_CHANNEL, wakes=(outbox, preparer)
-            ),
-            NotifyListener(context, database_url=url, channel=LEASES_CHANNEL, wakes=(sweeper,)),
-            NotifyListener(context, database_url=url, channel=TASKS_CHANNEL, wakes=(finisher,)),
+            Retention(context, days=settings.retention_days, is_default=is_default),
+            listener(channel=JOBS_CHANNEL, wakes=(outbox, preparer)),
+            listener(channel=LEASES_CHANNEL, wakes=(sweeper,)),
+            listener(channel=TASKS_CHANNEL, wakes=(finisher,)),
         )
         assert {type(loop) for loop in self._loops} == {*LOOPS, NotifyListener}
 

@@ -294,21 +294,6 @@ def load(placed: PlacedStage) -> LoadedStage:
         exact=executor.exact,
         kv_blocks=executor.num_blocks,
     )
-    card = StageCard(
-        incarnation=uuid4().hex,
-        worker=worker,
-        model=settings.name,
-        fingerprint=weights,
-        dtype=name_of(executor.dtype),
-        first_layer=layers.start,
-        last_layer=layers.stop,
-        num_layers=info.num_layers,
-        control="",
-        device=device.name,
-        pid=os.getpid(),
-        weights_dtype=settings.dtype,
-        machine=boot_id(),
-    )
     return LoadedStage(
         settings=settings,
         info=info,
@@ -316,11 +301,29 @@ def load(placed: PlacedStage) -> LoadedStage:
         device=device,
         executor=executor,
         weights=weights,
-        card=card,
+        card=_card(placed, executor, weights),
         sockets=hop_sockets(settings),
         worker=worker,
         drift=_drift_of(placed, executor),
         power=power_of(device, settings.device_watts),
+    )
+
+
+def _card(placed: PlacedStage, executor: Executor, weights: str) -> StageCard:
+    return StageCard(
+        incarnation=uuid4().hex,
+        worker=placed.worker,
+        model=placed.settings.name,
+        fingerprint=weights,
+        dtype=name_of(executor.dtype),
+        first_layer=placed.layers.start,
+        last_layer=placed.layers.stop,
+        num_layers=placed.info.num_layers,
+        control="",
+        device=placed.device.name,
+        pid=os.getpid(),
+        weights_dtype=placed.settings.dtype,
+        machine=boot_id(),
     )
 
 

@@ -23,7 +23,7 @@ from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.adapter_pool import AdapterPool
 from services.stage.engine.exactness import exactness_fingerprint
 from services.stage.engine.forward import Forward
-from services.stage.engine.loading import ForwardLoad, load_forward
+from services.stage.engine.loading import ForwardLoad, LoadedForward, load_forward
 from services.stage.engine.memory import Limits, StageMemory
 from services.stage.engine.rank_broadcaster import RankBroadcaster
 from services.stage.engine.rank_memory import TellingMemory
@@ -120,14 +120,7 @@ class Executor:
             uploads=device.uploads(),
             group=None if ranks is None else ranks.group,
         )
-        if ranks is not None:
-            if load.native is None:
-                raise Invalid(
-                    "SHARDLINE_TP",
-                    "ranks need the CPU kernels, which this stage does not have",
-                    "Set it to 1",
-                )
-            check_ranks(info.config, cache_folder, load.native, ranks.group.num_ranks)
+        _check_ranks(load)
         lead = None if ranks is None else RankBroadcaster(ranks, load)
         with torch.inference_mode():
             loaded = load_forward(load)
@@ -141,9 +134,7 @@ class Executor:
             weights=weights,
             dtype=forward.shard.dtype,
             kernel=forward.attention.version,
-            packing=load.packing.name
-            if loaded.num_ranks == 1
-            else f"{load.packing.name} {loaded.num_ranks} ranks",
+            packing=_packing(load, loaded),
             num_threads=device.num_threads,
             device=device.identity(),
         )
@@ -305,3 +296,22 @@ def _check_frames(token_budget: int, row_bytes: int) -> None:
             problem,
             f"Set it to {MAX_TENSOR_BYTES // row_bytes:,} or less",
         )
+
+
+def _check_ranks(load: ForwardLoad) -> None:
+    """Raises Invalid if ranks cannot divide the stage."""
+    if load.group is None:
+        return
+    if load.native is None:
+        raise Invalid(
+            "SHARDLINE_TP",
+            "ranks need the CPU kernels, which this stage does not have",
+            "Set it to 1",
+        )
+    check_ranks(load.info.config, load.cache_folder, load.native, load.group.num_ranks)
+
+
+def _packing(load: ForwardLoad, loaded: LoadedForward) -> str:
+    """Names what a row's bits depend on: the packing, and the number of ranks if it matters."""
+    name = load.packing.name
+    return name if loaded.num_ranks == 1 else f"{name} {loaded.num_ranks} ranks"

@@ -91,11 +91,8 @@ def plan(
         _draw(drawing, plans, workload, hour_costs)
         drawing.save_svg(str(svg), title=f"shardline plan: {model.name}")
     if json:
-        show.as_json(
-            plans
-            if not hour_costs
-            else {**msgspec.to_builtins(plans), **_costs_of(plans, hour_costs)}
-        )
+        known = msgspec.to_builtins(plans)
+        show.as_json({**known, **_costs_of(plans, hour_costs)} if hour_costs else plans)
     else:
         _draw(Console(highlight=False), plans, workload, hour_costs)
 

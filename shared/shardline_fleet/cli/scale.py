@@ -92,27 +92,7 @@ def scale(
             "Start one: its measurements are needed",
         )
     load = _load(asked, window_s, drain_s, rate=rate, prompt=prompt, output=output)
-    profiles = [
-        profile_of({**each.profile, "device": each.worker}, f"profile of {each.worker}")
-        for each in workers
-    ]
-    workload = Workload(prompt=load.prompt, output=load.output)
-    scaling = Scaling(msgspec.convert(workers[0].shapes, ModelCosts), profiles, workload)
-    needed = scaling.needed(load.tokens_per_s, share)
-    shown = {
-        len(workers),
-        *(range(max(1, needed.workers - 1), needed.workers + 2) if needed else (MAX_WORKERS,)),
-    }
-    sizes = [
-        size for num in sorted(shown) if (size := scaling.size(num, load.tokens_per_s)) is not None
-    ]
-    answer = Answer(
-        model=name,
-        load=load,
-        here=len(workers),
-        needed=needed.workers if needed else None,
-        sizes=sizes,
-    )
+    answer = _answer(name, workers, load, share)
     show.as_json(answer) if json else _draw(answer, share)
 
 
@@ -150,6 +130,31 @@ def _load(
         prompt=prompt,
         output=max(2, output),
         queued=asked.num_queued,
+    )
+
+
+def _answer(model: str, workers: list[fleets.FleetWorker], load: Load, share: float) -> Answer:
+    """Reckons with what the workers have measured."""
+    profiles = [
+        profile_of({**each.profile, "device": each.worker}, f"profile of {each.worker}")
+        for each in workers
+    ]
+    workload = Workload(prompt=load.prompt, output=load.output)
+    scaling = Scaling(msgspec.convert(workers[0].shapes, ModelCosts), profiles, workload)
+    needed = scaling.needed(load.tokens_per_s, share)
+    shown = {
+        len(workers),
+        *(range(max(1, needed.workers - 1), needed.workers + 2) if needed else (MAX_WORKERS,)),
+    }
+    sizes = [
+        size for num in sorted(shown) if (size := scaling.size(num, load.tokens_per_s)) is not None
+    ]
+    return Answer(
+        model=model,
+        load=load,
+        here=len(workers),
+        needed=needed.workers if needed else None,
+        sizes=sizes,
     )
 
 
