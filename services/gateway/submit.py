@@ -25,7 +25,8 @@ from shardline.base.failpoints import Point, failpoint
 from shardline.base.trace_context import is_traceparent
 from shardline.base.tracing import JobTrace, TracedPhase, Tracer
 from shardline.contract.ids import new_id
-from shardline.contract.job import JobRequest, parse_request
+from shardline.contract.job import JobRequest
+from shardline.contract.request_parsing import parse_request
 from shardline.store.inserts import encode_request
 from shardline.tokenize import PreparedPrompt, RegisteredModel
 

@@ -18,7 +18,8 @@ from sqlalchemy.exc import DataError, IntegrityError
 
 from shardline.base.errors import Conflict, Invalid
 from shardline.contract.ids import parse_id
-from shardline.contract.job import JobRequest, JobState, parse_request
+from shardline.contract.job import JobRequest, JobState
+from shardline.contract.request_parsing import parse_request
 from shardline.store import celery_tasks
 from shardline.store.celery_tasks import CeleryTask
 from shardline.store.connection.encoding import storable

@@ -13,7 +13,7 @@ import pytest
 from psycopg.types.json import Jsonb
 
 from shardline.base.errors import Invalid, Unavailable
-from shardline.contract.job import parse_request
+from shardline.contract.request_parsing import parse_request
 from tests.chaos.judge.checker import judge
 from tests.chaos.load.doors import TAKEN, Answer
 from tests.chaos.load.extremes import NUMBERS, SAMPLED, beyond, job_limits, no_number

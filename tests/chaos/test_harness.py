@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 
-from shardline.contract.job import parse_request
+from shardline.contract.request_parsing import parse_request
 from tests.chaos.driver.catalog import GROUPS, chosen
 from tests.chaos.driver.drawing import drawn
 from tests.chaos.load.journal import Asked, Journal, Watched

@@ -14,7 +14,7 @@ from shardline.base import genai
 from shardline.base.failpoints import Point
 from shardline.client import Client
 from shardline.contract.api_key import bearer
-from shardline.contract.job import parse_request
+from shardline.contract.request_parsing import parse_request
 from shardline.store.connection.database import connect
 from shardline.store.inserts import insert_plainly
 from tests.chaos.faults.arming import arm

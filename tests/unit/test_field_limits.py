@@ -18,7 +18,8 @@ from msgspec.inspect import (
     VarTupleType,
 )
 
-from shardline.contract.job import MAX_METADATA_BYTES, MAX_METADATA_DEPTH, JobRequest
+from shardline.contract.job import MAX_METADATA_BYTES, JobRequest
+from shardline.contract.request_parsing import MAX_METADATA_DEPTH
 from tests.repository import REPOSITORY
 
 WORDS = {2**63 - 1: "2⁶³ \N{MINUS SIGN} 1", -(2**63): "-2⁶³"}

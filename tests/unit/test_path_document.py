@@ -34,8 +34,8 @@ OFF_THE_PATH = {
         stage/jobs/outage
     """,
     "types alone": """
-        gateway/bodies gateway/schemas shardline/client/fields stage/hop/__init__
-        stage/jobs/job_engine stage/jobs/lease_host stage/pipeline/status
+        gateway/bodies gateway/schemas shardline/client/fields shardline/contract/job
+        stage/hop/__init__ stage/jobs/job_engine stage/jobs/lease_host stage/pipeline/status
     """,
     "at start": """
         gateway/context gateway/settings stage/backends stage/runtime stage/device/device

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from shardline.base.errors import Invalid
-from shardline.contract.job import MAX_SHOWN_CHARS
+from shardline.contract.request_parsing import MAX_SHOWN_CHARS
 
 OFF = (False,)
 ON = (True,)

@@ -22,7 +22,8 @@ from services.gateway.openai.neutral_fields import (
     short,
 )
 from shardline.base.errors import Invalid
-from shardline.contract.job import INTERACTIVE_PRIORITY, JobRequest, parse_request, shown
+from shardline.contract.job import INTERACTIVE_PRIORITY, JobRequest
+from shardline.contract.request_parsing import parse_request, shown
 
 DEFAULT_COMPLETION_TOKENS = 16
 """Of a request to /v1/completions without a number: as OpenAI and vLLM have it."""

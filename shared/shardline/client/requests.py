@@ -13,7 +13,8 @@ from shardline.base.config import Settings
 from shardline.base.errors import Invalid, JobCancelled, JobEnded, JobExpired, JobFailed, NotFound
 from shardline.contract import plain_json
 from shardline.contract.ids import JobId, as_id
-from shardline.contract.job import DEFAULT_TENANT, Job, JobRequest, JobState, parse_request
+from shardline.contract.job import DEFAULT_TENANT, Job, JobRequest, JobState
+from shardline.contract.request_parsing import parse_request
 from shardline.store.listing import PageEnd
 
 MAX_REQUESTS = 100_000

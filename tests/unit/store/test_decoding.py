@@ -6,7 +6,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shardline.contract.job import SamplingParams, parse_params
+from shardline.contract.job import SamplingParams
+from shardline.contract.request_parsing import parse_params
 from shardline.store.connection.decoding import load_json
 
 MANY = "1" * 5_001

@@ -19,10 +19,9 @@ from shardline.contract.job import (
     SamplingParams,
     TokenLogprob,
     Usage,
-    parse_params,
-    shown,
 )
 from shardline.contract.plain_json import encode_json
+from shardline.contract.request_parsing import parse_params, shown
 
 Key = tuple[UUID, int]
 """A job and the fence of one claim of it."""

@@ -16,7 +16,8 @@ import msgspec
 import structlog
 from sqlalchemy import Row
 
-from shardline.contract.job import SamplingParams, invalid_from, shown
+from shardline.contract.job import SamplingParams
+from shardline.contract.request_parsing import invalid_from, shown
 from shardline.store.connection.encoding import load_params
 
 log = structlog.get_logger(__name__)

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardline.base.errors import Invalid
-from shardline.contract.job import JobRequest, SamplingParams, parse_request
+from shardline.contract.job import JobRequest, SamplingParams
+from shardline.contract.request_parsing import parse_request
 from shardline.store.connection.encoding import dump
 from shardline_scheduler.events import SequenceFailed
 from shardline_scheduler.sequence import Request

@@ -15,7 +15,8 @@ import pytest
 
 from services.stage.device.cpu import usable_cores
 from services.stage.fleet import profiling
-from services.stage.fleet.profiling import Clock, recalled, retime
+from services.stage.fleet.profiling import recalled, retime
+from services.stage.fleet.step_timing import Clock
 from services.stage.settings import StageSettings
 from shardline_fleet.planner import DeviceProfile, ModelCosts, Workload, make_plans, read_profiles
 from tests.models import save_model

@@ -1,0 +1,163 @@
+"""Requests and their parameters as doors receive them: JSON-like objects, parsed and checked. Knows
+no door."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from shardline.base.errors import Invalid
+from shardline.contract.job import MAX_METADATA_BYTES, JobRequest, SamplingParams
+
+MAX_METADATA_DEPTH = 32
+MAX_SHOWN_CHARS = 64
+"""Of a name that a caller made up, in an error."""
+
+WHOLE_NUMBERS = frozenset(
+    ("max_tokens", "min_tokens", "top_k", "logprobs", "seed", "priority", "max_crashes")
+)
+
+
+def check_request(request: JobRequest) -> JobRequest:
+    """Checks the rules that types cannot express. Raises Invalid."""
+    if (request.prompt is None) == (request.messages is None):
+        raise Invalid(
+            "prompt", "exactly one of prompt and messages is needed", "Send one of the two"
+        )
+    if request.prompt is not None and len(request.prompt) == 0:
+        raise Invalid(
+            "prompt", "it is empty; at least one token is needed", "Send some text or token ids"
+        )
+    if request.messages is not None and not request.messages:
+        raise Invalid("messages", "the list is empty", "Send at least one message")
+    if request.chat_template_kwargs and request.messages is None:
+        raise Invalid(
+            "chat_template_kwargs", "a prompt is not rendered", "Send messages, or leave it out"
+        )
+    if request.max_tokens is not None and request.min_tokens > request.max_tokens:
+        raise Invalid(
+            "min_tokens",
+            f"it is above max_tokens ({request.max_tokens})",
+            "Lower it or raise max_tokens",
+        )
+    if request.flexible is not None and request.deadline_s is None:
+        raise Invalid(
+            "flexible",
+            "without a deadline it could wait for ever",
+            "Send deadline_s too, or leave it out",
+        )
+    check_metadata(request.metadata)
+    return request
+
+
+def check_metadata(metadata: dict[str, Any] | None) -> None:
+    """Raises Invalid for what is too much to be kept with every job; None stands for what was too
+    much to be read."""
+    if _is_deeper(metadata, MAX_METADATA_DEPTH):
+        raise Invalid(
+            "metadata",
+            f"it is nested deeper than {MAX_METADATA_DEPTH} levels",
+            "Store a flatter object",
+        )
+    try:
+        num_bytes = (
+            MAX_METADATA_BYTES + 1 if metadata is None else len(msgspec.json.encode(metadata))
+        )
+    except UnicodeEncodeError as error:
+        raise Invalid(
+            "metadata", "it holds a lone surrogate", "Change it: Postgres cannot store it"
+        ) from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise Invalid(
+            "metadata", f"it cannot be written as JSON: {error}", "Send what JSON knows"
+        ) from error
+    if num_bytes > MAX_METADATA_BYTES:
+        problem = f"it has more than {MAX_METADATA_BYTES} bytes as JSON"
+        raise Invalid("metadata", problem, "Store it elsewhere, and its place here")
+
+
+def _is_deeper(document: object, limit: int) -> bool:
+    """Without recursion: that is what deep nesting would exhaust."""
+    level = [document]
+    for _ in range(limit):
+        containers = [
+            one.values() if isinstance(one, dict) else one
+            for one in level
+            if isinstance(one, dict | list)
+        ]
+        level = [inner for container in containers for inner in container]
+    return any(isinstance(one, dict | list) for one in level)
+
+
+def parse_request(document: object) -> JobRequest:
+    """A JSON-like object from any door as a checked request. Raises Invalid, naming the field."""
+    try:
+        return check_request(msgspec.convert(_plain(document, JobRequest), JobRequest))
+    except msgspec.ValidationError as error:
+        raise invalid_from(error) from error
+    except UnicodeEncodeError as error:
+        # msgspec looks into text where it wants none.
+        raise Invalid(
+            _half_a_character(document), "it holds a lone surrogate", "Send whole characters"
+        ) from error
+    except RecursionError as error:
+        raise Invalid("request", "it is nested too deeply", "Send a flatter object") from error
+
+
+def _half_a_character(document: object) -> str:
+    """Returns the field with half a character in its value."""
+    for name, value in document.items() if isinstance(document, Mapping) else ():
+        try:
+            msgspec.json.encode(name)
+            msgspec.json.encode(value, enc_hook=str)
+        except UnicodeEncodeError:
+            return (
+                name
+                if isinstance(name, str) and name in JobRequest.__struct_fields__
+                else "request"
+            )
+        except (TypeError, ValueError, RecursionError):
+            continue
+    return "request"
+
+
+def parse_params(document: object) -> SamplingParams:
+    """What a row holds as `params`, which a hand may have written. Raises
+    msgspec.ValidationError."""
+    return msgspec.convert(_plain(document, SamplingParams), SamplingParams)
+
+
+def _plain(document: object, kind: type[SamplingParams]) -> object:
+    """Without nulls, which mean the same as leaving a field out, and with whole numbers as
+    integers: some languages write 5 as 5.0."""
+    if not isinstance(document, Mapping):
+        return document
+    names = kind.__struct_fields__
+    return {
+        name: int(value)
+        if name in WHOLE_NUMBERS and isinstance(value, float) and value.is_integer()
+        else value
+        for name, value in document.items()
+        if value is not None or name not in names
+    }
+
+
+def invalid_from(error: msgspec.ValidationError) -> Invalid:
+    """msgspec's message, which names the limit and the path (`… - at `$.top_p``), as our error."""
+    problem, _, path = str(error).partition(" - at `")
+    field = path.rstrip("`").removeprefix("$").removeprefix(".")
+    if problem.startswith(("Object contains unknown field", "Object missing required field")):
+        what, name, *_ = problem.split("`")
+        problem = f"{what}`{shown(name)}`"
+        field = f"{field}.{name}" if field else name
+    elif field == "traceparent" and "regex" in problem:
+        problem = "it is not the traceparent of a W3C trace context"
+    problem = problem[:1].lower() + problem[1:]
+    return Invalid(shown(field) or "request", problem, "See docs/jobs.md for fields and limits")
+
+
+def shown(text: str) -> str:
+    """The beginning of what a caller wrote, for an error or a log."""
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}…"
