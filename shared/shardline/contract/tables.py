@@ -42,13 +42,10 @@ from shardline.contract.job import (
 
 JOBS_CHANNEL = "shardline_jobs"
 """NOTIFY, empty payload: rows for the relay were inserted, requeued or asked to cancel."""
-
 LEASES_CHANNEL = "shardline_leases"
 """NOTIFY, empty payload: leases were ended before their time, for relays to sweep."""
-
 DONE_CHANNEL = "shardline_done"
 """NOTIFY, empty payload, once a transaction: jobs ended."""
-
 TASKS_CHANNEL = "shardline_tasks"
 """NOTIFY, empty payload: jobs ended, their Celery tasks are to be settled."""
 
@@ -61,14 +58,11 @@ TERMINAL = tuple(state for state in JobState if state.terminal)
 
 RANDOM_SEED = "(floor((random() * ('9007199254740992'::bigint)::double precision)))::bigint"
 """Spelled as Postgres spells it back, so that `alembic check` can compare."""
-
 DEAD = "state = 'failed' AND (error ->> 'code') = 'crashed'"
 """A dead letter: its crashes are used up."""
-
 OUTCOMES = ("succeeded", "failed", "cancelled", "expired", "released", "lost", "crashed")
 """How an attempt ended: as its job did, given back, or its lease expired with and without a token
 of the attempt."""
-
 RATE_KINDS = ("price", "carbon")
 """Of energy: money, and grams of CO2 equivalent, for each kWh."""
 
@@ -98,6 +92,14 @@ def _object(name: str) -> Column[Any]:
     return Column(name, JSONB, nullable=False, server_default=text("'{}'"))
 
 
+def _checks(**rules: str) -> list[CheckConstraint]:
+    return [CheckConstraint(rule, name=name) for name, rule in rules.items()]
+
+
+def _index(name: str, *columns: Column[Any], where: str) -> Index:
+    return Index(name, *columns, postgresql_where=text(where))
+
+
 tenants = Table("tenants", metadata, Column("id", Text, primary_key=True), _created("created_at"))
 
 api_keys = Table(
@@ -114,13 +116,10 @@ api_keys = Table(
     _time("replaced_at"),
     _time("revoked_at"),
     _time("last_used_at"),
-    CheckConstraint(
-        f"length(name) BETWEEN 1 AND {MAX_NAME_CHARS}", name="name_is_1_to_64_characters"
-    ),
-    CheckConstraint("octet_length(digest) = 32", name="digest_is_a_sha256"),
-    CheckConstraint(
-        f"scopes <@ ARRAY[{', '.join(repr(str(scope)) for scope in Scope)}]",
-        name="scopes_are_known",
+    *_checks(
+        name_is_1_to_64_characters=f"length(name) BETWEEN 1 AND {MAX_NAME_CHARS}",
+        digest_is_a_sha256="octet_length(digest) = 32",
+        scopes_are_known=f"scopes <@ ARRAY[{', '.join(repr(str(scope)) for scope in Scope)}]",
     ),
 )
 
@@ -147,17 +146,12 @@ models = Table(
     CheckConstraint("context_length > 0 AND vocab_size > 0", name="sizes_are_positive"),
 )
 
+_TENANT = text(f"'{DEFAULT_TENANT}'")
 jobs = Table(
     "jobs",
     metadata,
     Column("id", UUID(as_uuid=True), primary_key=True, server_default=text("gen_random_uuid()")),
-    Column(
-        "tenant_id",
-        Text,
-        ForeignKey("tenants.id"),
-        nullable=False,
-        server_default=text(f"'{DEFAULT_TENANT}'"),
-    ),
+    Column("tenant_id", Text, ForeignKey("tenants.id"), nullable=False, server_default=_TENANT),
     Column("model", Text, nullable=False),
     # What to complete: one of the first two, or prompt_ids alone.
     Column("prompt", Text),
@@ -196,89 +190,58 @@ jobs = Table(
     Column("error", JSONB(none_as_null=True)),
     _time("finished_at"),
     UniqueConstraint("tenant_id", "idempotency_key"),
-    CheckConstraint(_one_of("state", tuple(JobState)), name="state_is_known"),
-    CheckConstraint(
-        "state = 'failed' OR (num_nonnulls(prompt, messages) <= 1 "
-        "AND num_nonnulls(prompt, messages, prompt_ids) >= 1)",
-        name="needs_a_prompt_or_messages_or_prompt_ids",
-    ),
-    CheckConstraint(f"octet_length(prompt) <= {MAX_PROMPT_BYTES}", name="prompt_is_too_long"),
-    CheckConstraint("length(model) BETWEEN 1 AND 256", name="model_is_1_to_256_characters"),
-    CheckConstraint("jsonb_typeof(messages) = 'array'", name="messages_is_an_array"),
-    CheckConstraint("jsonb_typeof(params) = 'object'", name="params_is_an_object"),
-    CheckConstraint("jsonb_typeof(metadata) = 'object'", name="metadata_is_an_object"),
-    # Lists, waits and costs reckon with it, and Python has no other years.
-    CheckConstraint(
-        "created_at >= '1970-01-01 00:00:00+00' AND created_at < '9999-12-31 00:00:00+00'",
-        name="created_at_is_between_1970_and_9999",
-    ),
-    CheckConstraint("seed >= 0", name="seed_is_not_negative"),
-    CheckConstraint(
-        f"priority BETWEEN {PRIORITIES[0]} AND {PRIORITIES[-1]}", name="priority_is_0_to_9"
-    ),
-    CheckConstraint(
-        "length(idempotency_key) BETWEEN 1 AND 256", name="idempotency_key_is_1_to_256_characters"
-    ),
-    CheckConstraint("length(traceparent) <= 256", name="traceparent_is_at_most_256_characters"),
-    CheckConstraint("max_crashes BETWEEN 0 AND 100", name="max_crashes_is_0_to_100"),
-    CheckConstraint(
-        "crashes >= 0 AND fence >= 0 AND num_sends >= 0", name="counters_are_not_negative"
-    ),
-    CheckConstraint(
-        "(state = 'running') = (lease_until IS NOT NULL)", name="a_lease_belongs_to_running"
-    ),
-    CheckConstraint(
-        f"({_one_of('state', TERMINAL)}) = (finished_at IS NOT NULL)",
-        name="finished_at_belongs_to_an_end",
-    ),
-    CheckConstraint(
-        "prepared_at IS NULL "
-        "OR (prompt_ids IS NOT NULL AND max_tokens >= 1 AND cardinality(prompt_ids) >= 1)",
-        name="prepared_means_tokenized",
-    ),
-    CheckConstraint(
-        "state <> 'running' OR (fence > 0 AND prepared_at IS NOT NULL)",
-        name="running_means_claimed",
+    *_checks(
+        state_is_known=_one_of("state", tuple(JobState)),
+        needs_a_prompt_or_messages_or_prompt_ids=(
+            "state = 'failed' OR (num_nonnulls(prompt, messages) <= 1 "
+            "AND num_nonnulls(prompt, messages, prompt_ids) >= 1)"
+        ),
+        prompt_is_too_long=f"octet_length(prompt) <= {MAX_PROMPT_BYTES}",
+        model_is_1_to_256_characters="length(model) BETWEEN 1 AND 256",
+        messages_is_an_array="jsonb_typeof(messages) = 'array'",
+        params_is_an_object="jsonb_typeof(params) = 'object'",
+        metadata_is_an_object="jsonb_typeof(metadata) = 'object'",
+        # Lists, waits and costs reckon with it, and Python has no other years.
+        created_at_is_between_1970_and_9999=(
+            "created_at >= '1970-01-01 00:00:00+00' AND created_at < '9999-12-31 00:00:00+00'"
+        ),
+        seed_is_not_negative="seed >= 0",
+        priority_is_0_to_9=f"priority BETWEEN {PRIORITIES[0]} AND {PRIORITIES[-1]}",
+        idempotency_key_is_1_to_256_characters="length(idempotency_key) BETWEEN 1 AND 256",
+        traceparent_is_at_most_256_characters="length(traceparent) <= 256",
+        max_crashes_is_0_to_100="max_crashes BETWEEN 0 AND 100",
+        counters_are_not_negative="crashes >= 0 AND fence >= 0 AND num_sends >= 0",
+        a_lease_belongs_to_running="(state = 'running') = (lease_until IS NOT NULL)",
+        finished_at_belongs_to_an_end=(
+            f"({_one_of('state', TERMINAL)}) = (finished_at IS NOT NULL)"
+        ),
+        prepared_means_tokenized=(
+            "prepared_at IS NULL "
+            "OR (prompt_ids IS NOT NULL AND max_tokens >= 1 AND cardinality(prompt_ids) >= 1)"
+        ),
+        running_means_claimed="state <> 'running' OR (fence > 0 AND prepared_at IS NOT NULL)",
     ),
 )
 
 _WAITING = "state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL"
-Index(
-    "jobs_to_prepare",
-    jobs.c.created_at,
-    postgresql_where=text("state = 'queued' AND prepared_at IS NULL"),
-)
+_index("jobs_to_prepare", jobs.c.created_at, where="state = 'queued' AND prepared_at IS NULL")
 # not_before last: delayed jobs are passed over inside the index.
 _TO_SEND = ("model", "priority", "created_at", "id", "not_before")
-Index("jobs_to_send", *(jobs.c[name] for name in _TO_SEND), postgresql_where=text(_WAITING))
-Index(
-    "jobs_sent",
-    jobs.c.model,
-    jobs.c.priority,
-    postgresql_where=text("state = 'queued' AND sent_at IS NOT NULL"),
-)
+_index("jobs_to_send", *(jobs.c[name] for name in _TO_SEND), where=_WAITING)
+_SENT = "state = 'queued' AND sent_at IS NOT NULL"
+_index("jobs_sent", jobs.c.model, jobs.c.priority, where=_SENT)
 # Without lease_until: a heartbeat must not touch an index.
-Index("jobs_active", jobs.c.state, jobs.c.model, postgresql_where=text(_one_of("state", ACTIVE)))
-Index(
-    "jobs_deadlines",
-    jobs.c.deadline_at,
-    postgresql_where=text("state = 'queued' AND deadline_at IS NOT NULL"),
-)
-Index(
-    "jobs_cancels",
-    jobs.c.id,
-    postgresql_where=text("state = 'queued' AND cancel_requested_at IS NOT NULL"),
-)
+_index("jobs_active", jobs.c.state, jobs.c.model, where=_one_of("state", ACTIVE))
+_index("jobs_deadlines", jobs.c.deadline_at, where="state = 'queued' AND deadline_at IS NOT NULL")
+_index("jobs_cancels", jobs.c.id, where="state = 'queued' AND cancel_requested_at IS NOT NULL")
 # Lists, newest first: each filter has its own order.
 Index("jobs_listing", jobs.c.created_at, jobs.c.id)
 Index("jobs_by_state", jobs.c.tenant_id, jobs.c.state, jobs.c.created_at, jobs.c.id)
 Index("jobs_by_model", jobs.c.tenant_id, jobs.c.model, jobs.c.state, jobs.c.created_at, jobs.c.id)
-Index("jobs_dead", jobs.c.finished_at, jobs.c.id, postgresql_where=text(DEAD))
-Index(
-    "jobs_dead_by_model", jobs.c.model, jobs.c.finished_at, jobs.c.id, postgresql_where=text(DEAD)
-)
+_index("jobs_dead", jobs.c.finished_at, jobs.c.id, where=DEAD)
+_index("jobs_dead_by_model", jobs.c.model, jobs.c.finished_at, jobs.c.id, where=DEAD)
 # Without it, deleting old jobs would read the whole table once for each of them.
-Index("jobs_replays", jobs.c.replay_of, postgresql_where=text("replay_of IS NOT NULL"))
+_index("jobs_replays", jobs.c.replay_of, where="replay_of IS NOT NULL")
 
 attempts = Table(
     "attempts",
@@ -328,8 +291,7 @@ results = Table(
     CheckConstraint(_one_of("finish_reason", tuple(FinishReason)), name="finish_reason_is_known"),
 )
 
-# Tasks of the Celery door, under the ids of their senders. Several may have one job: repeats under
-# other task ids.
+# Tasks of the Celery door by their senders' ids. Several may have one job: repeats under others.
 celery_tasks = Table(
     "celery_tasks",
     metadata,
@@ -342,12 +304,10 @@ celery_tasks = Table(
     # Why a request has no job.
     Column("error", JSONB(none_as_null=True)),
     _created("created_at"),
-    # Celery's `expires`: a job that has not begun by then does not begin. None once relays have
-    # seen to it.
+    # Celery's `expires`: a job not begun by then does not begin. None once relays have seen to it.
     _time("expires_at"),
     _time("revoked_at"),
-    # When relays settle it next: set by a trigger as the job ends, put off while one does it, None
-    # afterwards.
+    # When relays settle it: set by a trigger as the job ends, put off while one does it, then None.
     _time("due_at"),
     Column("num_failures", Integer, nullable=False, server_default=text("0")),
     _time("settled_at"),
@@ -355,15 +315,9 @@ celery_tasks = Table(
 )
 
 Index("celery_tasks_jobs", celery_tasks.c.job_id)
-Index("celery_tasks_due", celery_tasks.c.due_at, postgresql_where=text("due_at IS NOT NULL"))
-Index(
-    "celery_tasks_expiring",
-    celery_tasks.c.expires_at,
-    postgresql_where=text("expires_at IS NOT NULL"),
-)
-Index(
-    "celery_tasks_without_job", celery_tasks.c.created_at, postgresql_where=text("job_id IS NULL")
-)
+_index("celery_tasks_due", celery_tasks.c.due_at, where="due_at IS NOT NULL")
+_index("celery_tasks_expiring", celery_tasks.c.expires_at, where="expires_at IS NOT NULL")
+_index("celery_tasks_without_job", celery_tasks.c.created_at, where="job_id IS NULL")
 
 # What energy costs, in money and in carbon. A rate holds from its moment until the next one of its
 # kind. Relays write those that SHARDLINE_ENERGY_PRICE and SHARDLINE_ENERGY_CARBON name; anybody may
@@ -407,8 +361,7 @@ pipelines = Table(
     _time("lease_until", nullable=False),
     _time("ready_at"),
     Column("seats", Integer, nullable=False, server_default=text("0")),
-    # The longest sequence that the KV of all its stages holds; null until it is ready for the first
-    # time.
+    # The longest sequence that the KV of all its stages holds; null until it was ready once.
     Column("kv_tokens", BigInteger),
     Column("stages", JSONB, nullable=False, server_default=text("'[]'")),
     Column("exact", Boolean, nullable=False, server_default=false()),
@@ -420,8 +373,7 @@ workers = Table(
     metadata,
     Column("worker", Text, primary_key=True),
     Column("model", Text, nullable=False),
-    # What the model's layers weigh, and what they take here: ModelCosts and DeviceProfile. None
-    # until it has joined.
+    # What the model's layers weigh and take here: ModelCosts, DeviceProfile. None until it joined.
     Column("shapes", JSONB),
     Column("profile", JSONB),
     # By name: shapes and profile of other models that it may serve in place of this one.
