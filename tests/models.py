@@ -5,6 +5,7 @@ Weights are drawn wide, so that greedy outputs vary instead of repeating one tok
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,3 +113,9 @@ def save_model(
     path = folder / name
     model.to(dtype).save_pretrained(path)
     return path
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Changes fields of a saved model's config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -34,7 +34,7 @@ from services.stage.model.model_info import ModelInfo
 from services.stage.products.packing import packing_for
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS, blocks_for
 from tests.adapters import save_adapter
-from tests.benchmarks.bare import log_to_stderr
+from tests.benchmarks.bare_stages import log_to_stderr
 from tests.benchmarks.model import SIZES, make_sized
 
 NUM_ADAPTERS = (1, 4, 16)

@@ -1,8 +1,7 @@
 """The bare engine: the stages of one pipeline as processes wired by hand, without Celery, Redis,
 Postgres or HTTP.
 
-python -m tests.benchmarks.bare --model DIR --dtype bfloat16 --device cpu:0 --device cpu:1 --prompts
-64 --seats 64
+python -m tests.benchmarks.bare --model DIR --dtype bfloat16 --device cpu:0 --device cpu:1
 """
 
 from __future__ import annotations
@@ -10,38 +9,22 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, Self
-from uuid import UUID, uuid4
+from typing import Any
+from uuid import uuid4
 
-import structlog
 from tokenizers import Tokenizer
 
-from services.stage.device.accelerator import MODULE_FIELD, load_module
-from services.stage.device.acquire import acquire
-from services.stage.engine.accelerator_options import AcceleratorOptions
-from services.stage.engine.engine import Engine, FollowerEngine, HeadEngine
-from services.stage.engine.executor import Executor
-from services.stage.engine.memory import Limits
-from services.stage.hop import Channel, Hop, Kind, Receiver, Sender
-from services.stage.hop.sockets import Sockets
+from services.stage.engine.engine import HeadEngine
+from services.stage.hop import Kind, Receiver, Sender
 from services.stage.hop.wiring import Wiring
-from services.stage.hop.zeromq import ZeroMqHop
-from services.stage.model.model_info import ModelInfo
 from services.stage.pipeline.pace import NUM_STEPS, Pace
 from services.stage.settings import StageSettings
-from shardline.base.config import Times
-from shardline.contract.lanes import MAX_LANES, lanes_for
-from shardline.contract.split import even_split, parse_split
+from shardline.contract.lanes import lanes_for
 from shardline.host.threads import run_in_fresh_thread
 from shardline.tokenize import CompletionText, Vocabulary
 from shardline_scheduler.events import NewTokens, SequenceFinished
@@ -50,14 +33,25 @@ from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.scheduler_config import SchedulerConfig
 from shardline_scheduler.sequence import Request
 from shardline_scheduler.step_plan import StepPlan
-from shardline_scheduler.step_times import StepTime, bubble_share
+from shardline_scheduler.step_times import StepTime
+from tests.benchmarks.bare_stages import (
+    CONNECT_S,
+    Spent,
+    abort,
+    channel,
+    delayed,
+    environment_of,
+    hop_in,
+    load,
+    log_to_stderr,
+    serve_later,
+    wiring,
+)
 from tests.benchmarks.workload import PARAMS, WARM_UP_PROMPTS, Workload, copying, workload
-from tests.chaos.network.proxy import Proxy
 
 TOKEN_BUDGET: int = StageSettings.model_fields["token_budget"].default
 PROMPT_LOOKUP: int = StageSettings.model_fields["prompt_lookup"].default
 """Rows of a step up to which drafts are made."""
-CONNECT_S = 60.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -103,6 +97,11 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="prompts that hold their answer, for a model that copies",
     )
+    _add_stage_options(options)
+    return options
+
+
+def _add_stage_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
     options.add_argument(
         "--prompt-lookup", type=int, default=PROMPT_LOOKUP, help="rows up to which drafts are made"
@@ -122,7 +121,6 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--kv-offload-dir", type=Path, help="folder of a file for it; default: memory"
     )
-    return options
 
 
 def main() -> None:
@@ -155,34 +153,6 @@ def main() -> None:
         "lanes": pipeline.num_lanes,
     }
     print(json.dumps(run))
-
-
-def log_to_stderr() -> None:
-    """Stdout is the figures' alone: processes that end at the same time write lines into each
-    other."""
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-
-
-class Spent(NamedTuple):
-    """What a stage did with its time."""
-
-    compute_s: float
-    hop_s: float
-    wait_s: float
-
-    @classmethod
-    def of(cls, engine: Engine) -> Self:
-        """So far."""
-        return cls(engine.progress.compute_s, engine.progress.hop_s, engine.progress.wait_s)
-
-    def since(self, then: Spent) -> Spent:
-        """Since that moment."""
-        return Spent(*(mine - its for mine, its in zip(self, then, strict=True)))
-
-    @property
-    def bubble_share(self) -> float:
-        """Of this time."""
-        return bubble_share(*self)
 
 
 def work_of(options: argparse.Namespace, run: int) -> Workload:
@@ -243,7 +213,7 @@ class Pipeline:
         self.num_computed = self.num_restored = 0
         """Packed rows, and KV blocks that came back from the offload area, warm-up included."""
         self._engine = HeadEngine(
-            executor, self._scheduler, emit=self._emit, on_lost=_abort, on_step=self._count
+            executor, self._scheduler, emit=self._emit, on_lost=abort, on_step=self._count
         )
         self._vocabulary = Vocabulary(
             Tokenizer.from_file(f"{options.model}/tokenizer.json"), executor.info.eos_ids
@@ -325,142 +295,6 @@ class Pipeline:
             self.identity, stage_index=0, num_stages=num_stages, num_blocks=num_blocks, **ends
         )
         return replace(ours, num_slots=offload.num_slots, move_s=offload.move_s)
-
-
-def serve_later(
-    pipe: Connection, folder: Path, options: argparse.Namespace, stage_index: int, identity: UUID
-) -> None:
-    """A later stage's process: load, bind, connect, run and answer the head's process until
-    killed."""
-    log_to_stderr()
-    num_stages = len(options.device)
-    executor = run_in_fresh_thread(partial(load, options, stage_index, folder))
-    pipe.send((executor.num_blocks, executor.offload))
-    delay_s = options.hop_delay_ms / 1e3
-    hop = hop_in(folder, delay_s)
-    receiver = hop.open_receiver(channel(identity, Kind.PLAN))
-    pipe.send(receiver.address)
-    address, num_blocks = pipe.recv()
-    kind = Kind.RESULT if stage_index == num_stages - 1 else Kind.PLAN
-    sender = hop.open_sender(channel(identity, kind), delayed(address, delay_s), CONNECT_S)
-    engine: Engine = FollowerEngine(executor, on_lost=_abort, name=f"stage-{stage_index}")
-    ours = wiring(
-        identity,
-        stage_index=stage_index,
-        num_stages=num_stages,
-        num_blocks=num_blocks,
-        receiver=receiver,
-        sender=sender,
-    )
-    engine.wire(replace(ours, sends_int8=options.hop_activations == "int8"))
-    engine.start()
-    while pipe.recv():
-        pipe.send(Spent.of(engine))
-
-
-def load(options: argparse.Namespace, stage_index: int, folder: Path) -> Executor:
-    """The executor of one stage, on its device, locked as in production."""
-    load_module(os.environ.get(MODULE_FIELD))
-    name = options.device[stage_index]
-    worker = f"bare-{stage_index}"
-    device = acquire(
-        name, worker=worker, lock_folder=folder / "locks", shared=options.device.count(name) > 1
-    )
-    info = ModelInfo.read(options.model)
-    return Executor.load(
-        model=info,
-        layers=split_of(options, info)[stage_index],
-        device=device,
-        dtype=dtype_of(options, stage_index),
-        limits=Limits(
-            kv_bytes=options.kv_bytes,
-            offload_bytes=options.kv_offload_mib << 20,
-            offload_folder=options.kv_offload_dir,
-            token_budget=options.token_budget,
-            max_open=2 * options.seats,
-        ),
-        cache_folder=StageSettings.model_fields["cache_dir"].default,
-        on_accelerator=AcceleratorOptions(
-            products=options.gpu_products, cuda_graphs=options.cuda_graphs
-        ),
-    )
-
-
-def dtype_of(options: argparse.Namespace, stage_index: int) -> str:
-    """The dtype of one stage."""
-    dtypes = options.dtype or ["float32"]
-    return str(dtypes[stage_index if len(dtypes) > 1 else 0])
-
-
-@contextmanager
-def environment_of(options: argparse.Namespace, stage_index: int) -> Iterator[None]:
-    """While entered, what a process inherits that is started for this stage."""
-    before = dict(os.environ)
-    prefix = f"{stage_index}:"
-    try:
-        for text in options.env:
-            if text.startswith(prefix):
-                name, value = text.removeprefix(prefix).split("=", 1)
-                os.environ.pop(name, None) if not value else os.environ.update({name: value})
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def split_of(options: argparse.Namespace, info: ModelInfo) -> list[range]:
-    """The layers of each stage."""
-    if options.split:
-        return parse_split(options.split, info.num_layers)
-    return even_split(info.num_layers, len(options.device))
-
-
-def hop_in(folder: Path, delay_s: float) -> Hop:
-    """Over ipc, as two stages of one host use it; a proxy needs tcp."""
-    return ZeroMqHop(Sockets(bind="tcp://127.0.0.1" if delay_s else f"ipc://{folder}"), Times())
-
-
-def delayed(address: str, delay_s: float) -> str:
-    """The address of a proxy in this process, behind which is this one."""
-    if not delay_s:
-        return address
-    host, port = address.removeprefix("tcp://").split(":")
-    proxy = Proxy((host, int(port)))
-    proxy.start()
-    proxy.delay(delay_s)
-    return f"tcp://{proxy.host}:{proxy.port}"
-
-
-def channel(pipeline: UUID, kind: Kind) -> Channel:
-    """Epoch 1 of a pipeline."""
-    return Channel(pipeline=pipeline, epoch=1, kind=kind, num_lanes=MAX_LANES)
-
-
-def wiring(
-    pipeline: UUID,
-    *,
-    stage_index: int,
-    num_stages: int,
-    num_blocks: int,
-    receiver: Receiver | None,
-    sender: Sender | None,
-) -> Wiring:
-    """As the control links would make it."""
-    return Wiring(
-        pipeline=pipeline,
-        epoch=1,
-        stage_index=stage_index,
-        num_stages=num_stages,
-        num_lanes=MAX_LANES,
-        num_blocks=num_blocks,
-        receiver=receiver,
-        sender=sender,
-    )
-
-
-def _abort(epoch: int, reason: str) -> None:
-    print(f"bare pipeline broken in epoch {epoch}: {reason}", file=sys.stderr)
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.scheduler_config import SchedulerConfig
 from shardline_scheduler.sequence import Request
 from shardline_scheduler.step_plan import StepPlan, StepResult
-from tests.benchmarks.bare import CONNECT_S, TOKEN_BUDGET, channel, delayed, hop_in, wiring
+from tests.benchmarks.bare import TOKEN_BUDGET
+from tests.benchmarks.bare_stages import CONNECT_S, channel, delayed, hop_in, wiring
 from tests.benchmarks.workload import NEW_TOKENS, PARAMS, workload
 from tests.chain import CountingSink
 

@@ -33,7 +33,7 @@ from services.stage.model.model_info import ModelInfo
 from shardline.base.rounding import ceil_div
 from shardline.host.cores import parse_cores, show_cores
 from tests.benchmarks import model as bench_model
-from tests.benchmarks.bare import log_to_stderr
+from tests.benchmarks.bare_stages import log_to_stderr
 
 CONTEXT = 160
 DECODES = (1, 8, 64, 256)

@@ -42,6 +42,7 @@ from shardline_scheduler.events import NewTokens
 from shardline_scheduler.scheduler_config import SchedulerConfig
 from tests.benchmarks import bare, unequal
 from tests.benchmarks import model as bench_model
+from tests.benchmarks.bare_stages import log_to_stderr
 from tests.benchmarks.core_share import share_of_core
 from tests.benchmarks.recovery import MAX_TOKENS, PROMPTS, TOKENS_BEFORE
 from tests.benchmarks.unequal import Mix, Worker
@@ -93,7 +94,7 @@ def main() -> None:
     options.add_argument("--measure", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.measure:
-        bare.log_to_stderr()
+        log_to_stderr()
         print(json.dumps(measured(bare.parser().parse_args(given.measure))))
         return
     path = given.model or bench_model.make(Path.home() / ".cache" / "shardline-bench", "bfloat16")

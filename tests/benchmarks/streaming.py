@@ -35,7 +35,7 @@ from shardline_fleet.planner import ModelCosts
 from shardline_fleet.planner.model_costs import KV_BYTES as KV_BYTES_OF
 from shardline_fleet.planner.step_cost import stage_cost
 from shardline_fleet.planner.workload import StepKind
-from tests.benchmarks.bare import log_to_stderr
+from tests.benchmarks.bare_stages import log_to_stderr
 
 ROWS = (1, 16, 64, 256)
 """Of a step, each of a sequence of its own: a larger one has more work for each reading of the

@@ -41,7 +41,7 @@ from shardline_fleet.planner import DeviceProfile, ModelCosts, Workload, make_pl
 from shardline_fleet.planner.fleet import share_memory
 from shardline_fleet.planner.prediction import Predictor, StageAssignment
 from tests.benchmarks import model as bench_model
-from tests.benchmarks.bare import delayed
+from tests.benchmarks.bare_stages import delayed
 from tests.benchmarks.workload import NEW_TOKENS, workload
 
 BASE = {"OPENBLAS_NUM_THREADS": "1"}

@@ -17,61 +17,75 @@ from tests.chaos.report.report import FILE
 from tests.chaos.stack.local_target import LOGS_KEPT
 from tests.chaos.stack.options import TIME_SCALE, Options
 
+Seed = Annotated[
+    int | None, typer.Option(help="draws the faults; default: a new one, which is printed")
+]
+NumMinutes = Annotated[float, typer.Option(help="how long faults are injected")]
+Faults = Annotated[str, typer.Option(help="all, or groups and kinds with commas between them")]
+LoadOption = Annotated[LoadName, typer.Option(help="what is asked for")]
+Dtype = Annotated[str, typer.Option(help="of the weights; more workers of a fleet of others")]
+Stages = Annotated[int, typer.Option(help="stages of the pipeline")]
+Replicas = Annotated[int, typer.Option(help="pipelines on the same queue")]
+Workers = Annotated[
+    int | None, typer.Option(help="a fleet of so many workers without a number, no stages")
+]
+Devices = Annotated[
+    str | None,
+    typer.Option(help="one for each stage: 'cpu:0 toy:0'; toy: the test accelerator"),
+]
+StreamedLayers = Annotated[
+    int, typer.Option(help="of each stage: their weights are read in every step")
+]
+NumRanks = Annotated[int, typer.Option(help="ranks of each stage, on all cores")]
+Adapters = Annotated[int, typer.Option(help="of each model, of which a stage holds half")]
+Patience = Annotated[
+    float, typer.Option(help="seconds after the last fault in which everything must end")
+]
+TimeScale = Annotated[
+    float, typer.Option(help="of the protocol's times; more where the machine is busy")
+]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="hops without CURVE: faults of frames need it")
+]
+Inexact = Annotated[bool, typer.Option("--inexact", help="attention without our kernel")]
+ModelFolder = Annotated[
+    Path | None, typer.Option(help="a model's folder instead of the demo model")
+]
+Canvas = Annotated[
+    bool,
+    typer.Option(
+        help="of the users' load: a result backend, and a Celery app whose tasks follow jobs"
+    ),
+]
+RedisLasts = Annotated[
+    bool,
+    typer.Option(
+        "--redis-lasts", help="the faults spare Redis: what it has taken is never sent again"
+    ),
+]
+
 
 def main(
     *,
-    seed: Annotated[
-        int | None, typer.Option(help="draws the faults; default: a new one, which is printed")
-    ] = None,
-    minutes: Annotated[float, typer.Option(help="how long faults are injected")] = 2.0,
-    faults: Annotated[
-        str, typer.Option(help="all, or groups and kinds with commas between them")
-    ] = "all",
-    load: Annotated[LoadName, typer.Option(help="what is asked for")] = LoadName.USERS,
-    dtype: Annotated[
-        str, typer.Option(help="of the weights; more workers of a fleet of others")
-    ] = "float32",
-    stages: Annotated[int, typer.Option(help="stages of the pipeline")] = 2,
-    replicas: Annotated[int, typer.Option(help="pipelines on the same queue")] = 1,
-    workers: Annotated[
-        int | None, typer.Option(help="a fleet of so many workers without a number, no stages")
-    ] = None,
-    devices: Annotated[
-        str | None,
-        typer.Option(help="one for each stage: 'cpu:0 toy:0'; toy: the test accelerator"),
-    ] = None,
-    streamed_layers: Annotated[
-        int, typer.Option(help="of each stage: their weights are read in every step")
-    ] = 0,
-    tp: Annotated[int, typer.Option(help="ranks of each stage, on all cores")] = 1,
-    adapters: Annotated[int, typer.Option(help="of each model, of which a stage holds half")] = 0,
-    patience: Annotated[
-        float, typer.Option(help="seconds after the last fault in which everything must end")
-    ] = 180.0,
-    time_scale: Annotated[
-        float, typer.Option(help="of the protocol's times; more where the machine is busy")
-    ] = TIME_SCALE,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="hops without CURVE: faults of frames need it")
-    ] = False,
-    inexact: Annotated[
-        bool, typer.Option("--inexact", help="attention without our kernel")
-    ] = False,
-    model: Annotated[
-        Path | None, typer.Option(help="a model's folder instead of the demo model")
-    ] = None,
-    canvas: Annotated[
-        bool,
-        typer.Option(
-            help="of the users' load: a result backend, and a Celery app whose tasks follow jobs"
-        ),
-    ] = True,
-    redis_lasts: Annotated[
-        bool,
-        typer.Option(
-            "--redis-lasts", help="the faults spare Redis: what it has taken is never sent again"
-        ),
-    ] = False,
+    seed: Seed = None,
+    minutes: NumMinutes = 2.0,
+    faults: Faults = "all",
+    load: LoadOption = LoadName.USERS,
+    dtype: Dtype = "float32",
+    stages: Stages = 2,
+    replicas: Replicas = 1,
+    workers: Workers = None,
+    devices: Devices = None,
+    streamed_layers: StreamedLayers = 0,
+    tp: NumRanks = 1,
+    adapters: Adapters = 0,
+    patience: Patience = 180.0,
+    time_scale: TimeScale = TIME_SCALE,
+    insecure: Insecure = False,
+    inexact: Inexact = False,
+    model: ModelFolder = None,
+    canvas: Canvas = True,
+    redis_lasts: RedisLasts = False,
 ) -> None:
     """Hurt a stack of its own under load and judge what comes of it; figures in
     .local/chaos.json."""

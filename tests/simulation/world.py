@@ -13,11 +13,11 @@ from uuid import UUID
 
 import msgspec
 
-from shardline.contract.job import JobProgress, JobState, SamplingParams
+from shardline.contract.job import JobState, SamplingParams
 from shardline.store.jobs import request_cancel
-from shardline.streams.cursor import Cursor
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 from shardline_scheduler.scheduler import Scheduler
+from tests.simulation.broken import require
 from tests.simulation.connection import Connection
 from tests.simulation.loom import Loom
 from tests.simulation.machines import (
@@ -28,6 +28,7 @@ from tests.simulation.machines import (
     Site,
     StageMachine,
 )
+from tests.simulation.reader import Reader
 from tests.simulation.rows import Job, Tables
 from tests.simulation.servers import Postgres, Redis
 from tests.simulation.toy import MAX_LEN, NUM_LAYERS, NUM_TOKENS, POISON, undisturbed
@@ -44,23 +45,6 @@ LONG_AFTER_S = 8.0
 up."""
 
 HANG_S = 2 * TIMES.stall_s
-
-
-class Broken(AssertionError):
-    """An invariant does not hold."""
-
-
-@dataclass(eq=False, slots=True)
-class Reader:
-    """One client that follows a job's stream, from Redis and, where that has a gap, from
-    Postgres."""
-
-    job: Job
-    cursor: Cursor = field(default_factory=Cursor)
-    tokens: list[int] = field(default_factory=list)
-    place: int = 0
-    generation: int = 0
-    state: str | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -234,35 +218,9 @@ class World:
     def _read(self) -> None:
         for reader in self.readers:
             if reader.state is None:
-                self._follow(reader)
+                reader.follow(self.site.redis, self.tables, self.rng)
         if not all(reader.state for reader in self.readers) or self.loom.now_s < STORM_S:
             self.loom.after(0.5, self._read)
-
-    def _follow(self, reader: Reader) -> None:
-        redis = self.site.redis
-        cursor = reader.cursor
-        job = reader.job
-        if reader.generation != redis.generation:
-            reader.generation = redis.generation
-            reader.place = 0
-        entries = redis.streams.get(job.id, [])
-        for delta in entries[reader.place :]:
-            cursor.push(delta)
-        reader.place = len(entries)
-        if cursor.has_gap or job.state.terminal or self.rng.random() < 0.2:
-            result = self.tables.results.get(job.id)
-            attempt = self.tables.attempts.get((job.id, job.fence))
-            ids = result.token_ids if result else attempt.tokens if attempt else ()
-            state = job.state if job.state.terminal else None
-            cursor.catch_up(JobProgress(fence=job.fence, token_ids=tuple(ids), state=state))
-        for delta in cursor.take():
-            if delta.start > len(reader.tokens):
-                raise Broken(f"a gap in the stream of {job.id}")
-            known = reader.tokens[delta.start : delta.start + len(delta.ids)]
-            if list(delta.ids[: len(known)]) != known:
-                raise Broken(f"the stream of {job.id} took back {known}")
-            reader.tokens[delta.start :] = delta.ids or reader.tokens[delta.start :]
-            reader.state = delta.state or reader.state
 
     # Invariants
     # ----------------------------------------------------------------------------------------------
@@ -342,12 +300,6 @@ class World:
                     f"{machine.name} uses {machine.toy.blocks_used} KV blocks",
                 )
         require(not self.tables.stale_writes, f"stale writes: {self.tables.stale_writes}")
-
-
-def require(holds: bool, problem: str) -> None:
-    """An invariant."""
-    if not holds:
-        raise Broken(problem)
 
 
 Strike = Callable[[World], str]

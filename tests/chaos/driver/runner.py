@@ -13,6 +13,7 @@ from tests.chaos.judge import audit, growth, remains, secrecy
 from tests.chaos.judge.canvas import followed
 from tests.chaos.judge.checker import judge
 from tests.chaos.judge.emissions import stale_deltas
+from tests.chaos.load.journal import Asked, Watched
 from tests.chaos.load.load import Load
 from tests.chaos.load.target import Target
 from tests.chaos.load.undisturbed import Compared, Expected, undisturbed
@@ -71,22 +72,11 @@ def _hurt(
     storm.findings += [*leaks, *memory.findings()]
     storm.findings += growth.in_redis(target.redis_url, target.database_url, before_bytes)
     load.stop()
-    storm.findings += growth.in_postgres(
-        target.database_url,
-        target.running(),
-        num_own=NUM_OWN_CONNECTIONS,
-        lease_s=target.times.lease_s,
-    )
+    storm.findings += _connections(target)
     held = load.held()
     asked = [*target.journal.everything(), *held]
     readers = target.journal.readers()
-    storm.findings += target.journal.complaints()
-    storm.findings += judge(target.database_url, asked, readers, expected)
-    storm.findings += audit.stale_writes(target.database_url)
-    ids = [each.id for each in asked]
-    storm.findings += stale_deltas(
-        target.database_url, target.redis_url, ids, lease_s=target.times.lease_s
-    )
+    storm.findings += _broken_promises(target, asked, readers, expected)
     by_state, num_tokens = achieved(
         target.database_url, [each.id for each in asked if each.door != "calm"]
     )
@@ -119,6 +109,33 @@ def _hurt(
         streams_rejoined=sum(each.num_joins > 1 for each in readers),
         struck=storm.struck,
     )
+
+
+def _connections(target: Target) -> list[Finding]:
+    """Those that the services opened and forgot; the load has stopped."""
+    return growth.in_postgres(
+        target.database_url,
+        target.running(),
+        num_own=NUM_OWN_CONNECTIONS,
+        lease_s=target.times.lease_s,
+    )
+
+
+def _broken_promises(
+    target: Target,
+    asked: Sequence[Asked],
+    readers: Sequence[Watched],
+    expected: list[Expected] | None,
+) -> list[Finding]:
+    """What jobs and their readers did not get."""
+    ids = [each.id for each in asked]
+    lease_s = target.times.lease_s
+    return [
+        *target.journal.complaints(),
+        *judge(target.database_url, asked, readers, expected),
+        *audit.stale_writes(target.database_url),
+        *stale_deltas(target.database_url, target.redis_url, ids, lease_s=lease_s),
+    ]
 
 
 def _undisturbed(target: Target, compared: Compared) -> list[Expected] | None:

@@ -76,9 +76,7 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
     kv_mib = folder / "kv_mib"
     failpoints.mkdir()
     is_users = options.load is LoadName.USERS
-    workload = (of_users([CLERK, SCRIBE]) if is_users else lab()).with_adapters(
-        adapter_names(options.adapters)
-    )
+    workload = of_users([CLERK, SCRIBE]) if is_users else lab()
     kv_mib.write_text(str(SMALL_KV_MIB[options.dtype] if is_users else KV_MIB))
     with ExitStack() as ending:
         ending.callback(_keep_logs, folder)
@@ -90,12 +88,8 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
         servers = _serve(ending, folder / SERVERS, composed_redis() if is_users else {})
         results = _results(ending, folder / RESULTS) if is_users and options.canvas else None
         hop_net = _hop_net(ending, options)
-        shared = {
-            **servers.settings,
-            "SHARDLINE_STAGE_PRELOAD": stage_preload,
-            **_asked(options, folder),
-        }
-        shared |= {} if results is None else {"SHARDLINE_RESULT_BACKEND": results.url}
+        shared = {**servers.settings, **_asked(options, folder, results)}
+        shared["SHARDLINE_STAGE_PRELOAD"] = stage_preload
         adapters = _adapters(model, options.adapters)
         began_s = time.monotonic()
         stack = _stack(
@@ -130,7 +124,7 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
             is_fleet=options.workers is not None,
             unlike=unlike,
             num_ranks=options.tp,
-            workload=workload,
+            workload=workload.with_adapters(adapter_names(options.adapters)),
             results=results,
             start_s=start_s,
         )
@@ -143,9 +137,11 @@ def _hop_net(ending: ExitStack, options: Options) -> HopNet:
     return hop_net
 
 
-def _asked(options: Options, folder: Path) -> Mapping[str, str]:
+def _asked(options: Options, folder: Path, results: ResultBackend | None) -> Mapping[str, str]:
     """What the run is asked for, of every stack."""
+    backend = {} if results is None else {"SHARDLINE_RESULT_BACKEND": results.url}
     return {
+        **backend,
         "SHARDLINE_CACHE_DIR": str(folder / "cache"),
         "SHARDLINE_TIME_SCALE": str(options.time_scale),
         # Innocent jobs outlive any number of kills.

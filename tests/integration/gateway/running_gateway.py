@@ -32,6 +32,7 @@ from shardline.store.connection.database import connect
 from tests.integration.gateway.api_document import check_answer
 from tests.tiny_head import Sequence, TinyHead
 
+JOBS = "/v1/jobs"
 PROMPT = "sum: 1 + 2 ="
 COMMENT = "a comment"
 
@@ -90,6 +91,20 @@ async def claimed(head: TinyHead) -> Sequence:
     return sequences[0]
 
 
+async def submit(http: httpx.AsyncClient, **fields: Any) -> str:
+    """A new job's id."""
+    reply = await http.post(JOBS, json={"model": "clerk", "prompt": PROMPT, **fields})
+    assert reply.status_code == 202, reply.text
+    return str(reply.json()["id"])
+
+
+async def until_shown(http: httpx.AsyncClient, figure: str) -> None:
+    """The gateway's figures say so."""
+    async with asyncio.timeout(30):
+        while figure not in (await http.get("/metrics")).text:
+            pass
+
+
 def until_one_waits(head: TinyHead) -> None:
     """Some session of Postgres waits for a table."""
     with head.database.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
@@ -140,3 +155,17 @@ async def events_of(
                     data=data if data == "[DONE]" else json.loads(data),
                 )
             fields = {}
+
+
+async def read(
+    http: httpx.AsyncClient, job_id: str, limit: int | None = None, **options: Any
+) -> list[Event]:
+    """Events up to `limit`, or to the end; then the connection is closed."""
+    found = []
+    async with http.stream("GET", f"{JOBS}/{job_id}/events", **options) as reply:
+        assert reply.status_code == 200
+        async for event in events_of(reply):
+            found.append(event)
+            if len(found) == limit:
+                break
+    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from inspect import iscoroutinefunction
 from typing import Any
@@ -16,19 +16,15 @@ from uuid import uuid4
 
 import httpx
 import pytest
-from fastapi.dependencies.models import Dependant
-from fastapi.routing import APIRoute
 from sqlalchemy import text
-from starlette.routing import BaseRoute
 
-from services.gateway.app import create_app
-from services.gateway.guard import OPEN, permitted
-from services.gateway.settings import GatewaySettings
+from services.gateway.guard import OPEN
 from services.standalone.ports import free_port
 from services.standalone.servers import Postgres
 from shardline.contract.api_key import Scope, bearer, new_key, parse_key
 from shardline.store import api_keys
 from shardline.store.connection.database import connect
+from tests.integration.gateway.app_routes import GUARDED, calls_of, routes, scopes_of
 from tests.integration.gateway.running_gateway import PROMPT, make_key, running_gateway
 from tests.tiny_head import TinyHead, tiny_head
 
@@ -36,42 +32,6 @@ JOBS = "/v1/jobs"
 BODY = {"model": "clerk", "prompt": PROMPT}
 CHAT = {"model": "clerk", "messages": [{"role": "user", "content": "a"}]}
 OTHER_TENANT = "other"
-
-
-def scopes_of(dependant: Dependant) -> set[str]:
-    """What a route wants, by its own signature."""
-    found = set(dependant.own_oauth_scopes or ()) if dependant.call is permitted else set()
-    return found.union(*(scopes_of(each) for each in dependant.dependencies))
-
-
-def calls_of(dependant: Dependant) -> Iterator[Callable[..., Any]]:
-    """What FastAPI calls for a route: the handler, and everything that it depends on."""
-    assert dependant.call is not None
-    yield dependant.call
-    for each in dependant.dependencies:
-        yield from calls_of(each)
-
-
-def routes() -> list[tuple[str, str, APIRoute]]:
-    """Method, path and route of everything that the app answers."""
-    found = []
-    for route in leaves(create_app(GatewaySettings()).routes):
-        assert isinstance(route, APIRoute), f"{route} cannot say what it wants"
-        found += [(method, route.path, route) for method in sorted(route.methods or ())]
-    return found
-
-
-def leaves(found: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
-    """Also those of the app's routers."""
-    for route in found:
-        router = getattr(route, "original_router", None)
-        if router is None:
-            yield route
-        else:
-            yield from leaves(router.routes)
-
-
-GUARDED = [(method, path, route) for method, path, route in routes() if path not in OPEN]
 
 
 @pytest.fixture

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, text
 
-from shardline.contract.job import FinishReason, JobState, Result, TokenLogprob, Usage
-from shardline.contract.tables import DONE_CHANNEL, JOBS_CHANNEL, LEASES_CHANNEL
+from shardline.contract.job import JobState, TokenLogprob
+from shardline.contract.tables import LEASES_CHANNEL
 from shardline.store import claims, crashes, ends, jobs, leases, outbox, pipelines
 from shardline.store.claims import ClaimedJob
 from shardline.store.connection.database import connect
 from shardline.store.connection.notify import listening
-from shardline.store.ends import End
 from shardline.store.leases import Beat, BeatReply
 from tests.integration.rows import (
     HEAD,
@@ -242,87 +241,6 @@ def test_a_write_under_a_stale_fence_changes_nothing(engine: Engine) -> None:
     assert of(engine, TOKENS, stale) == []
     assert of(engine, TOKENS, fresh) == []
     assert cell(engine, "SELECT count(*) FROM results") == 0
-
-
-def test_row_result_and_attempt_agree_on_a_finished_job(engine: Engine) -> None:
-    claimed = running(engine)
-    assert end(engine, success(claimed, 7, 8, 1)) == {claimed.job_id: JobState.SUCCEEDED}
-    with engine.begin() as connection:
-        job = jobs.get_job(connection, claimed.job_id)
-    assert job is not None
-    assert job.state is JobState.SUCCEEDED
-    assert job.result == success(claimed, 7, 8, 1).result
-    assert of(engine, RELEASED, claimed) == "succeeded"
-
-
-def test_a_repeated_end_is_still_accepted_and_written_once(engine: Engine) -> None:
-    claimed = running(engine)
-    for _ in range(2):
-        assert end(engine, success(claimed)) == {claimed.job_id: JobState.SUCCEEDED}
-    assert cell(engine, "SELECT count(*) FROM results") == 1
-
-
-def test_each_job_of_a_batch_of_ends_has_its_own(engine: Engine) -> None:
-    done, failed, cancelled, stale = claim(engine, submit(engine, 4))
-    release(engine, stale)
-    partial = Result(
-        job_id=cancelled.job_id,
-        text="nul \0 and \ud800",
-        token_ids=(7,),
-        usage=Usage(prompt_tokens=2, completion_tokens=1),
-        finish_reason=FinishReason.CANCELLED,
-        exact=True,
-    )
-    states = end(
-        engine,
-        success(done),
-        End(
-            job_id=failed.job_id,
-            fence=failed.fence,
-            state=JobState.FAILED,
-            error={"code": "broken"},
-        ),
-        End(
-            job_id=cancelled.job_id, fence=cancelled.fence, state=JobState.CANCELLED, result=partial
-        ),
-        success(stale),
-    )
-    assert states == {
-        done.job_id: "succeeded",
-        failed.job_id: "failed",
-        cancelled.job_id: "cancelled",
-    }
-    with engine.begin() as connection:
-        one, other = jobs.get_jobs(connection, [failed.job_id, cancelled.job_id])
-    assert (one.error, one.result) == ({"code": "broken"}, None)
-    assert other.result is not None
-    assert (other.result.text, other.result.finish_reason) == (
-        "nul \ufffd and ?",
-        FinishReason.CANCELLED,
-    )
-
-
-def test_a_released_job_is_sent_again_at_once_without_a_crash(engine: Engine) -> None:
-    claimed = running(engine)
-    change(engine, "UPDATE jobs SET sent_at = now(), num_sends = 4")
-    release(engine, claimed)
-    row = cell(
-        engine,
-        "SELECT (state, crashes, sent_at IS NULL, num_sends, lease_until IS NULL)::text FROM jobs",
-    )
-    assert row == "(queued,0,t,0,t)"
-
-
-def test_bells_ring_when_jobs_arrive_and_end(database_url: str, engine: Engine) -> None:
-    with (
-        listening(database_url, JOBS_CHANNEL) as arrivals,
-        listening(database_url, DONE_CHANNEL) as done,
-    ):
-        claimed = running(engine)
-        assert arrivals.wait(10)
-        end(engine, success(claimed))
-        assert done.wait(10)
-        assert not arrivals.wait(0)
 
 
 def test_relays_hear_of_leases_that_a_new_head_ends_and_of_no_others(

@@ -37,13 +37,20 @@ from services.stage.metrics import StageMeter
 from shardline.base.config import Times
 from shardline.base.tracing import OFF, Tracer
 from shardline.contract.job import MAX_CRASHES, JobState
+from shardline.store import jobs
 from shardline.streams import DeltaWriter
 from shardline_scheduler.events import Event
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.scheduler_config import SchedulerConfig
+from tests.integration.rows import cell, request
 from tests.models import VOCAB_SIZE, save_model
 from tests.pinned import first_core
 from tests.polling import until
+
+TIMES = Times().scaled(0.2)
+"""The protocol's, shorter."""
+LONG = 4_000
+"""More tokens than a test lets a job reach."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,6 +146,19 @@ def _name(outcome: tuple[int, Any, float]) -> str:
     return type(value.exception.exc).__name__ if failed else "succeeded"
 
 
+def submit(database: Database, max_tokens: int, **fields: Any) -> UUID:
+    """One prepared job that runs to its limit."""
+    wanted = request(max_tokens=max_tokens, ignore_eos=True, seed=5, **fields)
+    with database.begin() as connection:
+        return jobs.insert_jobs(connection, [wanted], prepared=[((5, 6), max_tokens)])[0].job_id
+
+
+def saved_tokens(database: Database, job_id: UUID) -> int:
+    """Checkpointed tokens of the newest attempt."""
+    query = "SELECT coalesce(max(cardinality(tokens)), 0) FROM attempts WHERE job_id = :id"
+    return int(cell(database, query, id=job_id))
+
+
 def loaded_stage(executor: Executor, times: Times) -> SimpleNamespace:
     """What its meter reads of a stage."""
     return SimpleNamespace(
@@ -158,21 +178,11 @@ def open_lone_head(
     database: Database, executor: Executor, redis_url: str, times: Times, tracer: Tracer = OFF
 ) -> Iterator[LoneHead]:
     """Ready to take jobs."""
-    scheduler = Scheduler(
-        SchedulerConfig(
-            num_blocks=executor.num_blocks,
-            max_seats=8,
-            token_budget=64,
-            num_lanes=1,
-            max_len=4096,
-            max_adapters=2,
-        )
-    )
 
     def report(events: Sequence[Event]) -> None:
         lease_manager.report(events)
 
-    engine = HeadEngine(executor, scheduler, emit=report, on_lost=lambda *_: None)
+    engine = HeadEngine(executor, _scheduler(executor), emit=report, on_lost=lambda *_: None)
     publisher = DeltaPublisher(DeltaWriter(redis_url))
     announced = threading.Event()
     meter = StageMeter(cast(Any, loaded_stage(executor, times)))
@@ -216,6 +226,18 @@ def open_lone_head(
     for thread in (lease_manager, engine, publisher):
         thread.stop()
         thread.join()
+
+
+def _scheduler(executor: Executor) -> Scheduler:
+    config = SchedulerConfig(
+        num_blocks=executor.num_blocks,
+        max_seats=8,
+        token_budget=64,
+        num_lanes=1,
+        max_len=4096,
+        max_adapters=2,
+    )
+    return Scheduler(config)
 
 
 @contextmanager

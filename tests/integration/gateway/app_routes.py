@@ -1,0 +1,50 @@
+"""The routes of the gateway's app, and what each of them wants by its own signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
+from starlette.routing import BaseRoute
+
+from services.gateway.app import create_app
+from services.gateway.guard import OPEN, permitted
+from services.gateway.settings import GatewaySettings
+
+
+def scopes_of(dependant: Dependant) -> set[str]:
+    """What a route wants, by its own signature."""
+    found = set(dependant.own_oauth_scopes or ()) if dependant.call is permitted else set()
+    return found.union(*(scopes_of(each) for each in dependant.dependencies))
+
+
+def calls_of(dependant: Dependant) -> Iterator[Callable[..., Any]]:
+    """What FastAPI calls for a route: the handler, and everything that it depends on."""
+    assert dependant.call is not None
+    yield dependant.call
+    for each in dependant.dependencies:
+        yield from calls_of(each)
+
+
+def routes() -> list[tuple[str, str, APIRoute]]:
+    """Method, path and route of everything that the app answers."""
+    found = []
+    for route in leaves(create_app(GatewaySettings()).routes):
+        assert isinstance(route, APIRoute), f"{route} cannot say what it wants"
+        found += [(method, route.path, route) for method in sorted(route.methods or ())]
+    return found
+
+
+def leaves(found: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
+    """Also those of the app's routers."""
+    for route in found:
+        router = getattr(route, "original_router", None)
+        if router is None:
+            yield route
+        else:
+            yield from leaves(router.routes)
+
+
+GUARDED = [(method, path, route) for method, path, route in routes() if path not in OPEN]
