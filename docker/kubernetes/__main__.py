@@ -28,8 +28,11 @@ HEAD = (
 class _Dumper(yaml.SafeDumper):
     """Writes lists as people do, and long texts as they are."""
 
-    # The parameters are PyYAML's.
-    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002
+    def increase_indent(
+        self,
+        flow: bool = False,
+        indentless: bool = False,  # noqa: ARG002 (PyYAML's)
+    ) -> None:
         super().increase_indent(flow, indentless=False)
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 (PyYAML's)

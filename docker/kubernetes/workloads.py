@@ -254,8 +254,7 @@ def _mounts(service: Service) -> list[Manifest]:
     ]
     found += [{"name": _slug(path), "mountPath": path} for path in service.tmpfs]
     if service.shm_mib:
-        # Postgres' shared memory.
-        found.append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108
+        found.append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108 (Postgres shares it)
     if service.secrets:
         found.append({"name": "secrets", "mountPath": SECRETS, "readOnly": True})
     return found

@@ -45,4 +45,4 @@ def _seat(channel: Any, has_seat: Callable[[], bool]) -> None:
     would wait in the socket for a seat that it does not need."""
     channel.do_restore = False
     # kombu has no other word for it.
-    channel.qos.can_consume = lambda: has_seat() or bool(channel._in_poll)  # noqa: SLF001
+    channel.qos.can_consume = lambda: has_seat() or bool(channel._in_poll)  # noqa: SLF001 (kombu's)

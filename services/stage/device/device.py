@@ -120,8 +120,11 @@ class Device(ABC):
         # products have other bits.
         torch.get_num_threads()
 
-    # The parameters are an accelerator's.
-    def staging(self, num_buffers: int, num_bytes: int) -> Staging | None:  # noqa: ARG002
+    def staging(
+        self,
+        num_buffers: int,  # noqa: ARG002 (an accelerator's)
+        num_bytes: int,  # noqa: ARG002 (an accelerator's)
+    ) -> Staging | None:
         """Returns pinned buffers of `num_bytes` each; None where copies block: on the CPU, or
         without streams."""
         return None

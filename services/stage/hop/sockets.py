@@ -66,8 +66,7 @@ class CurveKeys:
     def __repr__(self) -> str:
         return "CurveKeys(…)"
 
-    # As pyzmq calls a provider of credentials.
-    def callback(self, domain: str, key: bytes) -> bool:  # noqa: ARG002
+    def callback(self, domain: str, key: bytes) -> bool:  # noqa: ARG002 (pyzmq's provider)
         """Returns whether a client that has proved to hold `key` may connect."""
         return key == self.public
 

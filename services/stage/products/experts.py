@@ -106,8 +106,8 @@ def _one_expert(module: Any, expert: int, states: Tensor) -> Tensor:
     up = "gate_up_proj" if module.has_gate else "up_proj"
     down = "down_proj"
     inner = in_panels(partial(_product, module, up, expert), states, _buckets(module, up))
-    # transformers' own hook.
-    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)  # noqa: SLF001
+    gate = module._apply_gate if module.has_gate else module.act_fn  # noqa: SLF001 (its own hook)
+    inner = gate(inner)
     out: Tensor = in_panels(partial(_product, module, down, expert), inner, _buckets(module, down))
     return module.post_expert_norm(out) if getattr(module, "has_post_expert_norm", False) else out
 

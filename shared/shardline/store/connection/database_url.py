@@ -62,8 +62,7 @@ def libpq_parameters(url: str | URL) -> dict[str, Any]:
     """The URL as keywords of `psycopg.connect`: the same that an engine of SQLAlchemy gives to its
     connections."""
     parsed = normalize(url) if isinstance(url, str) else url
-    # SQLAlchemy's dialects have no types.
-    dialect: Any = PGDialect_psycopg()  # type: ignore[no-untyped-call]
+    dialect: Any = PGDialect_psycopg()  # type: ignore[no-untyped-call] # it has no types
     _, parameters = dialect.create_connect_args(parsed)
     return dict(parameters)
 
