@@ -25,7 +25,7 @@ ENTRY_POINTS = (
 )
 """Modules whose docstring begins with the command that runs them."""
 
-ENTRY_POINT = re.compile(r"(`python -m [^`]+`): (.+?)\.?(?:\s\(docs/\S+\))?\.?(?: Knows|\n|$)")
+ENTRY_POINT = re.compile(r"(`python -m [^`]+`): (.+?)\.?(?:\s\(docs/\S+\))?\.?(?: Knows|$)")
 TARGET = re.compile(r"^([a-z-]+):.*## (.+)$", re.MULTILINE)
 """As `make help` finds them."""
 
@@ -69,7 +69,7 @@ def _entry_point(module: str) -> tuple[str, str]:
     docstring = (
         ast.get_docstring(ast.parse((REPOSITORY / module).read_text(encoding="utf-8"))) or ""
     )
-    match = ENTRY_POINT.match(docstring)
+    match = ENTRY_POINT.match(" ".join(docstring.partition("\n\n")[0].split()))
     assert match is not None, f"the docstring of {module} does not begin with its command"
     return match[1], sentence(match[2])
 
