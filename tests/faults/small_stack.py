@@ -78,7 +78,7 @@ class Hurt:
         until(lambda: is_running(self.stack.look()["processes"].get(name)))
         return int(self.stack.look()["processes"][name])
 
-    def pick(self, rng: random.Random, prefix: str) -> tuple[str, int]:  # noqa: ARG002 (the protocol's signature)
+    def pick(self, rng: random.Random, prefix: str) -> tuple[str, int]:  # noqa: ARG002 (protocol)
         """There is one process of each name."""
         return prefix, self.pid(prefix)
 

@@ -39,7 +39,7 @@ def play(seeds: Iterable[int]) -> Iterator[Outcome]:
             problem = None
             try:
                 world.run()
-            except Exception as error:  # noqa: BLE001 (an error of the product is a finding like any other)
+            except Exception as error:  # noqa: BLE001 (any error is a finding)
                 problem = _describe(error)
             world.stop()
             yield Outcome(

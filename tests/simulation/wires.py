@@ -321,7 +321,11 @@ class Sockets:
         process.on_death.append(self._hang_up)
         process.on_pause.append(self._fall_silent)
 
-    def bind(self, kind: int, options: Mapping[int, int]) -> tuple[Any, str]:  # noqa: ARG002 (SocketFactory's)
+    def bind(
+        self,
+        kind: int,
+        options: Mapping[int, int],  # noqa: ARG002 (SocketFactory's)
+    ) -> tuple[Any, str]:
         """A bound socket and its address."""
         socket = self._make(kind)
         address = f"tcp://{self._process.name}:{next(self._network.numbers)}"

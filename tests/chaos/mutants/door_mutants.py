@@ -16,12 +16,14 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(
                 file=REPEATS,
                 within="REPEATED",
-                old="OR CASE WHEN num_nonnulls(jobs.prompt, jobs.messages) = 0 THEN jobs.prompt_ids END IS DISTINCT",
+                old="OR CASE WHEN num_nonnulls(jobs.prompt, jobs.messages) = 0"
+                " THEN jobs.prompt_ids END IS DISTINCT",
                 new="OR jobs.prompt_ids IS DISTINCT",
             ),
         ),
         tests=(
-            "tests/integration/store/test_repeats.py::test_a_request_repeated_at_any_stage_of_its_life_is_the_same_job",
+            "tests/integration/store/test_repeats.py"
+            "::test_a_request_repeated_at_any_stage_of_its_life_is_the_same_job",
         ),
         hurt=Hurt(faults="kill gateway", counts=("conflicts",), load="users"),
     ),

@@ -79,7 +79,8 @@ def by_test(folder: Path, test: str, num_runs: int) -> int:
     )
     if not report.exists():
         raise Unfit(told)
-    cases = [(_run_of(case), case) for case in ElementTree.parse(report).iter("testcase")]  # noqa: S314 (pytest's own)
+    read = ElementTree.parse(report)  # noqa: S314 (pytest's own)
+    cases = [(_run_of(case), case) for case in read.iter("testcase")]
     if len({number for number, _ in cases if number}) != num_runs:
         raise Unfit(f"{test} did not run {num_runs} times\n{told[-2000:]}")
     failed: dict[str, list[str]] = {}

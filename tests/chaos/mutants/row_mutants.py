@@ -27,13 +27,23 @@ LEASE_MANAGER_HANGS = Hurt(
     replicas=2,
 )
 
-END_LOCK = """    SELECT jobs.id FROM jobs JOIN ends ON ends.job_id = jobs.id AND ends.fence = jobs.fence
+END_LOCK = """
+    SELECT jobs.id
+    FROM jobs JOIN ends ON ends.job_id = jobs.id AND ends.fence = jobs.fence
     WHERE jobs.state = :left"""
-END_WRITE = "WHERE jobs.id = locked.id AND ends.job_id = jobs.id AND ends.fence = jobs.fence AND jobs.state = :left"
-REQUEUE_LOCK = """    SELECT jobs.id FROM jobs JOIN keys ON keys.job_id = jobs.id AND keys.fence = jobs.fence
+END_WRITE = """
+    WHERE jobs.id = locked.id AND ends.job_id = jobs.id AND ends.fence = jobs.fence
+        AND jobs.state = :left"""
+REQUEUE_LOCK = """
+    SELECT jobs.id
+    FROM jobs JOIN keys ON keys.job_id = jobs.id AND keys.fence = jobs.fence
     WHERE jobs.state = 'running'"""
-REQUEUE_WRITE = "WHERE jobs.id = locked.id AND keys.job_id = jobs.id AND keys.fence = jobs.fence AND jobs.state = 'running'"
-BEAT_LOCK = """    SELECT jobs.id FROM jobs JOIN beats ON beats.job_id = jobs.id AND beats.fence = jobs.fence
+REQUEUE_WRITE = """
+    WHERE jobs.id = locked.id AND keys.job_id = jobs.id AND keys.fence = jobs.fence
+        AND jobs.state = 'running'"""
+BEAT_LOCK = """
+    SELECT jobs.id
+    FROM jobs JOIN beats ON beats.job_id = jobs.id AND beats.fence = jobs.fence
     WHERE jobs.state = 'running'"""
 BEAT_WRITE = """beats.job_id = jobs.id AND beats.fence = jobs.fence AND jobs.state = 'running'
         AND attempts.job_id"""
@@ -178,7 +188,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             ),
         ),
         tests=(
-            "tests/integration/store/test_outbox.py::test_an_unclaimed_job_is_sent_again_ever_more_rarely",
+            "tests/integration/store/test_outbox.py"
+            "::test_an_unclaimed_job_is_sent_again_ever_more_rarely",
             ROWS_AGREE,
         ),
         is_simulated=True,
@@ -225,15 +236,18 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(
                 file=LEASES,
                 within="HEARTBEAT",
-                old="UPDATE jobs SET lease_until = now() + make_interval(secs => :lease_s)\n    FROM locked, beats",
-                new="UPDATE jobs SET lease_until = to_timestamp(:client_s) + make_interval(secs => :lease_s)\n"
+                old="UPDATE jobs SET lease_until = now() + make_interval(secs => :lease_s)\n"
+                "    FROM locked, beats",
+                new="UPDATE jobs\n"
+                "    SET lease_until = to_timestamp(:client_s) + make_interval(secs => :lease_s)\n"
                 "    FROM locked, beats",
             ),
             Patch(
                 file=LEASES,
                 within="heartbeat",
                 old='{"beats": dump(rows), "lease_s": lease_s}',
-                new='{"beats": dump(rows), "lease_s": lease_s, "client_s": time.clock_gettime(time.CLOCK_REALTIME)}',
+                new='{"beats": dump(rows), "lease_s": lease_s, '
+                '"client_s": time.clock_gettime(time.CLOCK_REALTIME)}',
             ),
             Patch(
                 file=STATEMENTS,
@@ -263,12 +277,15 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 file="services/relay/intake.py",
                 within="Intake._take",
                 old="failpoint(Point.INTAKE_TAKEN)",
-                new="self._redis.xack(INTAKE, INTAKE_GROUP, *(entry_id for entry_id, _ in entries))\n"
+                new="self._redis.xack(\n"
+                "            INTAKE, INTAKE_GROUP, *(entry_id for entry_id, _ in entries)\n"
+                "        )\n"
                 "        failpoint(Point.INTAKE_TAKEN)",
             ),
         ),
         tests=(
-            "tests/integration/relay/test_intake.py::test_entries_taken_without_postgres_stay_for_the_next_relay",
+            "tests/integration/relay/test_intake.py"
+            "::test_entries_taken_without_postgres_stay_for_the_next_relay",
         ),
         hurt=Hurt(faults="kill relay at intake-taken", counts=("lost",), redis_lasts=True),
     ),
@@ -371,7 +388,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             ),
         ),
         tests=(
-            f"{EXACT_TESTS}::test_a_job_that_asks_for_exact_rows_waits_for_them_and_then_for_the_same_ones",
+            f"{EXACT_TESTS}"
+            "::test_a_job_that_asks_for_exact_rows_waits_for_them_and_then_for_the_same_ones",
         ),
     ),
 )

@@ -128,7 +128,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             ),
         ),
         tests=(
-            "tests/unit/stage/products/test_row_buckets.py::test_rows_are_cut_into_few_allowed_panels",
+            "tests/unit/stage/products/test_row_buckets.py"
+            "::test_rows_are_cut_into_few_allowed_panels",
         ),
     ),
     Mutant(

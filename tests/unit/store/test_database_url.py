@@ -122,7 +122,9 @@ def test_options_of_the_url_are_kept_between_our_defaults_and_what_we_need() -> 
 
 def sent_options(url: str, **arguments: float) -> str:
     """The `options` of a connection."""
-    return str(connect_arguments(libpq_parameters(url), **arguments)["options"])  # type: ignore[arg-type] # floats
+    parameters = libpq_parameters(url)
+    made = connect_arguments(parameters, **arguments)  # type: ignore[arg-type] # floats
+    return str(made["options"])
 
 
 def test_options_of_the_environment_are_kept_as_well(monkeypatch: pytest.MonkeyPatch) -> None:

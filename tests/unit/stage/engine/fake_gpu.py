@@ -178,7 +178,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Launched]]:
 
     Weight files are still read: they come as CPU tensors on every device.
     """
-    load: Callable[..., Any] = tf.PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]  # a bound class method
+    bound: Any = tf.PreTrainedModel.from_pretrained
+    load: Callable[..., Any] = bound.__func__
     fake = Fake(allow_non_fake_inputs=True)
 
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:

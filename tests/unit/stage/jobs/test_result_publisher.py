@@ -14,7 +14,12 @@ class Backend:
     def __init__(self) -> None:
         self.stored: list[str] = []
 
-    def store(self, job_id: str, state: JobState, value: Any) -> None:  # noqa: ARG002 (StoreResult's)
+    def store(
+        self,
+        job_id: str,
+        state: JobState,  # noqa: ARG002 (StoreResult's)
+        value: Any,
+    ) -> None:
         if value == "poison":
             raise ValueError("Exception information must include the exception type")
         self.stored.append(job_id)
