@@ -89,11 +89,14 @@ def members(scope: ast.Module | ast.ClassDef) -> Iterator[Function]:
 
 
 def parameters(function: Function) -> list[str]:
-    """Without self and cls, and without the options of a command."""
+    """Without self and cls, and without the options of a command: typer's, or of a type with such a
+    name."""
     given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
     texts = {one.arg: ast.unparse(one.annotation) if one.annotation else "" for one in given}
     return [
-        name for name, text in texts.items() if name not in {"self", "cls"} and "typer." not in text
+        name
+        for name, text in texts.items()
+        if name not in {"self", "cls"} and "typer." not in text and not text.endswith("Option")
     ]
 
 

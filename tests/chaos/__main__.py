@@ -17,47 +17,49 @@ from tests.chaos.report.report import FILE
 from tests.chaos.stack.local_target import LOGS_KEPT
 from tests.chaos.stack.options import TIME_SCALE, Options
 
-Seed = Annotated[
+SeedOption = Annotated[
     int | None, typer.Option(help="draws the faults; default: a new one, which is printed")
 ]
-NumMinutes = Annotated[float, typer.Option(help="how long faults are injected")]
-Faults = Annotated[str, typer.Option(help="all, or groups and kinds with commas between them")]
+MinutesOption = Annotated[float, typer.Option(help="how long faults are injected")]
+FaultsOption = Annotated[
+    str, typer.Option(help="all, or groups and kinds with commas between them")
+]
 LoadOption = Annotated[LoadName, typer.Option(help="what is asked for")]
-Dtype = Annotated[str, typer.Option(help="of the weights; more workers of a fleet of others")]
-Stages = Annotated[int, typer.Option(help="stages of the pipeline")]
-Replicas = Annotated[int, typer.Option(help="pipelines on the same queue")]
-Workers = Annotated[
+DtypeOption = Annotated[str, typer.Option(help="of the weights; more workers of a fleet of others")]
+StagesOption = Annotated[int, typer.Option(help="stages of the pipeline")]
+ReplicasOption = Annotated[int, typer.Option(help="pipelines on the same queue")]
+WorkersOption = Annotated[
     int | None, typer.Option(help="a fleet of so many workers without a number, no stages")
 ]
-Devices = Annotated[
+DevicesOption = Annotated[
     str | None,
     typer.Option(help="one for each stage: 'cpu:0 toy:0'; toy: the test accelerator"),
 ]
-StreamedLayers = Annotated[
+StreamedLayersOption = Annotated[
     int, typer.Option(help="of each stage: their weights are read in every step")
 ]
-NumRanks = Annotated[int, typer.Option(help="ranks of each stage, on all cores")]
-Adapters = Annotated[int, typer.Option(help="of each model, of which a stage holds half")]
-Patience = Annotated[
+RanksOption = Annotated[int, typer.Option(help="ranks of each stage, on all cores")]
+AdaptersOption = Annotated[int, typer.Option(help="of each model, of which a stage holds half")]
+PatienceOption = Annotated[
     float, typer.Option(help="seconds after the last fault in which everything must end")
 ]
-TimeScale = Annotated[
+TimeScaleOption = Annotated[
     float, typer.Option(help="of the protocol's times; more where the machine is busy")
 ]
-Insecure = Annotated[
+InsecureOption = Annotated[
     bool, typer.Option("--insecure", help="hops without CURVE: faults of frames need it")
 ]
-Inexact = Annotated[bool, typer.Option("--inexact", help="attention without our kernel")]
-ModelFolder = Annotated[
+InexactOption = Annotated[bool, typer.Option("--inexact", help="attention without our kernel")]
+ModelOption = Annotated[
     Path | None, typer.Option(help="a model's folder instead of the demo model")
 ]
-Canvas = Annotated[
+CanvasOption = Annotated[
     bool,
     typer.Option(
         help="of the users' load: a result backend, and a Celery app whose tasks follow jobs"
     ),
 ]
-RedisLasts = Annotated[
+RedisLastsOption = Annotated[
     bool,
     typer.Option(
         "--redis-lasts", help="the faults spare Redis: what it has taken is never sent again"
@@ -67,25 +69,25 @@ RedisLasts = Annotated[
 
 def main(
     *,
-    seed: Seed = None,
-    minutes: NumMinutes = 2.0,
-    faults: Faults = "all",
+    seed: SeedOption = None,
+    minutes: MinutesOption = 2.0,
+    faults: FaultsOption = "all",
     load: LoadOption = LoadName.USERS,
-    dtype: Dtype = "float32",
-    stages: Stages = 2,
-    replicas: Replicas = 1,
-    workers: Workers = None,
-    devices: Devices = None,
-    streamed_layers: StreamedLayers = 0,
-    tp: NumRanks = 1,
-    adapters: Adapters = 0,
-    patience: Patience = 180.0,
-    time_scale: TimeScale = TIME_SCALE,
-    insecure: Insecure = False,
-    inexact: Inexact = False,
-    model: ModelFolder = None,
-    canvas: Canvas = True,
-    redis_lasts: RedisLasts = False,
+    dtype: DtypeOption = "float32",
+    stages: StagesOption = 2,
+    replicas: ReplicasOption = 1,
+    workers: WorkersOption = None,
+    devices: DevicesOption = None,
+    streamed_layers: StreamedLayersOption = 0,
+    tp: RanksOption = 1,
+    adapters: AdaptersOption = 0,
+    patience: PatienceOption = 180.0,
+    time_scale: TimeScaleOption = TIME_SCALE,
+    insecure: InsecureOption = False,
+    inexact: InexactOption = False,
+    model: ModelOption = None,
+    canvas: CanvasOption = True,
+    redis_lasts: RedisLastsOption = False,
 ) -> None:
     """Hurt a stack of its own under load and judge what comes of it; figures in
     .local/chaos.json."""
