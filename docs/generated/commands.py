@@ -35,8 +35,9 @@ INTRODUCTION = """# Commands
 
 ## `shardline`
 
-`pip install '.[cli]'`. `shardline COMMAND --help` lists the options; `--json` prints one JSON document a line.
-Without `SHARDLINE_DATABASE_URL` and `SHARDLINE_REDIS_URL` it uses the stack that `make up` runs in this folder.
+`pip install '.[cli]'`. `shardline COMMAND --help` lists the options; `--json` prints one JSON
+document a line. Without `SHARDLINE_DATABASE_URL` and `SHARDLINE_REDIS_URL` it uses the stack that
+`make up` runs in this folder.
 """
 
 

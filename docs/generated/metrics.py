@@ -20,7 +20,8 @@ SECTIONS: dict[str, type[MetricSet]] = {
 
 INTRODUCTION = """# Metrics
 
-`make documents` writes this page from `shared/shardline/base/metrics.py`. Each process has one Prometheus endpoint.
+`make documents` writes this page from `shared/shardline/base/metrics.py`. Each process has one
+Prometheus endpoint.
 What to look at, and what the values mean: [watch](../operating/watch.md).
 """
 

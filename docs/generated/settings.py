@@ -33,7 +33,8 @@ second row."""
 
 INTRODUCTION = """# Settings
 
-`make documents` writes this page from the settings classes. How settings are read, and which of them to change:
+`make documents` writes this page from the settings classes. How settings are read, and which of
+them to change:
 [configure](../operating/configure.md). In parentheses: the range of values.
 """
 

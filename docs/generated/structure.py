@@ -13,9 +13,11 @@ ROOTS = ("shared", "services")
 
 INTRODUCTION = """# Structure
 
-Each folder of code and what it is for. `make documents` writes this page from the docstrings of the packages.
-A folder may import those below it in its list of layers, never one above; import-linter checks it with
-the contracts in `pyproject.toml`. The path of one prompt: [services/README.md](../services/README.md).
+Each folder of code and what it is for. `make documents` writes this page from the docstrings of the
+packages.
+A folder may import those below it in its list of layers, never one above; import-linter checks it
+with the contracts in `pyproject.toml`. The path of one prompt:
+[services/README.md](../services/README.md).
 """
 
 
