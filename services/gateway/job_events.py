@@ -16,7 +16,7 @@ from services.gateway.http.sse import KEEP_ALIVE, event
 from services.gateway.job_documents import job_document
 from services.gateway.openai.completion_response import merged
 from shardline.base.errors import Diverged, ShardlineError, Unavailable, UnknownModel
-from shardline.client.job_reader import TextRule
+from shardline.client.job_stream import TextRule
 from shardline.contract.job import Job
 from shardline.streams import Place
 
@@ -40,7 +40,8 @@ async def job_events(gateway: Gateway, job: Job, after: Place) -> AsyncGenerator
     yield RETRY
     try:
         text_rule = await _text_rule(gateway, job)
-        async for deltas in gateway.client.follow(
+        reader = gateway.client.reader
+        async for deltas in reader.follow(
             job.id, after=after, text_rule=text_rule, tick_s=keep_alive_s
         ):
             now_s = time.monotonic()

@@ -161,7 +161,6 @@ async def test_a_key_that_is_no_stream_costs_no_other_its_deltas(redis_url: str)
     buffer = DeltaBuffer()
     with redis.Redis.from_url(redis_url) as server:
         server.set(job_stream(bad), "no stream")
-        reader.start()
         with reader.watch(bad, DeltaBuffer()), reader.watch(good, buffer):
             writer.write(
                 [(job_id, Delta(fence=1, start=0, ids=(1,), text="a")) for job_id in (bad, good)]

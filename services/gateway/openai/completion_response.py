@@ -94,9 +94,8 @@ async def _chunks(
     if (opening := responses.opening_chunk()) is not None:
         yield event(opening)
     text_rule = accepted.model.tokens.text_rule
-    async for deltas in gateway.client.follow(
-        accepted.job_id, text_rule=text_rule, tick_s=keep_alive_s
-    ):
+    reader = gateway.client.reader
+    async for deltas in reader.follow(accepted.job_id, text_rule=text_rule, tick_s=keep_alive_s):
         now_s = time.monotonic()
         if gateway.stopping.is_set() and not any(delta.state for delta in deltas):
             raise Stopping(accepted.job_id)

@@ -5,33 +5,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from types import TracebackType
-from typing import Concatenate, ParamSpec, Self, TypeVar, Unpack, overload
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Self, Unpack, overload
 from uuid import UUID
 
-from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
-from shardline.base.errors import Invalid, NotFound
-from shardline.client.database import MAX_IDS_PER_QUERY, reachable
+from shardline.base.errors import Invalid
+from shardline.client import questions
+from shardline.client.base_client import BaseClient
+from shardline.client.database import reachable
 from shardline.client.fields import JobFields
 from shardline.client.job_reader import JobReader
 from shardline.client.query_batcher import QueryBatcher
-from shardline.client.requests import (
-    AnyRequest,
-    check_all_exist,
-    checked,
-    end_of,
-    error_of,
-    request_of,
-    settings_with,
-    succeeded,
-)
-from shardline.contract.ids import JobId, as_id, as_ids, is_one, one_or_many
-from shardline.contract.job import Job, JobRequest, JobState, JobSummary
+from shardline.client.questions import Answer, Ids, Jobs, Question, Summaries
+from shardline.client.requests import AnyRequest, checked, request_of, succeeded
+from shardline.contract.ids import JobId, as_id, is_one, one_or_many
+from shardline.contract.job import Job, JobState
 from shardline.contract.wire import Delta
-from shardline.store import dead_letters, jobs, listing
 from shardline.store.connection.database import connect_async
 from shardline.store.dead_letters import DeadLetter
 from shardline.store.listing import PageEnd
@@ -44,16 +35,8 @@ LIST_TIMEOUT_S = 10.0
 MAX_ROWS = 8
 """Whole jobs that one query reads: each may have megabytes."""
 
-# Names for annotations: inside the classes `list` is the method.
-Ids = list[UUID]
-Jobs = list[Job]
-Summaries = list[JobSummary]
 
-Answer = TypeVar("Answer")
-Parameters = ParamSpec("Parameters")
-
-
-class AsyncClient:
+class AsyncClient(BaseClient[AsyncEngine]):
     """`async with AsyncClient() as client:`; addresses come from the environment (SHARDLINE_*)
     where not given.
 
@@ -62,36 +45,10 @@ class AsyncClient:
     next one gets new connections.
     """
 
-    def __init__(
-        self,
-        *,
-        database_url: str | None = None,
-        redis_url: str | None = None,
-        tenant: str = "default",
-        database: AsyncEngine | None = None,
-    ) -> None:
-        self._settings = settings_with(database_url=database_url, redis_url=redis_url)
-        url = self._settings.database_url.get_secret_value()
-        self.tenant = tenant
-        self._database = database or connect_async(url)
-        self._owns_database = database is None
-        # Apart, so that a caller who lists repeatedly takes no connection from those who submit.
-        self._lists = database or connect_async(
-            url, pool_size=LISTS, statement_timeout_s=LIST_TIMEOUT_S
-        )
-        self._pid = os.getpid()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._make_readers()
-
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -114,7 +71,7 @@ class AsyncClient:
         """Store one job and return its id. `fields` are in docs/jobs.md. Raises Invalid, Conflict,
         Unavailable."""
         request = request_of(model, prompt, fields, self.tenant)
-        return (await self._insert([request], session))[0].job_id
+        return (await self._ask(questions.insert([request]), session))[0]
 
     async def submit_many(
         self,
@@ -126,26 +83,17 @@ class AsyncClient:
 
         A type checker knows the fields of `JobRequest(model=…, …)`, not those of a mapping.
         """
-        return [one.job_id for one in await self._insert(checked(requests, self.tenant), session)]
+        return await self._ask(questions.insert(checked(requests, self.tenant)), session)
 
     async def get(self, job_id: JobId) -> Job:
         """The job, with its result if it has one. Raises NotFound."""
         wanted = as_id(job_id)
         self._move_here()
-        with reachable():
-            job = await self._rows.read(wanted)
-        if job is None:
-            raise NotFound(f"no job has the id {wanted}")
-        return job
+        return questions.existing(await self._rows.read(wanted), wanted)
 
     async def get_many(self, ids: Iterable[JobId]) -> Jobs:
         """Those that exist, in the order of `ids`."""
-        wanted = as_ids(ids)
-        chunks = (
-            wanted[start : start + MAX_IDS_PER_QUERY]
-            for start in range(0, len(wanted), MAX_IDS_PER_QUERY)
-        )
-        return [job for chunk in chunks for job in await self._read(jobs.get_jobs, chunk)]
+        return await self._ask(questions.get_many(ids))
 
     async def list(
         self,
@@ -157,33 +105,28 @@ class AsyncClient:
     ) -> Summaries:
         """Newest first, without prompts and completions; `after` is `PageEnd.of` the page before,
         or its last id."""
-        return await self._read_page(
-            listing.list_jobs, state=state, model=model, limit=limit, after=end_of(after)
-        )
+        return await self._ask(questions.list_jobs(state, model, limit, after), pool=self._lists)
 
     async def list_dead(
         self, *, model: str | None = None, limit: int = 100, after: JobId | None = None
     ) -> Summaries:
         """Dead letters: jobs that failed because their crashes were used up. The newest first, in
         pages as `list`."""
-        last = None if after is None else as_id(after, "after")
-        return await self._read_page(listing.list_dead, model=model, limit=limit, after=last)
+        return await self._ask(questions.list_dead(model, limit, after), pool=self._lists)
 
     async def get_dead(self, job_id: JobId) -> DeadLetter:
         """A dead letter with its attempts. Raises NotFound, and Invalid for a job that is none."""
-        return await self._read(dead_letters.get_dead, as_id(job_id))
+        return await self._ask(questions.get_dead(job_id))
 
     async def replay(self, job_id: JobId, *, idempotency_key: str | None = None) -> UUID:
         """Submit a dead letter as a new job: same prompt, parameters and seed. Raises NotFound,
         Invalid, Conflict."""
-        return await self._write(
-            dead_letters.replay, as_id(job_id), idempotency_key=idempotency_key
-        )
+        return await self._ask(questions.replay(job_id, idempotency_key))
 
     async def cancel(self, ids: JobId | Iterable[JobId]) -> dict[UUID, JobState]:
         """Ask for the end of jobs. Their states afterwards: a running one is `cancelled` a little
         later."""
-        return await self._write(jobs.request_cancel, one_or_many(ids))
+        return await self._ask(questions.cancel(ids))
 
     @overload
     async def wait(  # type: ignore[overload-overlap] # a text is iterable too: it is one id
@@ -206,11 +149,9 @@ class AsyncClient:
         its end, unless `must_succeed` is False."""
         wanted = one_or_many(ids)
         async with asyncio.timeout(timeout_s):
-            check_all_exist(wanted, await self.get_many(wanted))
+            await self._ask(questions.check_exist(wanted))
             await asyncio.gather(*(self._reader.until_ended(job_id) for job_id in set(wanted)))
-        found = await self.get_many(wanted)
-        if must_succeed:
-            found = [succeeded(job) for job in found]
+        found = await self._ask(questions.outcomes(wanted, must_succeed=must_succeed))
         return found[0] if is_one(ids) else found
 
     async def stream(self, job_id: JobId) -> AsyncIterator[Delta]:
@@ -224,15 +165,22 @@ class AsyncClient:
         async for deltas in self._reader.follow(wanted):
             for delta in deltas:
                 yield delta
-                if delta.state is not None and delta.state != JobState.SUCCEEDED:
-                    raise error_of(
-                        JobState(delta.state), f"job {wanted}", (await self.get(wanted)).error
-                    )
+                if delta.state not in (None, JobState.SUCCEEDED):
+                    succeeded(await self.get(wanted), delta.state)
+
+    def _open(self, url: str, database: AsyncEngine | None) -> None:
+        self._database = database or connect_async(url)
+        # Apart, so that a caller who lists repeatedly takes no connection from those who submit.
+        self._lists = database or connect_async(
+            url, pool_size=LISTS, statement_timeout_s=LIST_TIMEOUT_S
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._make_readers()
 
     def _make_readers(self) -> None:
         """What has tasks and bells, which belong to one event loop; both begin with their first
         question."""
-        self._rows = QueryBatcher(self._database, _rows, max_batch=MAX_ROWS, name="jobs")
+        self._rows = QueryBatcher(self._database, questions.rows, max_batch=MAX_ROWS, name="jobs")
         self._reader = JobReader(self._database, self._settings)
 
     def _move_here(self) -> None:
@@ -259,48 +207,20 @@ class AsyncClient:
         self._loop = loop
         self._pid = pid
 
-    async def _insert(
-        self, requests: Sequence[JobRequest], session: AsyncSession | AsyncConnection | None
-    ) -> Sequence[jobs.StoredRequest]:
-        if session is None:
-            return await self._write(jobs.insert_jobs, requests)
-        connection = session if isinstance(session, AsyncConnection) else await session.connection()
-        return await connection.run_sync(jobs.insert_jobs, requests)
-
-    async def _read(
+    async def _ask(
         self,
-        query: Callable[Concatenate[Connection, Parameters], Answer],
-        *arguments: Parameters.args,
-        **options: Parameters.kwargs,
+        question: Question[Answer],
+        session: AsyncSession | AsyncConnection | None = None,
+        *,
+        pool: AsyncEngine | None = None,
     ) -> Answer:
+        """In a transaction of its own, or in the caller's."""
+        if session is not None:
+            connection = (
+                session if isinstance(session, AsyncConnection) else await session.connection()
+            )
+            return await connection.run_sync(question)
         self._move_here()
         with reachable():
-            async with self._database.connect() as connection:
-                return await connection.run_sync(query, *arguments, **options)
-
-    async def _read_page(
-        self,
-        query: Callable[Concatenate[Connection, Parameters], Answer],
-        *arguments: Parameters.args,
-        **options: Parameters.kwargs,
-    ) -> Answer:
-        self._move_here()
-        with reachable():
-            async with self._lists.connect() as connection:
-                return await connection.run_sync(query, *arguments, **options)
-
-    async def _write(
-        self,
-        statement: Callable[Concatenate[Connection, Parameters], Answer],
-        *arguments: Parameters.args,
-        **options: Parameters.kwargs,
-    ) -> Answer:
-        self._move_here()
-        with reachable():
-            async with self._database.begin() as connection:
-                return await connection.run_sync(statement, *arguments, **options)
-
-
-def _rows(connection: Connection, ids: Sequence[UUID]) -> list[Job | None]:
-    found = {job.id: job for job in jobs.get_jobs(connection, list(set(ids)))}
-    return [found.get(job_id) for job_id in ids]
+            async with (pool or self._database).begin() as connection:
+                return await connection.run_sync(question)

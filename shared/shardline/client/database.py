@@ -1,21 +1,16 @@
-"""How both clients reach Postgres: errors, and transactions of the caller. Owns no SQL."""
+"""How clients report what Postgres does not do: which error of the driver becomes which of ours.
+Owns no SQL."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sqlalchemy import Connection
 from sqlalchemy.exc import DataError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.orm import Session
 
 from shardline.base.errors import Busy, Invalid, Unavailable
 from shardline.store.connection.database import READ_ONLY, failure_of, is_over_limit
-
-MAX_IDS_PER_QUERY = 1_000
-POLL_S = 1.0
-"""A NOTIFY that was missed costs so much."""
 
 AWAY = (OperationalError, InterfaceError, PoolTimeout, OSError)
 
@@ -82,11 +77,6 @@ def told(error: BaseException) -> str:
         if isinstance(error, DBAPIError)
         else f"Postgres unreachable: {_first_line(error)}"
     )
-
-
-def connection_of(session: Session | Connection) -> Connection:
-    """The connection on which the caller's own transaction runs."""
-    return session if isinstance(session, Connection) else session.connection()
 
 
 def _first_line(cause: BaseException | None) -> str:

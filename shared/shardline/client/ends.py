@@ -1,5 +1,5 @@
-"""Learns that jobs have ended, for any number of waiters, with one LISTEN and one query. Knows no
-Redis.
+"""Learns that jobs have ended, for all tasks or all threads that wait, with one LISTEN and one
+query. Knows no Redis.
 
 A NOTIFY carries no id; the poll finds what a lost one hid.
 """
@@ -7,33 +7,42 @@ A NOTIFY carries no id; the poll finds what a lost one hid.
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from uuid import UUID
 
 import psycopg
 import structlog
+from sqlalchemy import URL
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shardline.base.aio import cancel_and_wait, is_cancelled
-from shardline.client.database import AWAY, MAX_IDS_PER_QUERY, told
+from shardline.base.errors import Unavailable
+from shardline.client import questions
+from shardline.client.database import AWAY, told
 from shardline.contract.tables import DONE_CHANNEL
-from shardline.store import jobs
-from shardline.store.connection.notify import rings
+from shardline.store.connection.notify import Listener, rings
 from shardline.streams import DeltaBuffer
 
 log = structlog.get_logger(__name__)
 
 RETRY_S = 0.5
+THREAD_RETRY_S = 0.2
 PAUSE_S = 0.02
 PAUSE_FACTOR = 3
 """Of the time that a look took: looking never takes more than a quarter of the time."""
 
+Ended = Callable[[Sequence[UUID]], Iterable[UUID]]
+"""Which of them have ended. Raises Unavailable."""
+
 
 class Ends:
-    """Two tasks: one hears NOTIFYs and rings, one looks when it rings or when it is time."""
+    """Two tasks, from the first watched job on: one hears NOTIFYs and rings, one looks when it
+    rings or when it is time."""
 
     def __init__(self, database: AsyncEngine, *, poll_s: float) -> None:
         self._database = database
@@ -41,13 +50,6 @@ class Ends:
         self._watched: dict[UUID, list[DeltaBuffer]] = {}
         self._bell = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-
-    def start(self) -> None:
-        """Begin to listen and to look."""
-        self._tasks = [
-            asyncio.create_task(self._listen(), name="ends-listen"),
-            asyncio.create_task(self._look(), name="ends-look"),
-        ]
 
     async def close(self) -> None:
         """End both tasks."""
@@ -58,6 +60,9 @@ class Ends:
     def watch(self, job_id: UUID, buffer: DeltaBuffer) -> Iterator[None]:
         """While inside, `buffer.end()` is called once the job has ended, also if that was long
         ago."""
+        if not self._tasks:
+            listening = asyncio.create_task(self._listen(), name="ends-listen")
+            self._tasks = [listening, asyncio.create_task(self._look(), name="ends-look")]
         self._watched.setdefault(job_id, []).append(buffer)
         self._bell.set()
         try:
@@ -101,8 +106,94 @@ class Ends:
         if not waiting:
             return
         async with self._database.connect() as connection:
-            for start in range(0, len(waiting), MAX_IDS_PER_QUERY):
-                some = waiting[start : start + MAX_IDS_PER_QUERY]
-                for job_id in await connection.run_sync(jobs.ended, some):
-                    for buffer in self._watched.get(job_id, ()):
-                        buffer.end()
+            ended = await connection.run_sync(questions.ended(waiting))
+        for job_id in ended:
+            for buffer in self._watched.get(job_id, ()):
+                buffer.end()
+
+
+class SyncEnds:
+    """Safe for any number of threads, of which one listens and looks for all that wait; when it
+    leaves, the next one does. While no thread waits, none listens: a listener that does not read
+    would hold up Postgres's queue of notifications."""
+
+    def __init__(self, ended: Ended, database_url: str | URL, *, poll_s: float) -> None:
+        self._ended = ended
+        self._listener = Listener(database_url, DONE_CHANNEL)
+        self._poll_s = poll_s
+        self._waits: dict[int, set[UUID]] = {}
+        """What each thread still waits for, by the set's identity."""
+        self._has_leader = False
+        self._changed = threading.Condition()
+        """Guards the waits and who leads; notified when a wait has become shorter or no thread
+        leads."""
+
+    def wait(self, ids: Iterable[UUID], timeout_s: float | None) -> None:
+        """Until all have ended. Raises TimeoutError."""
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        pending = set(ids)
+        with self._changed:
+            self._waits[id(pending)] = pending
+        try:
+            # What ended before the leader knew of this wait rings no more.
+            self._look([pending])
+            while pending:
+                if self._is_to_lead(pending, deadline_s):
+                    self._lead(pending, deadline_s)
+                if pending and time.monotonic() >= deadline_s:
+                    raise TimeoutError(f"{len(pending)} jobs have not ended within {timeout_s} s")
+        finally:
+            with self._changed:
+                del self._waits[id(pending)]
+                if not self._waits:
+                    self._listener.close()
+
+    def _is_to_lead(self, pending: set[UUID], deadline_s: float) -> bool:
+        """Waits while another thread leads; False when that has found all, or when the time is
+        over."""
+        with self._changed:
+            while self._has_leader and pending and (left_s := deadline_s - time.monotonic()) > 0:
+                self._changed.wait(None if left_s == math.inf else left_s)
+            leads = not self._has_leader and bool(pending)
+            self._has_leader = self._has_leader or leads
+            return leads
+
+    def _lead(self, pending: set[UUID], deadline_s: float) -> None:
+        """Listen and look for all, until all its jobs have ended or its time is over."""
+        try:
+            while True:
+                with self._changed:
+                    waits = list(self._waits.values())
+                took_s = self._look(waits)
+                left_s = deadline_s - time.monotonic()
+                if not pending or left_s <= 0:
+                    return
+                self._listen(min(self._poll_s, left_s))
+                time.sleep(
+                    min(PAUSE_S + PAUSE_FACTOR * took_s, max(0.0, deadline_s - time.monotonic()))
+                )
+        finally:
+            with self._changed:
+                self._has_leader = False
+                self._changed.notify_all()
+
+    def _listen(self, timeout_s: float) -> None:
+        """Until some job has ended; without Postgres a little while."""
+        try:
+            self._listener.wait(timeout_s)
+        except (psycopg.Error, OSError):
+            time.sleep(min(THREAD_RETRY_S, timeout_s))
+
+    def _look(self, waits: Sequence[set[UUID]]) -> float:
+        """One look for all of these: how long it took. While Postgres is unreachable it finds
+        nothing."""
+        began_s = time.monotonic()
+        with self._changed:
+            asked = sorted(set().union(*waits))
+        with suppress(Unavailable):
+            ended = set(self._ended(asked))
+            with self._changed:
+                for pending in waits:
+                    pending.difference_update(ended)
+                self._changed.notify_all()
+        return time.monotonic() - began_s

@@ -3,28 +3,27 @@ public library."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from uuid import UUID
 
 from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from shardline.base.errors import NotFound, ShardlineError
-from shardline.client.asynchronous import LISTS, AsyncClient, Summaries
-from shardline.client.database import reachable
-from shardline.client.job_reader import Deltas, TextRule
+from shardline.base.errors import ShardlineError
+from shardline.client import questions
+from shardline.client.asynchronous import LISTS, AsyncClient
+from shardline.client.job_reader import JobReader
 from shardline.client.query_batcher import QueryBatcher
-from shardline.client.requests import end_of
+from shardline.client.questions import Summaries
 from shardline.client.turns import TenantTurns
-from shardline.contract.ids import JobId, one_or_many
+from shardline.contract.ids import JobId
 from shardline.contract.job import Job, JobState, Usage
-from shardline.store import jobs, listing
 from shardline.store.inserts import EncodedRequest, StoredRequest, insert_encoded
 from shardline.store.listing import PageEnd
 from shardline.store.pipelines import LivePipeline, live_pipelines
 from shardline.store.statistics import costs, reports
 from shardline.store.statistics.costs import Cost
-from shardline.streams import Place
 
 Costs = list[Cost]
 Pipelines = list[LivePipeline]
@@ -68,15 +67,13 @@ class GatewayClient(AsyncClient):
     ) -> Sequence[StoredRequest | ShardlineError]:
         """Store requests in one transaction; for each its row, or why it has none. Raises Invalid
         for a row against a rule of the table, and Unavailable: then none is stored."""
-        return await self._write(insert_encoded, requests)
+        return await self._ask(partial(insert_encoded, requests=requests))
 
     async def get(self, job_id: JobId, *, tenant: str | None = None) -> Job:
         """The job, with its result if it has one. Raises NotFound, with `tenant` also for another
         tenant's."""
         job = await super().get(job_id)
-        if tenant not in (None, job.tenant):
-            raise NotFound(f"no job has the id {job_id}")
-        return job
+        return questions.existing(job if tenant in (None, job.tenant) else None, job.id)
 
     async def list(
         self,
@@ -90,18 +87,13 @@ class GatewayClient(AsyncClient):
         """Lists as `AsyncClient.list`, of one tenant or of all. Raises Overloaded when a tenant
         asks for too many at once."""
         async with self._list_turns.take(tenant):
-            return await self._read_page(
-                listing.list_jobs,
-                state=state,
-                model=model,
-                tenant=tenant,
-                limit=limit,
-                after=end_of(after),
+            return await self._ask(
+                questions.list_jobs(state, model, limit, after, tenant), pool=self._lists
             )
 
     async def usage(self, job_id: UUID) -> Usage | None:
         """The token counts of a job's result; None without one. Raises Unavailable."""
-        return await self._read(reports.usage, job_id)
+        return await self._ask(partial(reports.usage, job_id=job_id))
 
     async def costs(
         self, *, num_days: int, by: Collection[str], model: str | None, tenant: str | None
@@ -109,36 +101,28 @@ class GatewayClient(AsyncClient):
         """What jobs took, of one tenant or of all: see `costs.costs`. Raises Overloaded as `list`
         does."""
         async with self._cost_turns.take(tenant), self._list_turns.take(None):
-            return await self._read_page(
-                costs.costs, num_days=num_days, by=by, model=model, tenant=tenant
-            )
+            asked = partial(costs.costs, num_days=num_days, by=by, model=model, tenant=tenant)
+            return await self._ask(asked, pool=self._lists)
 
     async def pipelines(self) -> Pipelines:
         """Returns all pipelines with a running lease. One query at a time answers all callers."""
-        with reachable():
-            return await self._pipelines.read(None)
+        return await self._pipelines.read(None)
 
     async def cancel(
         self, ids: JobId | Iterable[JobId], *, tenant: str | None = None
     ) -> dict[UUID, JobState]:
         """Cancels as `AsyncClient.cancel`; with `tenant`, another tenant's jobs are left out."""
-        return await self._write(jobs.request_cancel, one_or_many(ids), tenant=tenant)
+        return await self._ask(questions.cancel(ids, tenant))
 
     async def until_ended(self, job_id: UUID) -> Job:
         """Like `wait` for a job that is known to exist and may end in any way."""
         await self._reader.until_ended(job_id)
         return await self.get(job_id)
 
-    def follow(
-        self,
-        job_id: UUID,
-        *,
-        after: Place | None = None,
-        text_rule: TextRule | None = None,
-        tick_s: float | None = None,
-    ) -> AsyncIterator[Deltas]:
-        """What `stream` is made of: see JobReader.follow."""
-        return self._reader.follow(job_id, after=after, text_rule=text_rule, tick_s=tick_s)
+    @property
+    def reader(self) -> JobReader:
+        """Follows jobs, as `stream` does, from any place and with the text of their tokens."""
+        return self._reader
 
 
 def _live_pipelines(connection: Connection, asked: Sequence[None]) -> list[Pipelines]:

@@ -8,22 +8,19 @@ for all readers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from uuid import UUID
 
 import structlog
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shardline.base.config import Settings
-from shardline.base.errors import NotFound
-from shardline.client.database import AWAY, told
+from shardline.base.errors import Invalid, Unavailable
 from shardline.client.ends import Ends
+from shardline.client.job_stream import Deltas, JobStream, TextRule
 from shardline.client.query_batcher import QueryBatcher
-from shardline.contract.job import SamplingParams
-from shardline.contract.wire import Delta
-from shardline.store.progress import ProgressQuestion, read_progress
-from shardline.streams import Cursor, DeltaBuffer, DeltaReader, Place, TextOf
+from shardline.store.progress import read_progress
+from shardline.streams import DeltaBuffer, DeltaReader, Place
 
 log = structlog.get_logger(__name__)
 
@@ -32,11 +29,6 @@ MAX_FOLLOWED = 64
 
 MAX_SAID_AT_ONCE = 256
 """Tokens turned to text between two looks at other tasks; more go to a thread."""
-
-Deltas = list[Delta]
-TextRule = Callable[[SamplingParams, int, Sequence[int]], TextOf]
-"""For a job of these parameters, `max_tokens` and last tokens of its prompt: the text that a head
-gives out with its tokens."""
 
 
 class JobReader:
@@ -49,18 +41,15 @@ class JobReader:
         self._progress = QueryBatcher(
             database, read_progress, max_batch=MAX_FOLLOWED, name="progress"
         )
-        self._started = False
 
     async def close(self) -> None:
         """End the tasks and give back the connections."""
-        if self._started:
-            await self._ends.close()
+        await self._ends.close()
         await self._progress.close()
         await self._reader.close()
 
     async def until_ended(self, job_id: UUID) -> None:
         """Returns once a job that is known to exist has ended, in any way."""
-        self._start()
         buffer = DeltaBuffer()
         with self._ends.watch(job_id, buffer):
             while not buffer.ended:
@@ -80,55 +69,30 @@ class JobReader:
         Ends after the delta that has a state. Raises NotFound, and Diverged when the job goes on
         with other tokens than were given.
         """
-        self._start()
-        cursor = Cursor(after=after)
         buffer = DeltaBuffer()
+        stream = JobStream(job_id, after=after, text_rule=text_rule, is_away=self._reader.is_away)
         wait_s = min(self._poll_s, tick_s or self._poll_s)
         with self._ends.watch(job_id, buffer), self._reader.watch(job_id, buffer):
-            # First of all the newest attempt's number: its predecessors may have streamed what
-            # counts no more.
-            only_learn = text_rule is None and after is None and not self._reader.is_away
-            await self._catch_up(job_id, cursor, text_rule, only_learn=only_learn)
             while True:
-                yield cursor.take()
-                if cursor.ended:
+                await self._catch_up(stream)
+                yield stream.take()
+                if stream.ended:
                     return
-                for delta in await buffer.wait(wait_s):
-                    cursor.push(delta)
-                if buffer.ended or cursor.has_gap or self._reader.is_away:
-                    await self._catch_up(job_id, cursor, text_rule)
+                deltas = await buffer.wait(wait_s)
+                stream.hear(deltas, is_away=self._reader.is_away, has_ended=buffer.ended)
 
-    async def _catch_up(
-        self, job_id: UUID, cursor: Cursor, text_rule: TextRule | None, *, only_learn: bool = False
-    ) -> None:
-        """All pages. While Postgres is unreachable too, the stream alone must do."""
-        is_whole = False
-        while not is_whole:
+    async def _catch_up(self, stream: JobStream) -> None:
+        while question := stream.question:
             try:
-                lacks_rule = text_rule is not None and cursor.text_of is None
-                asked = ProgressQuestion(
-                    job_id, *cursor.asked(only_learn=only_learn), with_prompt_end=lacks_rule
+                progress = await self._progress.read(question)
+            except (Invalid, Unavailable) as error:
+                # Of a batch, in which another job's rows may be over a limit of Postgres.
+                log.warning(
+                    "a stream waits for its rows", job_id=str(question.job_id), error=str(error)
                 )
-                progress = await self._progress.read(asked)
-            except (DBAPIError, *AWAY) as error:
-                log.warning("a stream waits for its rows", job_id=str(job_id), error=told(error))
-                return
-            if progress is None:
-                raise NotFound(f"no job has the id {job_id}")
-            if text_rule is not None and cursor.text_of is None and progress.max_tokens is not None:
-                cursor.text_of = text_rule(
-                    progress.params, progress.max_tokens, progress.prompt_end
-                )
-            num_said = 0 if cursor.text_of is None else cursor.num_unsaid + len(progress.token_ids)
-            if num_said > MAX_SAID_AT_ONCE:
-                await asyncio.to_thread(cursor.catch_up, progress, only_learn=only_learn)
+                stream.skip()
+                continue
+            if progress is not None and stream.num_texts(progress) > MAX_SAID_AT_ONCE:
+                await asyncio.to_thread(stream.answer, progress)
             else:
-                cursor.catch_up(progress, only_learn=only_learn)
-            is_whole = progress.is_whole and (progress.state is None or cursor.ended)
-            only_learn = only_learn and not progress.is_whole
-
-    def _start(self) -> None:
-        if not self._started:
-            self._started = True
-            self._ends.start()
-            self._reader.start()
+                stream.answer(progress)

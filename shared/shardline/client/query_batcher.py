@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from sqlalchemy import Connection
@@ -18,20 +17,12 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shardline.base.aio import cancel_and_wait, is_cancelled
-from shardline.client.database import AWAY
+from shardline.client.database import AWAY, reachable
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Waiting(Generic[Asked, Answer]):
-    """One question."""
-
-    asked: Asked
-    answer: asyncio.Future[Answer] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+Waiting = tuple[Asked, asyncio.Future[Answer]]
+"""One question, and where its answer goes."""
 
 
 class QueryBatcher(Generic[Asked, Answer]):
@@ -60,13 +51,14 @@ class QueryBatcher(Generic[Asked, Answer]):
             await cancel_and_wait(self._task)
 
     async def read(self, asked: Asked) -> Answer:
-        """Raises what the driver raises while Postgres is unreachable."""
+        """Raises Unavailable, Invalid, and what the query raises."""
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name=self._name)
-        waiting: Waiting[Asked, Answer] = Waiting(asked=asked)
-        self._waiting.append(waiting)
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting.append((asked, answer))
         self._bell.set()
-        return await waiting.answer
+        with reachable():
+            return await answer
 
     async def _run(self) -> None:
         while not is_cancelled():
@@ -76,18 +68,18 @@ class QueryBatcher(Generic[Asked, Answer]):
                 batch = [
                     self._waiting.popleft() for _ in range(min(len(self._waiting), self._max_batch))
                 ]
-                if asking := [one for one in batch if not one.answer.done()]:
+                if asking := [one for one in batch if not one[1].done()]:
                     await self._answer(asking)
 
     async def _answer(self, batch: Sequence[Waiting[Asked, Answer]]) -> None:
         try:
             async with self._database.connect() as connection:
-                found = await connection.run_sync(self._query, [one.asked for one in batch])
+                found = await connection.run_sync(self._query, [asked for asked, _ in batch])
         except (DBAPIError, *AWAY) as error:
             _fail(batch, error)
         except asyncio.CancelledError:
-            for one in batch:
-                one.answer.cancel()
+            for _, future in batch:
+                future.cancel()
             raise
         except Exception as error:  # noqa: BLE001 (a bad row fails its own caller alone)
             if len(batch) == 1:
@@ -96,12 +88,12 @@ class QueryBatcher(Generic[Asked, Answer]):
             for one in batch:
                 await self._answer([one])
         else:
-            for one, answer in zip(batch, found, strict=True):
-                if not one.answer.done():
-                    one.answer.set_result(answer)
+            for (_, future), answer in zip(batch, found, strict=True):
+                if not future.done():
+                    future.set_result(answer)
 
 
 def _fail(batch: Sequence[Waiting[Asked, Answer]], error: Exception) -> None:
-    for one in batch:
-        if not one.answer.done():
-            one.answer.set_exception(error)
+    for _, future in batch:
+        if not future.done():
+            future.set_exception(error)

@@ -5,17 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-from uuid import UUID
 
 import msgspec
 
-from shardline.base.config import Settings
-from shardline.base.errors import Invalid, JobCancelled, JobEnded, JobExpired, JobFailed, NotFound
+from shardline.base.errors import Invalid, JobCancelled, JobEnded, JobExpired, JobFailed
 from shardline.contract import plain_json
-from shardline.contract.ids import JobId, as_id
 from shardline.contract.job import DEFAULT_TENANT, Job, JobRequest, JobState
 from shardline.contract.request_parsing import parse_request
-from shardline.store.listing import PageEnd
 
 MAX_REQUESTS = 100_000
 """Of one call, which is one transaction."""
@@ -70,23 +66,19 @@ def _plain_messages(messages: object) -> object:
         ) from error
 
 
-def check_all_exist(wanted: Iterable[UUID], found: Iterable[Job]) -> None:
-    """Checks that no caller waits for a job that is not there. Raises NotFound, naming one."""
-    missing = set(wanted) - {job.id for job in found}
-    if missing:
-        raise NotFound(f"no job has the id {min(missing)}")
-
-
-def succeeded(job: Job) -> Job:
+def succeeded(job: Job, state: str | None = None) -> Job:
     """The job, if it succeeded. Raises JobFailed, JobCancelled or JobExpired with the recorded
-    reason."""
-    if job.state is not JobState.SUCCEEDED:
-        raise error_of(job.state, f"job {job.id}", job.error)
+    reason.
+
+    `state` is that of a stream's last delta, which may be ahead of the row.
+    """
+    ended = JobState(state or job.state)
+    if ended is not JobState.SUCCEEDED:
+        raise _error_of(ended, f"job {job.id}", job.error)
     return job
 
 
-def error_of(state: JobState, name: str, error: Mapping[str, Any] | None) -> JobEnded:
-    """Why a job has no completion, as the error that a waiter gets."""
+def _error_of(state: JobState, name: str, error: Mapping[str, Any] | None) -> JobEnded:
     if state is JobState.CANCELLED:
         return JobCancelled(f"{name} was cancelled")
     if state is JobState.EXPIRED:
@@ -96,14 +88,3 @@ def error_of(state: JobState, name: str, error: Mapping[str, Any] | None) -> Job
         str(reason[key]) for key in ("field", "problem", "remedy", "message") if reason.get(key)
     ]
     return JobFailed(f"{name} failed: {': '.join(words) or 'no reason was recorded'}")
-
-
-def end_of(after: JobId | PageEnd | None) -> UUID | PageEnd | None:
-    """Returns where a page of a list begins. Raises Invalid."""
-    return after if after is None or isinstance(after, PageEnd) else as_id(after, "after")
-
-
-def settings_with(**given: str | None) -> Settings:
-    """The environment's settings; what is given comes first."""
-    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return Settings(**values)

@@ -2,8 +2,7 @@
 is in Postgres."""
 
 from shardline.streams.cursor import Cursor, Place, TextOf
-from shardline.streams.reader import DeltaBuffer, DeltaReader
-from shardline.streams.reader_sync import SyncDeltaReader
+from shardline.streams.reader import DeltaBuffer, DeltaReader, SyncDeltaReader
 from shardline.streams.writer import DeltaWriter
 
 __all__ = [

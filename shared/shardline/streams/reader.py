@@ -1,21 +1,23 @@
-"""Many streams followed over one connection. Hands deltas out as they come; knows no order and no
-Postgres."""
+"""Streams followed for tasks over one connection, or by a thread. Hands deltas out as they come;
+knows no order and no Postgres."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 from uuid import UUID
 
+import redis
 import structlog
 from redis.exceptions import RedisError, ResponseError
 
 from shardline.base.aio import cancel_and_wait, is_cancelled
 from shardline.base.errors import ProtocolError
-from shardline.base.redis import async_redis_client
+from shardline.base.redis import async_redis_client, redis_client
 from shardline.contract.keys import job_stream
 from shardline.contract.wire import DELTA_FIELD, Delta, decode_delta
 
@@ -28,6 +30,7 @@ PAUSE_S = 0.004
 """Between reads, so that many streams' deltas travel together."""
 
 RETRY_S = 0.5
+THREAD_RETRY_S = 0.2
 TIMEOUT_S = 5.0
 MAX_KEYS_PER_READ = 256
 """More streams are read in turns that do not block: one command and its answer stay small."""
@@ -90,10 +93,6 @@ class DeltaReader:
         self._any_watched = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Begin to read, in a separate task."""
-        self._task = asyncio.create_task(self._run(), name="deltas")
-
     async def close(self) -> None:
         """End the task and the connection."""
         if self._task is not None:
@@ -104,6 +103,8 @@ class DeltaReader:
     def watch(self, job_id: UUID, buffer: DeltaBuffer) -> Iterator[None]:
         """While inside, the job's deltas go to `buffer`: all that its stream holds, then new
         ones."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="deltas")
         key = job_stream(job_id).encode()
         self._watched.setdefault(key, []).append(buffer)
         # A second watcher of the same stream has it read again from its beginning; the first
@@ -200,3 +201,38 @@ def deltas_of(entries: list[tuple[bytes, dict[bytes, bytes]]]) -> Iterator[Delta
             yield decode_delta(fields.get(DELTA_FIELD.encode(), b""))
         except ProtocolError as error:
             log.warning("a stream holds an entry that is no delta", error=str(error)[:200])
+
+
+class SyncDeltaReader:
+    """A job's stream from its beginning. While Redis is unreachable it has nothing, and `is_away`
+    is true."""
+
+    def __init__(self, client: redis.Redis, job_id: UUID) -> None:
+        self.is_away = False
+        self._redis = client
+        self._key = job_stream(job_id)
+        self._last_id: bytes | str = "0"
+
+    @staticmethod
+    def connect(redis_url: str) -> redis.Redis:
+        """Returns a connection with reads that may block for up to TIMEOUT_S."""
+        return redis_client(redis_url, timeout_s=TIMEOUT_S, protocol=2)
+
+    def read(self, block_s: float) -> list[Delta]:
+        """The deltas that came, at the latest after `block_s`."""
+        if self.is_away:
+            time.sleep(min(THREAD_RETRY_S, block_s))
+        block_ms = max(1, int(min(block_s, TIMEOUT_S / 2) * 1_000))
+        try:
+            reply: Any = self._redis.xread(
+                {self._key: self._last_id}, count=MAX_ENTRIES_PER_READ, block=block_ms
+            )
+        except (RedisError, OSError):
+            self.is_away = True
+            self._last_id = "0"
+            return []
+        self.is_away = False
+        entries = reply[0][1] if reply else []
+        if entries:
+            self._last_id = entries[-1][0]
+        return list(deltas_of(entries))

@@ -100,7 +100,7 @@ async def test_following_an_unknown_job_from_a_place_is_not_found(
 ) -> None:
     async with GatewayClient(database_url=database_url, redis_url=redis_url) as client:
         with pytest.raises(NotFound):
-            await anext(client.follow(uuid4(), after=Place(num_tokens=1, digest=None)))
+            await anext(client.reader.follow(uuid4(), after=Place(num_tokens=1, digest=None)))
 
 
 async def test_waiting_for_a_job_that_never_ends_times_out(client: AsyncClient) -> None:

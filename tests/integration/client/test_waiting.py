@@ -13,7 +13,7 @@ import psycopg
 import pytest
 
 from shardline.client import AsyncClient, Client
-from shardline.client.ends_sync import SyncEnds
+from shardline.client.ends import SyncEnds
 from shardline.contract.job import JobState
 from shardline.contract.tables import DONE_CHANNEL
 from shardline.store.connection.database_url import libpq_parameters
@@ -78,7 +78,7 @@ def test_one_listener_serves_all_waiting_threads_after_its_connection_is_cut(
     ):
         ids = [client.submit("clerk", PROMPT) for _ in range(NUM_WAITING)]
         waiting = [threads.submit(client.wait, job_id, 60) for job_id in ids]
-        while client._ends.num_waiting < NUM_WAITING:
+        while len(client._ends._waits) < NUM_WAITING:
             server.listeners()
         first = server.until_others_listen(set())
         server.cut(first)
@@ -87,7 +87,7 @@ def test_one_listener_serves_all_waiting_threads_after_its_connection_is_cut(
         jobs = [future.result() for future in waiting]
     assert (len(first), len(second)) == (1, 1)
     assert [(job.id, job.state) for job in jobs] == [(job_id, JobState.SUCCEEDED) for job_id in ids]
-    assert client._ends.num_waiting == 0
+    assert not client._ends._waits
 
 
 async def test_one_listener_serves_all_waiting_tasks_after_its_connection_is_cut(
@@ -132,7 +132,7 @@ def test_the_next_waiter_hears_the_bell_when_the_listener_leaves(
         leader = threads.submit(ends.wait, [first], None)
         server.until_others_listen(set())
         follower = threads.submit(ends.wait, [second], None)
-        while ends.num_waiting < 2:
+        while len(ends._waits) < 2:
             server.listeners()
         for job_id, waiting in ((first, leader), (second, follower)):
             ended.add(job_id)

@@ -123,7 +123,6 @@ async def test_one_connection_serves_many_readers(
     writer: DeltaWriter, redis_url: str, server: redis.Redis, num_readers: int
 ) -> None:
     reader = DeltaReader(redis_url)
-    reader.start()
     jobs = [uuid4() for _ in range(num_readers)]
     buffers = [DeltaBuffer() for _ in jobs]
     with ExitStack() as watching:

@@ -51,9 +51,9 @@ def test_the_gateways_client_adds_what_only_a_door_needs() -> None:
     assert public(GatewayClient) - METHODS == {
         "costs",
         "database",
-        "follow",
         "insert",
         "pipelines",
+        "reader",
         "until_ended",
         "usage",
     }

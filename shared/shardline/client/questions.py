@@ -1,0 +1,127 @@
+"""The questions of all clients: which call of the store answers each, and which answers are errors.
+Without I/O.
+
+Each function checks what a caller passed and returns a question: a function of a connection, which
+a client calls in a transaction, for threads or for asyncio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+from uuid import UUID
+
+from sqlalchemy import Connection
+
+from shardline.base.errors import NotFound
+from shardline.client.requests import succeeded
+from shardline.contract.ids import JobId, as_id, as_ids, one_or_many
+from shardline.contract.job import Job, JobRequest, JobState, JobSummary
+from shardline.store import dead_letters, jobs, listing
+from shardline.store.dead_letters import DeadLetter
+from shardline.store.listing import PageEnd
+from shardline.store.statistics.reports import states
+
+MAX_IDS_PER_QUERY = 1_000
+
+Answer = TypeVar("Answer")
+Question = Callable[[Connection], Answer]
+
+# Names for annotations: inside the clients `list` is the method.
+Ids = list[UUID]
+Jobs = list[Job]
+Summaries = list[JobSummary]
+
+
+def insert(requests: Sequence[JobRequest]) -> Question[Ids]:
+    """Store all of them, or none; ids in the same order. Raises Conflict."""
+    return lambda connection: [one.job_id for one in jobs.insert_jobs(connection, requests)]
+
+
+def get_many(ids: Iterable[JobId]) -> Question[Jobs]:
+    """Read those that exist, in the order of `ids`."""
+    return partial(_jobs, ids=as_ids(ids))
+
+
+def rows(connection: Connection, ids: Sequence[UUID]) -> list[Job | None]:
+    """Returns the job of each id, for callers of different jobs."""
+    found = {job.id: job for job in jobs.get_jobs(connection, list(set(ids)))}
+    return [found.get(job_id) for job_id in ids]
+
+
+def existing(found: Answer | None, job_id: UUID) -> Answer:
+    """Returns what was found of a job. Raises NotFound."""
+    if found is None:
+        raise NotFound(f"no job has the id {job_id}")
+    return found
+
+
+def list_jobs(
+    state: JobState | None,
+    model: str | None,
+    limit: int,
+    after: JobId | PageEnd | None,
+    tenant: str | None = None,
+) -> Question[Summaries]:
+    """Read one page, of one tenant or of all. Raises Invalid."""
+    end = after if after is None or isinstance(after, PageEnd) else as_id(after, "after")
+    return partial(
+        listing.list_jobs, state=state, model=model, tenant=tenant, limit=limit, after=end
+    )
+
+
+def list_dead(model: str | None, limit: int, after: JobId | None) -> Question[Summaries]:
+    """Read one page of dead letters. Raises Invalid."""
+    end = None if after is None else as_id(after, "after")
+    return partial(listing.list_dead, model=model, limit=limit, after=end)
+
+
+def get_dead(job_id: JobId) -> Question[DeadLetter]:
+    """Read a dead letter. Raises NotFound, Invalid."""
+    return partial(dead_letters.get_dead, job_id=as_id(job_id))
+
+
+def replay(job_id: JobId, idempotency_key: str | None) -> Question[UUID]:
+    """Store a dead letter as a new job. Raises NotFound, Invalid, Conflict."""
+    return partial(dead_letters.replay, job_id=as_id(job_id), idempotency_key=idempotency_key)
+
+
+def cancel(
+    ids: JobId | Iterable[JobId], tenant: str | None = None
+) -> Question[dict[UUID, JobState]]:
+    """Ask for the end of jobs, of one tenant or of all."""
+    return partial(jobs.request_cancel, ids=one_or_many(ids), tenant=tenant)
+
+
+def check_exist(ids: Sequence[UUID]) -> Question[None]:
+    """Check that nobody waits for a job that is not there. Raises NotFound, naming one."""
+
+    def check(connection: Connection) -> None:
+        if missing := set(ids) - states(connection, ids).keys():
+            raise NotFound(f"no job has the id {min(missing)}")
+
+    return check
+
+
+def ended(ids: Sequence[UUID]) -> Question[Ids]:
+    """Find those that have ended."""
+    return lambda connection: [
+        found for some in _chunks(ids) for found in jobs.ended(connection, some)
+    ]
+
+
+def outcomes(ids: Sequence[UUID], *, must_succeed: bool) -> Question[Jobs]:
+    """Read jobs that have ended. With `must_succeed` raises the end of one that did not."""
+    return lambda connection: [
+        succeeded(job) if must_succeed else job for job in _jobs(connection, ids)
+    ]
+
+
+def _jobs(connection: Connection, ids: Sequence[UUID]) -> Jobs:
+    return [job for some in _chunks(ids) for job in jobs.get_jobs(connection, some)]
+
+
+def _chunks(ids: Sequence[UUID]) -> Iterator[Sequence[UUID]]:
+    for start in range(0, len(ids), MAX_IDS_PER_QUERY):
+        yield ids[start : start + MAX_IDS_PER_QUERY]
