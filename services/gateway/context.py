@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from services.gateway.admission import Admission
 from services.gateway.catalog import ModelCatalog
+from services.gateway.client import GatewayClient
 from services.gateway.guard import Guard, allowed_hosts
 from services.gateway.http.answers import UnsentAnswers
 from services.gateway.insert_batcher import InsertBatcher
@@ -19,7 +20,6 @@ from services.gateway.keyring import Keyring
 from services.gateway.settings import GatewaySettings
 from shardline.base.metrics import GatewayMetrics, serve
 from shardline.base.tracing import Tracer
-from shardline.client.gateway import GatewayClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from services.gateway.client import GatewayClient
 from shardline.base.aio import cancel_and_wait
 from shardline.base.errors import ShardlineError, Unavailable
 from shardline.base.metrics import GatewayMetrics
-from shardline.client.gateway import GatewayClient
 from shardline.store.inserts import EncodedRequest, StoredRequest
 
 MAX_BATCH = 256

@@ -19,6 +19,7 @@ from sqlalchemy import Connection, Engine, text
 from structlog.testing import capture_logs
 
 from services.gateway import keyring
+from services.gateway.client import GatewayClient
 from services.gateway.insert_batcher import InsertBatcher
 from services.gateway.keyring import Keyring
 from services.relay.canceller import Canceller
@@ -34,7 +35,6 @@ from services.stage.pipeline.registry import RedisRegistry
 from shardline.base.config import Times
 from shardline.base.errors import Conflict
 from shardline.base.metrics import GatewayMetrics, RelayMetrics
-from shardline.client.gateway import GatewayClient
 from shardline.client.query_batcher import QueryBatcher
 from shardline.contract.api_key import parse_key
 from shardline.contract.job import JobState

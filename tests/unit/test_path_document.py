@@ -30,8 +30,8 @@ OFF_THE_PATH = {
         shardline/base/errors shardline/base/failpoints shardline/contract/ids
         shardline/contract/keys shardline/base/log shardline/base/metrics shardline/base/redis
         shardline/base/rounding shardline/contract/tables shardline/store/connection/database
-        shardline/client/base_client shardline/client/database gateway/errors stage/metrics shardline_scheduler/step_times
-        stage/jobs/outage
+        shardline/client/base_client shardline/client/database gateway/errors stage/metrics
+        shardline_scheduler/step_times stage/jobs/outage
     """,
     "types alone": """
         gateway/bodies gateway/schemas shardline/client/fields shardline/contract/job
@@ -68,8 +68,8 @@ OFF_THE_PATH = {
     """,
     "for other requests": """
         gateway/http/answers gateway/routes/costs gateway/routes/health gateway/routes/jobs
-        shardline/client/questions shardline/client/requests shardline/client/turns shardline/store/statistics/costs
-        shardline/store/dead_letters shardline/store/jobs shardline/store/listing
+        shardline/client/questions shardline/client/requests gateway/turns
+        shardline/store/statistics/costs shardline/store/dead_letters shardline/store/listing
         shardline/store/idempotency shardline/store/statistics/reports shardline/tokenize/chat
         shardline/tokenize/token_texts stage/attention/sdpa stage/attention/triton_backend
     """,

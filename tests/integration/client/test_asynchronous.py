@@ -11,11 +11,11 @@ import pytest
 from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from services.gateway.client import GatewayClient
 from services.standalone.servers import Postgres, Valkey
 from shardline.base.errors import Diverged, Invalid, JobCancelled, JobFailed, NotFound
 from shardline.client import AsyncClient
 from shardline.client.asynchronous import MAX_ROWS
-from shardline.client.gateway import GatewayClient
 from shardline.contract.job import Job, JobState
 from shardline.contract.wire import Delta
 from shardline.store.connection.database import connect, connect_async

@@ -7,8 +7,8 @@ import inspect
 
 import pytest
 
+from services.gateway.client import GatewayClient
 from shardline.client import AsyncClient, Client
-from shardline.client.gateway import GatewayClient
 
 METHODS = {
     "cancel",

@@ -1,5 +1,5 @@
-"""The client of the gateway: what a door on the network needs beyond a producer. No part of the
-public library."""
+"""The client of the gateway: what a door on the network needs beyond a producer. Owns no
+statement."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from uuid import UUID
 from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from services.gateway.turns import TenantTurns
 from shardline.base.errors import ShardlineError
 from shardline.client import questions
 from shardline.client.asynchronous import LISTS, AsyncClient
 from shardline.client.job_reader import JobReader
 from shardline.client.query_batcher import QueryBatcher
 from shardline.client.questions import Summaries
-from shardline.client.turns import TenantTurns
 from shardline.contract.ids import JobId
 from shardline.contract.job import Job, JobState, Usage
 from shardline.store.inserts import EncodedRequest, StoredRequest, insert_encoded

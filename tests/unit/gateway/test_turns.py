@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from services.gateway.turns import MAX_WAITING, TenantTurns
 from shardline.base.errors import Overloaded
-from shardline.client.turns import MAX_WAITING, TenantTurns
 
 
 async def test_who_asks_much_waits_for_itself_and_not_the_others() -> None:
