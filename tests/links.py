@@ -22,17 +22,23 @@ from services.stage.pipeline.assembly import PipelineAssembly
 from services.stage.pipeline.control_client import ControlClient
 from services.stage.pipeline.control_server import ControlServer
 from services.stage.pipeline.pipeline import Pipeline
-from services.stage.pipeline.status import Capacity, StageProgress, StageStatus
+from services.stage.pipeline.status import StageProgress, StageStatus
 from shardline.base.config import Times
-from shardline.contract.wire import StageCard
+from shardline.contract.wire import Capacity, StageCard
 
 TIMES = Times(heartbeat_s=0.15, link_dead_s=4.0, unbind_s=2.0, stall_s=60.0)
 PATIENCE_S = 60.0
 NUM_LAYERS = 12
 
 
+CAPACITY_FIELDS = Capacity.__struct_fields__
+ROOMY = Capacity(num_blocks=100, exactness="e", exact=True, move_us=1000)
+
+
 def make_card(first_layer: int, last_layer: int, **changes: Any) -> StageCard:
-    """A stage's card; all made here fit each other, but for `changes`."""
+    """Returns a stage's card; all made here fit each other, but for `changes` of it and of its
+    capacity."""
+    of_capacity = _of_capacity(changes)
     card = StageCard(
         incarnation=uuid4().hex,
         worker=f"stage-{first_layer}@{uuid4().hex[:4]}",
@@ -46,19 +52,21 @@ def make_card(first_layer: int, last_layer: int, **changes: Any) -> StageCard:
         device="cpu:0",
         weights_dtype="float32",
         machine="m",
+        capacity=msgspec.structs.replace(ROOMY, **of_capacity),
     )
     return msgspec.structs.replace(card, **changes)
 
 
-ROOMY = {"num_blocks": 100, "exactness": "e", "exact": True, "num_slots": 0, "move_s": 0.001}
-"""The capacity of a stage, which options change."""
+def _of_capacity(options: dict[str, Any]) -> dict[str, Any]:
+    """Takes those of a capacity out of `options`."""
+    return {name: options.pop(name) for name in CAPACITY_FIELDS if name in options}
 
 
 class Stage:
     """A stage without an engine: what its link tells it queues in `wirings`, `unbinds` and
     `exits`."""
 
-    def __init__(self, sockets: Sockets, card: StageCard, times: Times, **options: Any) -> None:
+    def __init__(self, sockets: Sockets, card: StageCard, times: Times) -> None:
         self.wirings: queue.Queue[Wiring] = queue.Queue()
         self.unbinds: queue.Queue[None] = queue.Queue()
         self.exits: queue.Queue[str] = queue.Queue()
@@ -67,14 +75,8 @@ class Stage:
         self.may_answer = threading.Event()
         self.may_answer.set()
         self._wired: Wiring | None = None
-        self.link = ControlServer(
-            card=card,
-            capacity=Capacity(**{**ROOMY, **options}),
-            sockets=sockets,
-            hop=ZeroMqHop(sockets, times),
-            host=self,
-            times=times,
-        )
+        hop = ZeroMqHop(sockets, times)
+        self.link = ControlServer(card=card, sockets=sockets, hop=hop, host=self, times=times)
         self.link.start()
 
     def has_told(self, status: StageStatus) -> None:
@@ -140,7 +142,6 @@ class Head:
         next_epoch: Callable[[], int] | None = None,
         readies: queue.Queue[Wiring] | None = None,
         far_int8: bool = False,
-        **options: Any,
     ) -> None:
         self.readies: queue.Queue[Wiring] = readies or queue.Queue()
         self.losses: queue.Queue[str] = queue.Queue()
@@ -151,7 +152,6 @@ class Head:
         assembly = PipelineAssembly(
             pipeline=uuid4(),
             card=card,
-            capacity=Capacity(**{**ROOMY, **options}),
             sockets=sockets,
             hop=ZeroMqHop(sockets, times),
             timeout_s=times.link_dead_s,
@@ -217,21 +217,15 @@ class Pipes:
     def stage(
         self, first_layer: int, last_layer: int, times: Times = TIMES, **options: Any
     ) -> Stage:
-        """One more stage. Options of its capacity, else changes to its card."""
-        own = {name: options.pop(name) for name in ROOMY if name in options}
-        stage = Stage(self.sockets, make_card(first_layer, last_layer, **options), times, **own)
+        """One more stage; options change its card."""
+        stage = Stage(self.sockets, make_card(first_layer, last_layer, **options), times)
         self.stages.append(stage)
         return stage
 
     def head(self, last_layer: int, times: Times = TIMES, **options: Any) -> Head:
-        """One more head, forming at once."""
-        head = Head(
-            self.sockets,
-            make_card(0, last_layer),
-            times,
-            options.pop("cards", self.cards),
-            **options,
-        )
+        """One more head, forming at once. Options of its capacity change its card."""
+        card = make_card(0, last_layer, **_of_capacity(options))
+        head = Head(self.sockets, card, times, options.pop("cards", self.cards), **options)
         self.heads.append(head)
         return head
 

@@ -70,7 +70,6 @@ class Follower:
         self._adapter_watch = loaded.watch_adapters()
         self._control = ControlServer(
             card=loaded.card,
-            capacity=loaded.capacity,
             sockets=loaded.sockets,
             hop=ZeroMqHop(loaded.sockets, times),
             host=self,

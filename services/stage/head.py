@@ -4,7 +4,6 @@ takes jobs."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 from uuid import NAMESPACE_URL, uuid5
 
@@ -94,11 +93,11 @@ class Head:
             self._database,
             self._name,
             model=settings.name,
-            fingerprint=loaded.weights,
+            fingerprint=loaded.card.fingerprint,
             head=loaded.worker,
             lease_s=settings.times.lease_s,
         )
-        self._model_row = loaded.info.row(name=settings.name, fingerprint=loaded.weights)
+        self._model_row = loaded.info.row(name=settings.name, fingerprint=loaded.card.fingerprint)
         self._publisher = DeltaPublisher(backends.open_delta_sink())
         store_result = backends.result_store()
         self._results = None if store_result is None else ResultPublisher(store_result)
@@ -157,7 +156,6 @@ class Head:
         assembly = PipelineAssembly(
             pipeline=uuid5(NAMESPACE_URL, f"pipeline {self._name}"),
             card=loaded.card,
-            capacity=loaded.capacity,
             sockets=loaded.sockets,
             hop=ZeroMqHop(loaded.sockets, settings.times),
             timeout_s=settings.times.link_dead_s,
@@ -191,7 +189,6 @@ class Head:
 
     def describe(self) -> Mapping[str, Any]:
         """Returns what `inspect stage` shows."""
-        status = asdict(self._pipeline.status())
         return {
             **self._loaded.describe(),
             "role": "head",
@@ -201,7 +198,7 @@ class Head:
             "waiting": self._scheduler.num_waiting,
             "kv_slots_used": self._scheduler.slots_used,
             "lanes": self._scheduler.config.num_lanes,
-            "pipeline": {**status, "name": self._name},
+            "pipeline": {**self._pipeline.status().describe(), "name": self._name},
         }
 
     def trace(self) -> Mapping[str, Any]:
@@ -254,10 +251,7 @@ class Head:
         """The engine steps from now on; jobs come once Postgres knows."""
         identity = identity_of(
             wiring,
-            model=self._settings.name,
-            worker=self.worker,
             pipeline=self._name,
-            fingerprint=self._loaded.weights,
             revision=self._loaded.info.revision,
             software={"dtype": self._settings.dtype, **software()},
         )

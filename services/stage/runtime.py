@@ -6,6 +6,7 @@ worker.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import socket
@@ -38,11 +39,10 @@ from services.stage.layer_range import layers_of
 from services.stage.model.cpu_parts import parse_parts
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.weights import fingerprint, unchanged
-from services.stage.pipeline.status import Capacity
 from services.stage.settings import StageSettings
 from shardline.base.clock import monotonic_s, wall_clock_s
 from shardline.base.errors import Invalid
-from shardline.contract.wire import StageCard, StageTrace, StepSpan
+from shardline.contract.wire import Capacity, StageCard, StageTrace, StepSpan
 from shardline.host.threads import run_in_fresh_thread
 from shardline_fleet.drift import WINDOW_S, Drift
 from shardline_fleet.planner import DeviceProfile, ModelCosts
@@ -107,7 +107,6 @@ class LoadedStage:
     layers: range
     device: Device
     executor: Executor
-    weights: str
     card: StageCard
     sockets: SocketFactory
     worker: str
@@ -115,19 +114,6 @@ class LoadedStage:
     """None: the device was never measured."""
     power: Power | None = None
     """None: what the device draws is unknown."""
-
-    @property
-    def capacity(self) -> Capacity:
-        """What it tells the head."""
-        executor = self.executor
-        return Capacity(
-            num_blocks=executor.num_blocks,
-            exactness=executor.fingerprint,
-            exact=executor.exact,
-            num_slots=executor.offload.num_slots,
-            move_s=executor.offload.move_s,
-            power=self.power.source if self.power else "",
-        )
 
     @property
     def is_head(self) -> bool:
@@ -294,22 +280,36 @@ def load(placed: PlacedStage) -> LoadedStage:
         exact=executor.exact,
         kv_blocks=executor.num_blocks,
     )
+    power = power_of(device, settings.device_watts)
     return LoadedStage(
         settings=settings,
         info=info,
         layers=layers,
         device=device,
         executor=executor,
-        weights=weights,
-        card=_card(placed, executor, weights),
+        card=_card(placed, executor, weights, power),
         sockets=hop_sockets(settings),
         worker=worker,
         drift=_drift_of(placed, executor),
-        power=power_of(device, settings.device_watts),
+        power=power,
     )
 
 
-def _card(placed: PlacedStage, executor: Executor, weights: str) -> StageCard:
+def capacity_of(executor: Executor, power: Power | None) -> Capacity:
+    """Returns what the stage's card tells heads."""
+    return Capacity(
+        num_blocks=executor.num_blocks,
+        exactness=executor.fingerprint,
+        exact=executor.exact,
+        num_slots=executor.offload.num_slots,
+        move_us=math.ceil(executor.offload.move_s * 1e6),
+        power=power.source if power else "",
+    )
+
+
+def _card(
+    placed: PlacedStage, executor: Executor, weights: str, power: Power | None
+) -> StageCard:
     return StageCard(
         incarnation=uuid4().hex,
         worker=placed.worker,
@@ -324,6 +324,7 @@ def _card(placed: PlacedStage, executor: Executor, weights: str) -> StageCard:
         pid=os.getpid(),
         weights_dtype=placed.settings.dtype,
         machine=boot_id(),
+        capacity=capacity_of(executor, power),
     )
 
 

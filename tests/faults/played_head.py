@@ -58,7 +58,7 @@ class PlayedHead:
                 place=1,
                 num_stages=2,
                 num_lanes=NUM_LANES,
-                num_blocks=welcome.num_blocks,
+                num_blocks=welcome.card.capacity.num_blocks,
                 next_address=self._results.address,
             )
         )
@@ -123,8 +123,9 @@ class PlayedHead:
         self._call.register(poller)
         while True:
             message = self._call.receive()
-            if isinstance(message, messages.Pong) and message.epoch == self.epoch and message.error:
-                return message.error
+            status = message.status if isinstance(message, messages.Pong) else None
+            if status is not None and status.error and status.epoch == self.epoch:
+                return status.error
             if message is None:
                 assert poller.poll(int(PATIENCE_S * 1000)), (
                     "the stage says nothing of its lost epoch"

@@ -28,12 +28,12 @@ from services.stage.follower import Follower
 from services.stage.head import Head, end_leases_of_predecessor
 from services.stage.jobs.delta_publisher import DeltaSink
 from services.stage.pipeline.registry import Registry
-from services.stage.runtime import LoadedStage, pipeline_of
+from services.stage.runtime import LoadedStage, capacity_of, pipeline_of
 from shardline.base.config import Times
 from shardline.base.errors import Unavailable
 from shardline.base.metrics import RelayMetrics
 from shardline.contract.job import MAX_CRASHES
-from shardline.contract.wire import StageCard
+from shardline.contract.wire import Capacity, StageCard
 from shardline_scheduler.offload import OffloadTerms
 from shardline_scheduler.step_plan import StepPlan
 from tests.simulation.loom import Event, Loom, Process, current, elapse, now_s
@@ -215,8 +215,7 @@ class StageMachine(Machine):
             layers=self.layers,
             device=cast(Any, SimpleNamespace(name="cpu:0", release=lambda: None)),
             executor=cast(Any, self.toy),
-            weights="w",
-            card=self._card(),
+            card=self._card(capacity_of(cast(Any, self.toy), power=None)),
             sockets=Sockets(site.network, self.process, dead_s=TIMES.link_dead_s),
             worker=self.name,
         )
@@ -224,7 +223,7 @@ class StageMachine(Machine):
     def on_step(self, plan: StepPlan) -> None:
         """Before a step is computed."""
 
-    def _card(self) -> StageCard:
+    def _card(self, capacity: Capacity) -> StageCard:
         return StageCard(
             incarnation=f"{self.name} {self.site.num_incarnations}",
             worker=self.name,
@@ -238,6 +237,7 @@ class StageMachine(Machine):
             device="cpu:0",
             weights_dtype="float32",
             machine=self.name,
+            capacity=capacity,
         )
 
 

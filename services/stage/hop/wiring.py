@@ -6,9 +6,13 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 from uuid import UUID
 
+import msgspec
+
 from services.stage.hop import Receiver, Sender
+from shardline.contract.wire import StageCard
 
 UNKNOWN = "unknown"
 """How results name the source of a power that is not known."""
@@ -16,23 +20,18 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One stage of a formed pipeline, as it describes itself."""
+    """One stage of a formed pipeline."""
 
-    incarnation: str
-    worker: str
-    device: str
-    weights_dtype: str
-    """`int8`, or the dtype of activations."""
-    first_layer: int
-    last_layer: int
-    num_blocks: int
-    """The number of KV blocks that its memory holds."""
-    exactness: str
-    exact: bool
+    card: StageCard
+    """As the stage describes itself."""
     sends_int8: bool = False
     """Its activations leave as int8."""
-    power: str = ""
-    """The source of its device's power; empty: not known."""
+
+    def describe(self) -> dict[str, Any]:
+        """Returns facts for people and tests."""
+        facts = msgspec.structs.asdict(self.card)
+        capacity = msgspec.structs.asdict(facts.pop("capacity"))
+        return {**facts, **capacity, "sends_int8": self.sends_int8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +80,7 @@ class Wiring:
     def exact(self) -> bool:
         """Returns, on the head, whether every stage keeps the exactness rules, and sends its
         activations as they are."""
-        return all(member.exact and not member.sends_int8 for member in self.members)
+        return all(member.card.capacity.exact and not member.sends_int8 for member in self.members)
 
     @property
     def exactness(self) -> str:
@@ -90,14 +89,15 @@ class Wiring:
         have which fingerprint, and where activations are rounded, decides the bits; how many stages
         of one fingerprint stand side by side does not."""
         parts = []
-        for name, group in groupby(self.members, key=lambda member: member.exactness):
+        for name, group in groupby(self.members, key=lambda member: member.card.capacity.exactness):
             alike = list(group)
-            parts.append(f"layers {alike[0].first_layer} to {alike[-1].last_layer}: {name}")
-        parts += [
-            f"int8 before layer {member.last_layer}" for member in self.members if member.sends_int8
-        ]
+            first = alike[0].card.first_layer
+            last = alike[-1].card.last_layer
+            parts.append(f"layers {first} to {last}: {name}")
+        rounded = [each.card.last_layer for each in self.members if each.sends_int8]
+        parts += [f"int8 before layer {layer}" for layer in rounded]
         if len(parts) == 1:
-            return self.members[0].exactness
+            return self.members[0].card.capacity.exactness
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.stage.hop.wiring import UNKNOWN, Wiring
+from services.stage.hop.wiring import UNKNOWN, Member, Wiring
 from shardline.store.claims import Claimant
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 
@@ -58,35 +58,35 @@ class Identity:
 def identity_of(
     wiring: Wiring,
     *,
-    model: str,
-    worker: str,
     pipeline: str,
-    fingerprint: str,
     revision: str | None,
     software: dict[str, str],
 ) -> Identity:
-    """The head's identity for one epoch."""
+    """Returns the head's identity for one epoch."""
+    head = wiring.members[0].card
     return Identity(
-        model=model,
-        worker=worker,
+        model=head.model,
+        worker=head.worker,
         pipeline=pipeline,
         epoch=wiring.epoch,
-        fingerprint=fingerprint,
+        fingerprint=head.fingerprint,
         revision=revision,
         exactness=wiring.exactness,
         exact=wiring.exact,
         kv_tokens=wiring.num_blocks * BLOCK_TOKENS,
-        stages=tuple(
-            {
-                "worker": member.worker,
-                "layers": [member.first_layer, member.last_layer],
-                "device": member.device,
-                "dtype": member.weights_dtype,
-                "kv_blocks": member.num_blocks,
-                "sends": "int8" if member.sends_int8 else "same",
-                "power": member.power or UNKNOWN,
-            }
-            for member in wiring.members
-        ),
+        stages=tuple(map(_facts, wiring.members)),
         software=software,
     )
+
+
+def _facts(member: Member) -> dict[str, Any]:
+    card = member.card
+    return {
+        "worker": card.worker,
+        "layers": [card.first_layer, card.last_layer],
+        "device": card.device,
+        "dtype": card.weights_dtype,
+        "kv_blocks": card.capacity.num_blocks,
+        "sends": "int8" if member.sends_int8 else "same",
+        "power": card.capacity.power or UNKNOWN,
+    }

@@ -19,7 +19,6 @@ from services.stage.hop.wiring import Member, Wiring
 from services.stage.pipeline import messages
 from services.stage.pipeline.control_client import ControlClient, StageRefusal
 from services.stage.pipeline.route import choose_route
-from services.stage.pipeline.status import Capacity
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import LinkLost
 from shardline.base.failpoints import Point, failpoint
@@ -46,19 +45,6 @@ class _BoundStage:
     client: ControlClient
     welcome: messages.Welcome
 
-    @property
-    def capacity(self) -> Capacity:
-        """Returns it as the stage has reported it."""
-        welcome = self.welcome
-        return Capacity(
-            num_blocks=welcome.num_blocks,
-            exactness=welcome.exactness,
-            exact=welcome.exact,
-            num_slots=welcome.num_slots,
-            move_s=welcome.move_us / 1e6,
-            power=welcome.power,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineAssembly:
@@ -67,7 +53,6 @@ class PipelineAssembly:
 
     pipeline: UUID
     card: StageCard
-    capacity: Capacity
     sockets: SocketFactory
     hop: Hop
     timeout_s: float
@@ -143,12 +128,10 @@ class PipelineAssembly:
 
     def _wire(self, members: list[_BoundStage], epoch: int, undo: ExitStack) -> Wiring:
         num_stages = len(members) + 1
-        capacities = [self.capacity, *(member.capacity for member in members)]
+        stages = self._describe([self.card, *(member.welcome.card for member in members)])
+        capacities = [stage.card.capacity for stage in stages]
         num_blocks = min(capacity.num_blocks for capacity in capacities)
         num_lanes = self.num_lanes or (max(MAX_LANES, num_stages) if members else 1)
-        stages = self._describe(
-            [self.card, *(member.client.card for member in members)], capacities
-        )
         receiver = sender = None
         if members:
             results = Channel(
@@ -184,16 +167,17 @@ class PipelineAssembly:
             sends_int8=stages[0].sends_int8,
             first_lanes=None if self.num_lanes else num_stages,
             num_slots=min(capacity.num_slots for capacity in capacities),
-            move_s=max(capacity.move_s for capacity in capacities),
+            move_s=max(capacity.move_us for capacity in capacities) / 1e6,
             members=tuple(stages),
         )
 
-    def _describe(self, cards: list[StageCard], capacities: list[Capacity]) -> list[Member]:
-        """All stages in order."""
-        sends_int8 = [
-            self.far_int8 and one.machine != other.machine for one, other in pairwise(cards)
+    def _describe(self, cards: list[StageCard]) -> list[Member]:
+        """Returns all stages in order."""
+        is_far = [one.machine != other.machine for one, other in pairwise(cards)]
+        return [
+            Member(card=card, sends_int8=self.far_int8 and far)
+            for card, far in zip(cards, [*is_far, False], strict=True)
         ]
-        return list(map(_member, cards, capacities, [*sends_int8, False]))
 
     def _start(
         self,
@@ -225,19 +209,3 @@ class PipelineAssembly:
     def _release(self, bound: dict[str, _BoundStage], epoch: int) -> None:
         for member in bound.values():
             member.client.close(messages.Bye(pipeline=self.pipeline, epoch=epoch))
-
-
-def _member(card: StageCard, capacity: Capacity, sends_int8: bool) -> Member:
-    return Member(
-        incarnation=card.incarnation,
-        worker=card.worker,
-        device=card.device,
-        weights_dtype=card.weights_dtype,
-        first_layer=card.first_layer,
-        last_layer=card.last_layer,
-        num_blocks=capacity.num_blocks,
-        exactness=capacity.exactness,
-        exact=capacity.exact,
-        power=capacity.power,
-        sends_int8=sends_int8,
-    )

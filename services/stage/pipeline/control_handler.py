@@ -6,8 +6,6 @@ It hands a Wiring over and asks for a status; the engine behind both is unknown 
 
 from __future__ import annotations
 
-import math
-
 import structlog
 
 from services.stage.hop import Channel, Hop, Kind, Receiver
@@ -15,7 +13,7 @@ from services.stage.hop.wiring import Wiring
 from services.stage.pipeline import messages
 from services.stage.pipeline.binding import Binding, BoundPipeline
 from services.stage.pipeline.hosts import StageHost
-from services.stage.pipeline.status import Capacity, StageStatus
+from services.stage.pipeline.status import StageStatus
 from shardline.base.config import Times
 from shardline.base.errors import LinkLost, Unavailable
 from shardline.base.failpoints import Point, failpoint
@@ -27,11 +25,8 @@ log = structlog.get_logger(__name__)
 class ControlHandler:
     """Runs in the control link's thread."""
 
-    def __init__(
-        self, *, card: StageCard, capacity: Capacity, hop: Hop, host: StageHost, times: Times
-    ) -> None:
-        self._incarnation = card.incarnation
-        self._capacity = capacity
+    def __init__(self, *, card: StageCard, hop: Hop, host: StageHost, times: Times) -> None:
+        self._card = card
         self._hop = hop
         self._host = host
         self._connect_s = times.link_dead_s / 2
@@ -72,19 +67,7 @@ class ControlHandler:
         status = self._host.status()
         if status.epoch != bound.epoch:
             status = StageStatus(epoch=bound.epoch)
-        return messages.Pong(
-            pipeline=bound.pipeline,
-            epoch=bound.epoch,
-            seq=seq,
-            num_steps=status.num_steps,
-            num_sequences=status.num_sequences,
-            num_blocks_used=status.num_blocks_used,
-            compute_us=status.compute_us,
-            hop_us=status.hop_us,
-            wait_us=status.wait_us,
-            power_mw=status.power_mw,
-            error=status.error,
-        )
+        return messages.Pong(pipeline=bound.pipeline, epoch=bound.epoch, seq=seq, status=status)
 
     def check_silence(self, now_s: float) -> None:
         """Frees the stage from a head that has been silent for too long: for `unbind_s`, or for one
@@ -128,14 +111,8 @@ class ControlHandler:
         return messages.Welcome(
             pipeline=hello.pipeline,
             epoch=hello.epoch,
-            incarnation=self._incarnation,
             address=self._receiver.address,
-            num_blocks=self._capacity.num_blocks,
-            exactness=self._capacity.exactness,
-            exact=self._capacity.exact,
-            num_slots=self._capacity.num_slots,
-            move_us=math.ceil(self._capacity.move_s * 1e6),
-            power=self._capacity.power,
+            card=self._card,
         )
 
     def _start(

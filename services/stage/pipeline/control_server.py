@@ -14,7 +14,6 @@ from services.stage.hop.sockets import SocketFactory
 from services.stage.pipeline import messages
 from services.stage.pipeline.control_handler import ControlHandler
 from services.stage.pipeline.hosts import StageHost
-from services.stage.pipeline.status import Capacity
 from shardline.base.clock import monotonic_s
 from shardline.base.config import Times
 from shardline.base.errors import ProtocolError
@@ -33,7 +32,6 @@ class ControlServer:
         self,
         *,
         card: StageCard,
-        capacity: Capacity,
         sockets: SocketFactory,
         hop: Hop,
         host: StageHost,
@@ -47,9 +45,7 @@ class ControlServer:
         self._card = msgspec.structs.replace(card, control=address)
         self._tick_ms = max(1, round(times.heartbeat_s * 1000 / 3))
         self._host = host
-        self._handler = ControlHandler(
-            card=self._card, capacity=capacity, hop=hop, host=host, times=times
-        )
+        self._handler = ControlHandler(card=self._card, hop=hop, host=host, times=times)
         self._head = b""
         self._wakeup = sockets.wakeup()
         self._poller = sockets.poller()

@@ -28,12 +28,13 @@ def epoch_energy(
 ) -> EpochEnergy | None:
     """Returns what all stages together took, as far as they have reported. None: the pipeline is
     not ready, has computed nothing, or no stage's power is known."""
-    sources = {member.power for member in status.members}
+    sources = {member.card.capacity.power for member in status.members}
     is_whole = len(status.members) == len(status.stages) + 1
     is_present = status.epoch == progress.epoch and progress.num_tokens > 0
     if not (any(sources) and is_whole and is_present):
         return None
-    later_j = sum(stage.compute_us * stage.power_mw for stage in status.stages) * 1e-9
+    later = (stage.status for stage in status.stages)
+    later_j = sum(each.compute_us * each.power_mw for each in later) * 1e-9
     return EpochEnergy(
         pipeline=name,
         epoch=progress.epoch,

@@ -18,8 +18,15 @@ from uuid import UUID
 import msgspec
 from msgspec import Meta
 
+from services.stage.pipeline.status import StageStatus, Text
 from shardline.base.errors import ProtocolError
-from shardline.contract.wire import PROTOCOL_VERSION, decode_or_protocol_error
+from shardline.contract.wire import (
+    PROTOCOL_VERSION,
+    Count,
+    Name,
+    StageCard,
+    decode_or_protocol_error,
+)
 
 MAX_CONTROL_BYTES = 64 << 10
 
@@ -29,10 +36,7 @@ _ENVELOPE = struct.Struct("<2sH")
 _MAGIC = b"SC"
 
 Epoch: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Small: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 16)]
-Name: TypeAlias = Annotated[str, Meta(max_length=256)]
-Text: TypeAlias = Annotated[str, Meta(max_length=2048)]
 Address: TypeAlias = Annotated[str, Meta(max_length=256, pattern=r"^(tcp|ipc)://.")]
 
 
@@ -78,17 +82,9 @@ class Hello(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=1):
 class Welcome(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=2):
     """Bound. `address` receives plans, for this epoch only."""
 
-    incarnation: Name
     address: Address
-    num_blocks: Count
-    exactness: Name
-    exact: bool
-    num_slots: Count = 0
-    """KV blocks that the offload area holds."""
-    move_us: Count = 0
-    """That a block takes there and back."""
-    power: Name = ""
-    """The source of its device's power; empty: not known."""
+    card: StageCard
+    """The stage's own word: what Redis has proves nothing."""
 
 
 class Refuse(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=3):
@@ -125,20 +121,8 @@ class Pong(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=7):
     """The stage is alive; unasked for (seq 0) when an error must be reported at once."""
 
     seq: Count
-    num_steps: Count
-    """Finished in this epoch."""
-    num_sequences: Count
-    num_blocks_used: Count
-    compute_us: Count
-    """Of all steps of this epoch."""
-    hop_us: Count
-    """Time that this epoch's frames took to be read and sent on."""
-    error: Text | None = None
-    """Set: this epoch is over for the stage."""
-    wait_us: Count = 0
-    """Time without work while the pipeline had a step in flight."""
-    power_mw: Count = 0
-    """Milliwatts that its device draws while it computes; 0: not known."""
+    status: StageStatus
+    """Of the message's epoch."""
 
 
 class Exit(ControlMessage, frozen=True, kw_only=True, array_like=True, tag=8):

@@ -15,7 +15,7 @@ from services.stage.pipeline import messages
 from services.stage.pipeline.assembly import AssembledPipeline
 from services.stage.pipeline.control_client import ControlClient
 from services.stage.pipeline.pace import Pace
-from services.stage.pipeline.status import StageProgress
+from services.stage.pipeline.status import StageProgress, StageStatus
 from shardline.base.config import Times
 from shardline.base.errors import LinkLost
 from shardline.contract.lanes import lanes_for
@@ -32,8 +32,8 @@ class StageHealth:
     """One stage's signs of life."""
 
     client: ControlClient
-    pong: messages.Pong | None = None
-    """The last one."""
+    status: StageStatus | None = None
+    """As it last told; None before its first answer."""
     round_trip_us: int = 0
     seq: int = 0
     asked_s: float = 0.0
@@ -90,10 +90,10 @@ class PipelineMonitor:
         while (message := stage.client.receive()) is not None:
             if not isinstance(message, messages.Pong) or self._is_foreign(message):
                 continue
-            stage.pong = message
-            stage.pace.note_steps(message.num_steps, (message.compute_us + message.hop_us) / 1e6)
-            if message.error is not None:
-                raise LinkLost(f"{stage.client.card.worker}: {message.error}")
+            stage.status = status = message.status
+            stage.pace.note_steps(status.num_steps, (status.compute_us + status.hop_us) / 1e6)
+            if status.error is not None:
+                raise LinkLost(f"{stage.client.card.worker}: {status.error}")
             if stage.is_waiting and message.seq == stage.seq:
                 stage.is_waiting = False
                 stage.round_trip_us = round((now_s - stage.asked_s) * 1e6)
@@ -126,10 +126,8 @@ class PipelineMonitor:
             self._moved_s = now_s
             return
         is_idle = progress.epoch != self._wiring.epoch or progress.num_outstanding == 0
-        done = (
-            progress.num_steps,
-            *(stage.pong.num_steps if stage.pong else 0 for stage in self.stages),
-        )
+        later = (stage.status.num_steps if stage.status else 0 for stage in self.stages)
+        done = (progress.num_steps, *later)
         if is_idle or done != self._done:
             self._done = done
             self._moved_s = now_s
@@ -159,11 +157,9 @@ class PipelineMonitor:
         their way."""
         num_due = progress.num_steps + progress.num_outstanding
         for stage in self.stages:
-            if stage.pong is not None and stage.pong.num_steps < num_due:
-                reason = (
-                    f"no step finished for {stalled_s:.1f} s, "
-                    f"{stage.pong.num_steps} of {num_due} done"
-                )
+            if stage.status is not None and stage.status.num_steps < num_due:
+                num_done = stage.status.num_steps
+                reason = f"no step finished for {stalled_s:.1f} s, {num_done} of {num_due} done"
                 log.error("stage hangs", stage=stage.client.card.worker, reason=reason)
                 stage.client.send(
                     messages.Exit(

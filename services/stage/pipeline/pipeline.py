@@ -12,7 +12,9 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import structlog
 import zmq
 
@@ -21,12 +23,12 @@ from services.stage.pipeline.assembly import AssembledPipeline, PipelineAssembly
 from services.stage.pipeline.control_client import StageRefusal
 from services.stage.pipeline.hosts import PipelineHost
 from services.stage.pipeline.monitor import HeadHangs, PipelineMonitor, StageHealth
+from services.stage.pipeline.status import StageStatus
 from shardline.base.clock import monotonic_s
 from shardline.base.config import Times
 from shardline.base.errors import Conflict, LinkLost, Unavailable
 from shardline.contract.keys import LOOKS_PER_HEARTBEAT
 from shardline.contract.wire import StageCard
-from shardline_scheduler.step_times import bubble_share
 
 log = structlog.get_logger(__name__)
 
@@ -35,19 +37,21 @@ log = structlog.get_logger(__name__)
 class MemberStatus:
     """One stage behind the head, as it last reported."""
 
-    worker: str
-    device: str
-    layers: str
-    num_steps: int
-    num_sequences: int
-    num_blocks_used: int
-    compute_us: int
-    hop_us: int
-    wait_us: int
-    power_mw: int
-    bubble_share: float
-    """1 - compute / (compute + hop + wait), in this epoch."""
+    card: StageCard
+    status: StageStatus
     round_trip_us: int
+
+    def describe(self) -> dict[str, Any]:
+        """Returns facts for people and tests."""
+        card = self.card
+        return {
+            "worker": card.worker,
+            "device": card.device,
+            "layers": f"{card.first_layer}-{card.last_layer - 1}",
+            **msgspec.structs.asdict(self.status),
+            "bubble_share": self.status.bubble_share,
+            "round_trip_us": self.round_trip_us,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +66,17 @@ class PipelineStatus:
     """While not ready: what is in the way."""
     members: tuple[Member, ...]
     stages: tuple[MemberStatus, ...]
+
+    def describe(self) -> dict[str, Any]:
+        """Returns facts for people and tests."""
+        return {
+            "pipeline": self.pipeline,
+            "is_ready": self.is_ready,
+            "epoch": self.epoch,
+            "reason": self.reason,
+            "members": [each.describe() for each in self.members],
+            "stages": [each.describe() for each in self.stages],
+        }
 
 
 class Pipeline:
@@ -108,7 +123,14 @@ class Pipeline:
             epoch=self._epoch,
             reason=self._reason,
             members=assembled.wiring.members if assembled else (),
-            stages=tuple(_status(stage) for stage in self._stages),
+            stages=tuple(
+                MemberStatus(
+                    card=stage.client.card,
+                    status=stage.status or StageStatus(epoch=-1),
+                    round_trip_us=stage.round_trip_us,
+                )
+                for stage in self._stages
+            ),
         )
 
     def _run(self) -> None:
@@ -216,22 +238,3 @@ class Pipeline:
 def _offers(cards: Sequence[StageCard]) -> set[tuple[str, str | None]]:
     """Which stages there are, and whom they obey."""
     return {(card.incarnation, card.bound_to) for card in cards}
-
-
-def _status(stage: StageHealth) -> MemberStatus:
-    card = stage.client.card
-    pong = stage.pong
-    return MemberStatus(
-        worker=card.worker,
-        device=card.device,
-        layers=f"{card.first_layer}-{card.last_layer - 1}",
-        num_steps=pong.num_steps if pong else 0,
-        num_sequences=pong.num_sequences if pong else 0,
-        num_blocks_used=pong.num_blocks_used if pong else 0,
-        compute_us=pong.compute_us if pong else 0,
-        hop_us=pong.hop_us if pong else 0,
-        wait_us=pong.wait_us if pong else 0,
-        power_mw=pong.power_mw if pong else 0,
-        bubble_share=bubble_share(pong.compute_us, pong.hop_us, pong.wait_us) if pong else 0.0,
-        round_trip_us=stage.round_trip_us,
-    )

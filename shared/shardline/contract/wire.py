@@ -8,7 +8,7 @@ are wrong are refused.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -16,12 +16,15 @@ from msgspec import Meta
 from shardline.base.errors import ProtocolError
 from shardline.contract.job import TokenId, TokenLogprob
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Of hops and control links between stages; peers with another one are refused by name."""
 
 DELTA_FIELD = "d"
 MAX_DELTA_BYTES = 4 << 20
 MAX_CARD_BYTES = 64 << 10
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Name: TypeAlias = Annotated[str, Meta(max_length=256)]
 
 Data = bytes | bytearray | memoryview
 Decoded = TypeVar("Decoded")
@@ -48,9 +51,25 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.start + len(self.ids)
 
 
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a loaded stage can do. The defaults stand for a card of protocol version 6, which does
+    not tell it: its stage is still refused by name."""
+
+    num_blocks: Count = 0
+    """KV blocks that its memory holds."""
+    exactness: Name = ""
+    exact: bool = False
+    num_slots: Count = 0
+    """KV blocks that its offload area holds."""
+    move_us: Count = 0
+    """That a block takes there and back."""
+    power: Name = ""
+    """The source of its device's power, such as `rapl`; empty: not known."""
+
+
 class StageCard(msgspec.Struct, frozen=True, kw_only=True):
-    """How a live stage is found: the registry's entry. It helps to find addresses and proves
-    nothing."""
+    """What a stage is, and how it is reached: the registry's entry, and what the stage itself tells
+    a head. The entry helps to find addresses and proves nothing."""
 
     incarnation: Annotated[str, Meta(max_length=64)]
     worker: str
@@ -70,6 +89,7 @@ class StageCard(msgspec.Struct, frozen=True, kw_only=True):
     """As the stage holds them: `int8` next to activations in bfloat16."""
     machine: str
     """Stages with the same value reach each other without a network."""
+    capacity: Capacity = Capacity()
 
 
 class StepSpan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -20,7 +20,6 @@ from services.stage.follower import Follower
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.wiring import Wiring
 from services.stage.pipeline.energy_writer import epoch_energy
-from services.stage.pipeline.pipeline import MemberStatus
 from services.stage.pipeline.status import StageStatus
 from shardline.contract.job import SamplingParams
 from shardline.store.statistics.costs import EpochEnergy
@@ -48,7 +47,7 @@ class Tail(Stage):
         loaded = SimpleNamespace(executor=executor, watts=WATTS)
         self._parts = SimpleNamespace(_engine=self.engine, _loaded=loaded)
         self.engine.start()
-        super().__init__(sockets, make_card(MIDDLE, NUM_LAYERS), TIMES, power="table")
+        super().__init__(sockets, make_card(MIDDLE, NUM_LAYERS, power="table"), TIMES)
 
     def close(self) -> None:
         super().close()
@@ -85,18 +84,18 @@ class Pair:
         while not isinstance(event := self.events.get(timeout=PATIENCE_S), SequenceFinished):
             assert not isinstance(event, SequenceFailed), event.reason
 
-    def told(self) -> MemberStatus:
+    def told(self) -> StageStatus:
         """What the head knows of the tail, once it has heard of its last step."""
 
-        def status() -> MemberStatus | None:
-            (member,) = self.head.pipeline.status().stages
+        def status() -> StageStatus | None:
+            (member,) = [each.status for each in self.head.pipeline.status().stages]
             return (
                 member
                 if member.num_steps == self.tail.engine.progress.num_steps and self._is_idle()
                 else None
             )
 
-        return cast(MemberStatus, until(status))
+        return cast(StageStatus, until(status))
 
     def _is_idle(self) -> bool:
         """The result of the last step has left, and its time is counted."""

@@ -43,6 +43,7 @@ from shardline_scheduler.events import Event
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.scheduler_config import SchedulerConfig
 from tests.integration.rows import cell, request
+from tests.links import make_card
 from tests.models import VOCAB_SIZE, save_model
 from tests.pinned import first_core
 from tests.polling import until
@@ -263,18 +264,8 @@ def tiny_executor(folder: Path) -> Iterator[Executor]:
 def wiring(executor: Executor, num_blocks: int | None = None, exactness: str = "x") -> Wiring:
     """Of the only stage."""
     num_blocks = num_blocks or executor.num_blocks
-    member = Member(
-        incarnation="i",
-        worker="h",
-        device="cpu:0",
-        weights_dtype="float32",
-        first_layer=0,
-        last_layer=4,
-        num_blocks=num_blocks,
-        exactness=exactness,
-        exact=True,
-        power="table",
-    )
+    names = {"model": "m", "worker": "h", "fingerprint": "w", "power": "table"}
+    card = make_card(0, 4, num_blocks=num_blocks, exactness=exactness, **names)
     return Wiring(
         pipeline=uuid4(),
         epoch=1,
@@ -284,7 +275,7 @@ def wiring(executor: Executor, num_blocks: int | None = None, exactness: str = "
         num_blocks=num_blocks,
         receiver=None,
         sender=None,
-        members=(member,),
+        members=(Member(card=card),),
     )
 
 
@@ -292,10 +283,7 @@ def identity(executor: Executor, num_blocks: int | None = None, exactness: str =
     """Of the only stage, in its first epoch."""
     return identity_of(
         wiring(executor, num_blocks, exactness),
-        model="m",
-        worker="h",
         pipeline="p",
-        fingerprint="w",
         revision=None,
         software={"torch": "any"},
     )

@@ -15,6 +15,7 @@ from services.stage.device.acquire import acquire
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
 from services.stage.hop.wiring import Member, Wiring
+from tests.links import make_card
 from tests.models import save_model
 from tests.pinned import unpinned_afterwards
 
@@ -28,18 +29,7 @@ def wiring(*stages: Stage, rounded: Sequence[int] = ()) -> Wiring:
     """A pipeline of these stages; those in `rounded` send int8."""
     starts = [0, *(stop for stop, _ in stages)]
     members = [
-        Member(
-            incarnation="",
-            worker=f"stage-{start}",
-            device="cpu:0",
-            weights_dtype="float32",
-            first_layer=start,
-            last_layer=stop,
-            num_blocks=1,
-            exactness=exactness,
-            exact=True,
-            sends_int8=stop in rounded,
-        )
+        Member(card=make_card(start, stop, exactness=exactness), sends_int8=stop in rounded)
         for start, (stop, exactness) in zip(starts, stages, strict=False)
     ]
     return Wiring(

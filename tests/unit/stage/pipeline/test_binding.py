@@ -192,11 +192,8 @@ def test_a_stage_welcomes_with_what_it_can_do(pipes: Pipes) -> None:
 
     welcome = bind(call, OURS, 1)
 
-    assert (welcome.incarnation, welcome.num_blocks, welcome.exact) == (
-        call.card.incarnation,
-        33,
-        True,
-    )
+    assert welcome.card == call.card
+    assert welcome.card.capacity.num_blocks == 33
     assert welcome.address.startswith("tcp://127.0.0.1:")
     call.close()
 

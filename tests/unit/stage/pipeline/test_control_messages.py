@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.stage.pipeline import messages
+from services.stage.pipeline.status import StageStatus
 from shardline.base.errors import ProtocolError
 from shardline.contract.wire import PROTOCOL_VERSION
+from tests.links import make_card
 
 PIPELINE = UUID(int=9)
 HELLO = messages.Hello(
@@ -38,22 +40,22 @@ START = messages.Start(
 WELCOME = messages.Welcome(
     pipeline=PIPELINE,
     epoch=4,
-    incarnation="i",
     address="ipc:///run/x",
-    num_blocks=10,
-    exactness="e",
-    exact=True,
+    card=make_card(4, 8),
 )
 PONG = messages.Pong(
     pipeline=PIPELINE,
     epoch=4,
     seq=1,
-    num_steps=2,
-    num_sequences=3,
-    num_blocks_used=4,
-    compute_us=5,
-    hop_us=6,
-    wait_us=7,
+    status=StageStatus(
+        epoch=4,
+        num_steps=2,
+        num_sequences=3,
+        num_blocks_used=4,
+        compute_us=5,
+        hop_us=6,
+        wait_us=7,
+    ),
 )
 TO_STAGE: list[messages.ToStage] = [
     HELLO,
@@ -116,6 +118,13 @@ def test_a_message_over_the_limit_is_refused_unread() -> None:
 def test_a_field_out_of_bounds_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ProtocolError, match="malformed"):
         messages.decode_to_stage(messages.encode(msgspec.structs.replace(START, **change)))
+
+
+def test_a_capacity_out_of_bounds_is_refused() -> None:
+    card = make_card(4, 8, num_blocks=-1)
+
+    with pytest.raises(ProtocolError, match="malformed"):
+        messages.decode_to_head(messages.encode(msgspec.structs.replace(WELCOME, card=card)))
 
 
 @pytest.mark.parametrize("nesting", [b"\x91", b"\x81\x01"], ids=["arrays", "maps"])

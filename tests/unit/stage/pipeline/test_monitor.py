@@ -12,7 +12,7 @@ import pytest
 
 from services.stage.pipeline import messages
 from services.stage.pipeline.monitor import HeadHangs, PipelineMonitor
-from services.stage.pipeline.status import StageProgress
+from services.stage.pipeline.status import StageProgress, StageStatus
 from services.stage.settings import StageSettings
 from shardline.base.config import Times
 from shardline.base.errors import LinkLost
@@ -34,16 +34,9 @@ class Stage:
 
     def send(self, message: messages.ToStage) -> None:
         if isinstance(message, messages.Ping):
-            pong = messages.Pong(
-                pipeline=PIPELINE,
-                epoch=EPOCH,
-                seq=message.seq,
-                num_steps=self.num_steps,
-                num_sequences=1,
-                num_blocks_used=1,
-                compute_us=1,
-                hop_us=1,
-            )
+            status = StageStatus(epoch=EPOCH, num_steps=self.num_steps)
+            seq = message.seq
+            pong = messages.Pong(pipeline=PIPELINE, epoch=EPOCH, seq=seq, status=status)
             self._answers.append(pong)
         else:
             self.told.append(message)

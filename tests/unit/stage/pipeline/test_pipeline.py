@@ -53,8 +53,8 @@ def test_two_stages_form_and_pass_steps(pipes: Pipes) -> None:
 
 
 def test_a_head_has_the_least_slots_and_the_slowest_copy_of_all_stages(pipes: Pipes) -> None:
-    pipes.stage(8, NUM_LAYERS, num_slots=7, move_s=0.0025)
-    pipes.stage(4, 8, num_slots=9, move_s=0.0)
+    pipes.stage(8, NUM_LAYERS, num_slots=7, move_us=2500)
+    pipes.stage(4, 8, num_slots=9, move_us=0)
     wiring = pipes.head(4, num_slots=8).ready()
 
     assert (wiring.num_slots, wiring.move_s) == (7, 0.0025)
@@ -68,11 +68,8 @@ def test_three_stages_form_in_the_order_of_their_layers(pipes: Pipes) -> None:
     wirings = [head.ready(), *(stage.wirings.get(timeout=PATIENCE_S) for stage in (middle, tail))]
 
     assert [wiring.stage_index for wiring in wirings] == [0, 1, 2]
-    assert [(member.first_layer, member.last_layer) for member in wirings[0].members] == [
-        (0, 4),
-        (4, 8),
-        (8, 12),
-    ]
+    cards = [member.card for member in wirings[0].members]
+    assert [(card.first_layer, card.last_layer) for card in cards] == [(0, 4), (4, 8), (8, 12)]
     pass_a_step(wirings[0].pipeline, wirings, 0)
 
 
@@ -181,7 +178,7 @@ def test_a_stage_whose_card_was_wrong_refuses_and_a_spare_serves(pipes: Pipes) -
 
     spare = pipes.stage(8, NUM_LAYERS)
 
-    assert head.ready().members[1].incarnation == spare.link.card().incarnation
+    assert head.ready().members[1].card.incarnation == spare.link.card().incarnation
     assert liar.wirings.empty()
 
 
@@ -335,8 +332,9 @@ def test_what_the_stages_say_stands_in_the_status(pipes: Pipes) -> None:
     tail.has_told(StageStatus(epoch=epoch, num_steps=3, num_blocks_used=4))
 
     (stage,) = head.pipeline.status().stages
-    assert (stage.worker, stage.layers) == (tail.link.card().worker, "8-11")
-    assert (stage.num_steps, stage.num_blocks_used) == (3, 4)
+    shown = stage.describe()
+    assert (shown["worker"], shown["layers"]) == (tail.link.card().worker, "8-11")
+    assert (shown["num_steps"], shown["num_blocks_used"]) == (3, 4)
 
 
 def test_a_pipeline_that_stops_releases_its_stages(pipes: Pipes) -> None:

@@ -174,6 +174,6 @@ def test_a_head_and_its_stage_find_each_other_through_redis(registry: RedisRegis
 
         head = pipes.head(8, cards=lambda: registry.cards("tiny"))
 
-        assert head.ready().members[1].incarnation == tail.link.card().incarnation
+        assert head.ready().members[1].card.incarnation == tail.link.card().incarnation
         announcer.stop()
         assert registry.cards("tiny") == []

@@ -26,7 +26,7 @@ def test_two_heads_share_two_tails_without_deadlock(pipes: Pipes) -> None:
         tails = [pipes.stage(8, NUM_LAYERS), pipes.stage(8, NUM_LAYERS)]
         heads = [pipes.head(8), pipes.head(8)]
 
-        chosen = {head.ready().members[1].incarnation for head in heads}
+        chosen = {head.ready().members[1].card.incarnation for head in heads}
 
         assert chosen == {tail.link.card().incarnation for tail in tails}
         while pipes.heads:
@@ -57,7 +57,7 @@ def test_two_heads_build_two_chains_of_three_without_deadlock(pipes: Pipes) -> N
 
     wirings = [head.ready() for head in heads]
 
-    assert len({member.incarnation for wiring in wirings for member in wiring.members}) == 6
+    assert len({member.card.incarnation for wiring in wirings for member in wiring.members}) == 6
 
 
 def test_an_attempt_that_fails_releases_what_it_bound(pipes: Pipes) -> None:

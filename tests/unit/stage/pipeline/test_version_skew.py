@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from services.stage.hop.sockets import Sockets
-from shardline.contract.wire import PROTOCOL_VERSION, StageCard
+from shardline.contract.wire import PROTOCOL_VERSION, Capacity, StageCard, decode_card, encode_card
 from tests.links import NUM_LAYERS, Pipes, make_card, open_pipes
 
 POLL_MS = 20
@@ -63,14 +63,23 @@ def test_a_head_names_the_version_of_a_stage_of_another_one(pipes: Pipes, newer:
     assert head.pipeline.status().reason == reason
 
 
+def test_a_card_of_the_version_without_a_capacity_can_be_read() -> None:
+    card = make_card(8, NUM_LAYERS)
+    fields = msgspec.json.decode(encode_card(card))
+    del fields["capacity"]
+
+    read = decode_card(msgspec.json.encode(fields))
+
+    assert read == msgspec.structs.replace(card, capacity=Capacity())
+
+
 def test_a_head_takes_the_spare_of_its_own_version(pipes: Pipes, newer: StageCard) -> None:
     pipes.stage(8, NUM_LAYERS)
 
     head = pipes.head(8, cards=lambda: [newer, *pipes.cards()])
 
-    assert [member.worker for member in head.ready().members][1:] == [
-        pipes.stages[0].link.card().worker
-    ]
+    _, spare = head.ready().members
+    assert spare.card.worker == pipes.stages[0].link.card().worker
 
 
 def test_both_fingerprints_are_named_where_one_weight_differs(pipes: Pipes) -> None:
