@@ -14,6 +14,7 @@ from services.stage.device import cpu
 from services.stage.device.accelerator import Accelerator, accelerators, find, is_type
 from services.stage.device.device import Device
 from services.stage.device.locks import holder
+from services.stage.ranks.processes import OtherRanks, start_ranks
 from shardline.base.errors import Invalid
 from shardline.host.cores import FIELD, show_cores
 
@@ -41,7 +42,21 @@ def acquire(
     Raises Invalid for a name that is not a device here, and, naming the holder, if another worker
     holds it.
     """
-    cores = partial(cpu.Cpu, worker=worker, folder=lock_folder, shared=shared, num_ranks=num_ranks)
+    device = _lock(name, worker, lock_folder, shared=shared, num_cores=num_cores)
+    if isinstance(device, cpu.Cpu):
+        device.ranks = _occupy(device, num_ranks)
+    return device
+
+
+def _lock(
+    name: str,
+    worker: str,
+    lock_folder: Path,
+    *,
+    shared: bool,
+    num_cores: int | None,
+) -> Device:
+    cores = partial(cpu.Cpu, worker=worker, folder=lock_folder, shared=shared)
     if name.startswith(CORES) and name != CORES:
         return cores(name)
     if name == CORES:
@@ -50,6 +65,18 @@ def acquire(
         device = _free_accelerator(name, worker, lock_folder, shared=shared)
         return device or _free_cores(cores, lock_folder, shared=shared, num=num_cores)
     return Accelerator(find(name), worker=worker, folder=lock_folder, shared=shared)
+
+
+def _occupy(device: cpu.Cpu, num_ranks: int) -> OtherRanks | None:
+    """Pins this process to its part of the cores and starts a rank on each other part. Raises
+    Invalid if there are fewer cores than ranks; then the device is free again."""
+    if len(device.cores) < num_ranks:
+        device.release()
+        problem = f"{device.name} has {len(device.cores)} cores for {num_ranks} ranks"
+        raise Invalid("SHARDLINE_TP", problem, "Give it more, or lower it")
+    mine, *others = cpu.parts(device.cores, num_ranks)
+    cpu.pin(mine)
+    return start_ranks(others) if others else None
 
 
 def _free_accelerator(kind: str, worker: str, lock_folder: Path, *, shared: bool) -> Device | None:

@@ -17,7 +17,6 @@ from services.stage.device.machine import machine
 from services.stage.device.memory_reservations import MemoryReservations
 from services.stage.device.rapl import Rapl
 from services.stage.device.watts import Watts
-from services.stage.ranks.processes import OtherRanks
 from shardline.base.errors import Invalid
 from shardline.host.cores import FIELD, PREFIX, parse_cores, show_cores
 
@@ -25,38 +24,25 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 class Cpu(Device):
-    """A set of cores, to which this process is pinned."""
+    """A set of cores."""
 
     dtypes: ClassVar = {"float32": torch.float32, "bfloat16": torch.bfloat16, INT8: torch.bfloat16}
     dtype_remedies: ClassVar = {
         "float16": "Use float32 or bfloat16, or give this stage an accelerator"
     }
 
-    def __init__(
-        self, name: str, *, worker: str, folder: Path, shared: bool = False, num_ranks: int = 1
-    ) -> None:
-        """Takes the cores that a name such as `cpu:0-3` gives, and divides them among `num_ranks`
-        ranks.
+    def __init__(self, name: str, *, worker: str, folder: Path, shared: bool = False) -> None:
+        """Locks the cores that a name such as `cpu:0-3` gives.
 
-        Raises Invalid for cores that are not here, or fewer than ranks, and, naming the holder, for
-        those that another worker holds.
+        Raises Invalid for cores that are not here, and, naming the holder, for those that another
+        worker holds.
         """
         self.cores = parse_cores(name)
         _check_usable(self.cores)
-        if len(self.cores) < num_ranks:
-            raise Invalid(
-                "SHARDLINE_TP",
-                f"{name} has {len(self.cores)} cores for {num_ranks} ranks",
-                "Give it more, or lower it",
-            )
         locks = map(lock_name, self.cores)
         super().__init__(
             name, torch.device("cpu"), locks, worker=worker, folder=folder, shared=shared
         )
-        mine, *others = _parts(self.cores, num_ranks)
-        pin(mine)
-        if others:
-            self.ranks = OtherRanks(others)
 
     def identity(self) -> list[str]:
         """Returns libraries, processor, caches, and the settings that change which kernels run."""
@@ -127,7 +113,7 @@ def _check_usable(cores: tuple[int, ...]) -> None:
         )
 
 
-def _parts(cores: tuple[int, ...], num: int) -> list[tuple[int, ...]]:
+def parts(cores: tuple[int, ...], num: int) -> list[tuple[int, ...]]:
     """Returns `num` parts, of neighbors and as equal as can be."""
     cuts = [len(cores) * part // num for part in range(num + 1)]
     return [cores[begin:end] for begin, end in pairwise(cuts)]

@@ -27,12 +27,12 @@ from services.stage.engine.exactness import Probe, choose_row_buckets
 from services.stage.engine.forward import Forward
 from services.stage.engine.memory import Limits, WeightBytes
 from services.stage.kernels.kernel import Kernel
-from services.stage.model.cpu_parts import num_bytes, parts_of
+from services.stage.model.cpu_parts import CpuPart, num_bytes, parts_of
 from services.stage.model.float_files import with_floats
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.owned_weights import give_back, own
-from services.stage.model.shard import Shard, shard_layers
+from services.stage.model.shard import Shard, build_skeleton, shard_layers
 from services.stage.model.split_layers import gathered, send_embedding, split_shard, widest
 from services.stage.products.fused import fuse, fuse_norms
 from services.stage.products.packing import (
@@ -54,12 +54,9 @@ class Memory(Protocol):
     """What divides the memory of a stage, as one rank sees it. Its methods are called in this
     order."""
 
-    @property
-    def streamed_layers(self) -> tuple[int, ...]:
-        """Returns their numbers, once the weights are checked."""
-
-    def check_fits(self, weights: WeightBytes) -> None:
-        """Checks before any weight is read. Raises Invalid, with the remedy, if they do not fit."""
+    def fit_weights(self, weights: WeightBytes) -> tuple[int, ...]:
+        """Returns the layers to stream, by their numbers, so that the rest fits. Called before any
+        weight is read. Raises Invalid, with the remedy, if it does not fit."""
 
     def make_kv(
         self, kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, *, context: int
@@ -100,6 +97,11 @@ class ForwardLoad:
         return packing_for(self.of_dtype, self.native, int8=self.weights_dtype == INT8)
 
     @property
+    def cpu_parts(self) -> frozenset[CpuPart]:
+        """Returns the parts of the shard that stay on the CPU next to an accelerator."""
+        return parts_of(self.options.cpu_parts, is_first=self.layers.start == 0)
+
+    @property
     def adapter_packing(self) -> Packing:
         """Returns how adapters are packed: next to int8 weights they have the dtype of
         activations."""
@@ -125,7 +127,18 @@ def load_forward(load: ForwardLoad) -> LoadedForward:
         load.group.open(load.native, 0)
     attention = Attention(load.native or triton_backend.load(load.device))
     packing = load.packing
-    shard = _load_shard(load, attention, packing)
+    converts = load.limits.streamed_layers != 0
+    info = with_floats(load.info, load.layers, load.of_dtype, load.cache_folder, converts=converts)
+    streamed_layers = _choose_streamed(load, info, attention)
+    shard = Shard.load(
+        info,
+        load.layers,
+        dtype=load.of_dtype,
+        attn_implementation=attention.name,
+        device=load.device,
+        cpu_parts=load.cpu_parts,
+        streamed_layers=streamed_layers,
+    )
     if load.group is not None:
         split_shard(shard, load.group)
         packing = _for_ranks(packing, shard, load)
@@ -153,36 +166,21 @@ def load_forward(load: ForwardLoad) -> LoadedForward:
     )
 
 
-def _load_shard(load: ForwardLoad, attention: Attention, packing: Packing) -> Shard:
+def _choose_streamed(load: ForwardLoad, info: ModelInfo, attention: Attention) -> tuple[int, ...]:
+    """Returns the layers that memory does not hold, by their numbers, after promising the rest.
+    Raises Invalid for a model that does not fit, or that the options do not suit."""
     layers = load.layers
-    parts = parts_of(load.options.cpu_parts, is_first=load.layers.start == 0)
-
-    def check(model: nn.Module) -> tuple[int, ...]:
-        load.options.check(model)
-        held = packed_bytes(model, packing) - num_bytes(model, parts)
-        by_layer = {
-            number: streamed_bytes(layer, packing, load.device)
-            for number, layer in shard_layers(model, layers).items()
-        }
-        load.memory.check_fits(WeightBytes(held, by_layer))
-        load.options.check_streamed(load.memory.streamed_layers)
-        return load.memory.streamed_layers
-
-    return Shard.load(
-        with_floats(
-            load.info,
-            layers,
-            load.of_dtype,
-            load.cache_folder,
-            converts=load.limits.streamed_layers != 0,
-        ),
-        layers,
-        dtype=load.of_dtype,
-        attn_implementation=attention.name,
-        device=load.device,
-        cpu_parts=parts,
-        check=check,
-    )
+    name = attention.name
+    skeleton = build_skeleton(info, layers, dtype=load.of_dtype, attn_implementation=name)
+    load.options.check(skeleton)
+    by_layer = {
+        number: streamed_bytes(layer, load.packing, load.device)
+        for number, layer in shard_layers(skeleton, layers).items()
+    }
+    held = packed_bytes(skeleton, load.packing) - num_bytes(skeleton, load.cpu_parts)
+    streamed_layers = load.memory.fit_weights(WeightBytes(held, by_layer))
+    load.options.check_streamed(streamed_layers)
+    return streamed_layers
 
 
 def _for_ranks(packing: Packing, shard: Shard, load: ForwardLoad) -> Packing:

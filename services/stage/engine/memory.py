@@ -105,12 +105,10 @@ class StageMemory:
         self._device = device
         self._taken = 0
         """Bytes of weights, once they are promised."""
-        self.streamed_layers: tuple[int, ...] = ()
-        """By their numbers."""
 
-    def check_fits(self, weights: WeightBytes) -> None:
-        """Chooses the streamed layers before any weight is read, checks that the rest and KV fit
-        into free memory, and promises to take it.
+    def fit_weights(self, weights: WeightBytes) -> tuple[int, ...]:
+        """Returns the layers to stream, by their numbers, before any weight is read: checks that
+        the rest and KV fit into free memory, and promises to take it.
 
         Raises Invalid, with the remedy, if they do not.
         """
@@ -120,16 +118,15 @@ class StageMemory:
             kv_bytes = self._offload_bytes + (limits.kv_bytes or 0)
             if limits.streamed_layers == "auto":
                 kv_bytes += 0 if limits.kv_bytes else int((available - kv_bytes) * limits.kv_share)
-                self.streamed_layers = weights.least_streamed(
-                    int((available - kv_bytes) / PACKING_FACTOR)
-                )
+                streamed = weights.least_streamed(int((available - kv_bytes) / PACKING_FACTOR))
             else:
-                self.streamed_layers = weights.spread(limits.streamed_layers)
-            taken = int(weights.held(self.streamed_layers) * PACKING_FACTOR)
+                streamed = weights.spread(limits.streamed_layers)
+            taken = int(weights.held(streamed) * PACKING_FACTOR)
             if taken + kv_bytes > available:
-                raise self._too_large(weights, kv_bytes, available)
-            self._device.reservations.make(taken + kv_bytes + self._check_host(weights))
+                raise self._too_large(weights, streamed, kv_bytes, available)
+            self._device.reservations.make(taken + kv_bytes + self._check_host(weights, streamed))
         self._taken = taken
+        return streamed
 
     def make_kv(
         self,
@@ -170,32 +167,35 @@ class StageMemory:
             self._device.reservations.make(0)
         return area
 
-    def _too_large(self, weights: WeightBytes, kv_bytes: int, available: int) -> Invalid:
-        held = weights.held(self.streamed_layers)
+    def _too_large(
+        self,
+        weights: WeightBytes,
+        streamed: tuple[int, ...],
+        kv_bytes: int,
+        available: int,
+    ) -> Invalid:
+        held = weights.held(streamed)
         few = "Use more stages, fewer layers here, a smaller dtype"
-        what = (
-            f" but for {len(self.streamed_layers)} streamed layers" if self.streamed_layers else ""
-        )
+        what = f" but for {len(streamed)} streamed layers" if streamed else ""
+        stream = "" if streamed else ", SHARDLINE_STREAMED_LAYERS=auto"
         return Invalid(
             "SHARDLINE_SPLIT",
             f"weights{what} ({mib(held)}) and KV ({mib(kv_bytes)}) need "
             f"{mib(int(held * PACKING_FACTOR) + kv_bytes)}, "
             f"{mib(available)} are free{_promised(self._device)}",
-            f"{few}{'' if self.streamed_layers else ', SHARDLINE_STREAMED_LAYERS=auto'} "
-            "or a smaller SHARDLINE_KV_MIB"
+            f"{few}{stream} or a smaller SHARDLINE_KV_MIB"
             + (", or a larger SHARDLINE_MEMORY_MIB" if self._limits.memory_bytes else ""),
         )
 
-    def _check_host(self, weights: WeightBytes) -> int:
+    def _check_host(self, weights: WeightBytes, streamed: tuple[int, ...]) -> int:
         """Returns the bytes of the host's memory that streamed layers take in addition to the
         device's. Raises Invalid if that has no room."""
-        num_bytes = 0 if self._device.is_cpu else weights.of(self.streamed_layers)
+        num_bytes = 0 if self._device.is_cpu else weights.of(streamed)
         free = self._device.host_bytes()
         if num_bytes > free:
             problem = (
-                f"{len(self.streamed_layers)} streamed layers of {self._device.name} "
-                f"lie in the host's memory and need {mib(num_bytes)}, "
-                f"{mib(free)} are free{_promised(self._device)}"
+                f"{len(streamed)} streamed layers of {self._device.name} lie in the host's memory "
+                f"and need {mib(num_bytes)}, {mib(free)} are free{_promised(self._device)}"
             )
             raise Invalid(
                 "SHARDLINE_STREAMED_LAYERS",

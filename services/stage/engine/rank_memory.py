@@ -20,15 +20,11 @@ class TellingMemory:
         self._memory = memory
         self._group = group
 
-    @property
-    def streamed_layers(self) -> tuple[int, ...]:
-        """Returns their numbers, once the weights are checked."""
-        return self._memory.streamed_layers
-
-    def check_fits(self, weights: WeightBytes) -> None:
-        """Checks as `StageMemory` does; tells how many layers are streamed."""
-        self._memory.check_fits(weights)
-        self._group.tell(len(self._memory.streamed_layers))
+    def fit_weights(self, weights: WeightBytes) -> tuple[int, ...]:
+        """Chooses the streamed layers as `StageMemory` does; tells how many they are."""
+        streamed = self._memory.fit_weights(weights)
+        self._group.tell(len(streamed))
+        return streamed
 
     def make_kv(
         self, kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, *, context: int
@@ -53,11 +49,10 @@ class ToldMemory:
         """`limits` are the stage's."""
         self._group = group
         self._limits = limits
-        self.streamed_layers: tuple[int, ...] = ()
 
-    def check_fits(self, weights: WeightBytes) -> None:
+    def fit_weights(self, weights: WeightBytes) -> tuple[int, ...]:
         """Learns which layers are streamed."""
-        self.streamed_layers = weights.spread(self._group.tell(None))
+        return weights.spread(self._group.tell(None))
 
     def make_kv(
         self,

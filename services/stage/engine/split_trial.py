@@ -146,7 +146,7 @@ def shard_of(whole: Any, layers: range, attention: Attention) -> Shard:
         hidden_size=config.hidden_size,
         eos_ids=(),
     )
-    model = shard_class(info, layers, lambda _: ())(copy.deepcopy(config)).eval()
+    model = shard_class(info, layers)(copy.deepcopy(config)).eval()
     missing = model.load_state_dict(whole.state_dict(), strict=False, assign=True).missing_keys
     assert not missing, f"parts have weights of their own: {missing}"
     model.set_attn_implementation(attention.name)

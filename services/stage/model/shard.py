@@ -10,8 +10,9 @@ Letters of shapes: T packed rows, H the hidden size, R sampled rows, V the vocab
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,9 +33,6 @@ from services.stage.products.packing import is_linear
 from shardline.base.errors import Invalid
 
 REPORTS = ("missing_keys", "mismatched_keys", "error_msgs")
-Check = Callable[[nn.Module], Collection[int]]
-"""Gets a shard's model before any weight is read, and may raise. Returns the numbers of its
-streamed layers."""
 
 
 class LinearSize(NamedTuple):
@@ -44,7 +42,7 @@ class LinearSize(NamedTuple):
     num_outputs: int
 
 
-def shard_class(info: ModelInfo, layers: range, check: Check) -> Any:
+def shard_class(info: ModelInfo, layers: range) -> Any:
     """Returns the model's class with stubs outside `layers`."""
     base = model_class(info.config)
     first = layers.start == 0
@@ -74,10 +72,33 @@ def shard_class(info: ModelInfo, layers: range, check: Check) -> Any:
                 decoder.set_submodule(name, PassThrough())
             self.set_output_embeddings(PassThrough())
             self.all_tied_weights_keys = {}
-        self.streamed_layers = tuple(check(self))
 
     body = {"__init__": init, "__module__": base.__module__, "config_class": type(info.config)}
     return type(base.__name__, (base,), body)
+
+
+def build_skeleton(
+    info: ModelInfo,
+    layers: range,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str,
+) -> Any:
+    """Builds the model that `Shard.load` fills, to be measured before any weight is read: its
+    parameters have no memory, and none is shared by tied layers.
+
+    Raises Invalid if the model cannot be sharded.
+    """
+    _check_layers(info, layers)
+    kind = shard_class(info, layers)
+    untied: Any = type(kind.__name__, (kind,), {"tie_weights": lambda *_, **__: None})
+    with quiet_transformers(), _refusing(info), torch.device("meta"):
+        return untied._from_config(  # noqa: SLF001 (as the loader builds it)
+            copy.deepcopy(info.config),
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            experts_implementation=EXPERTS,
+        )
 
 
 def shard_layers(model: Any, layers: range) -> dict[int, nn.Module]:
@@ -96,7 +117,14 @@ def row_lengths(layers: Iterable[nn.Module]) -> frozenset[int]:
 class Shard:
     """Some layers of a model, ready to compute: `hidden` on any stage, `logits` on the tail."""
 
-    def __init__(self, model: Any, info: ModelInfo, layers: range, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Any,
+        info: ModelInfo,
+        layers: range,
+        device: torch.device,
+        streamed_layers: tuple[int, ...] = (),
+    ) -> None:
         self.model = model
         self.info = info
         self.layers = layers
@@ -109,7 +137,7 @@ class Shard:
         self.layer_modules = shard_layers(model, layers)
         self.widths = row_lengths(self.layer_modules.values())
         """The row lengths of elementwise operations."""
-        self.streamed_layers: tuple[int, ...] = model.streamed_layers
+        self.streamed_layers = streamed_layers
         """By number: those with weights that are read in every step."""
         self.output_shares: dict[str, range] = {}
         """The outputs that this rank computes of linear layers that ranks divide, by their names in
@@ -134,47 +162,39 @@ class Shard:
         attn_implementation: str,
         device: torch.device,
         cpu_parts: frozenset[CpuPart] = frozenset(),
-        check: Check = lambda _: (),
+        streamed_layers: tuple[int, ...] = (),
     ) -> Shard:
         """Loads these layers of a model from a folder or hub id, onto `device` but for `cpu_parts`
-        and streamed layers.
+        and `streamed_layers`, by their numbers.
 
-        Raises what `check` raises, Invalid, with the remedy, if the model cannot be sharded or
-        loaded, and Unavailable if the hub does not answer.
+        Raises Invalid, with the remedy, if the model cannot be sharded or loaded, and Unavailable
+        if the hub does not answer.
         """
         info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)
-        if not 0 <= layers.start < layers.stop <= info.num_layers or layers.step != 1:
-            raise Invalid(
-                "SHARDLINE_SPLIT",
-                f"the model has layers 0-{info.num_layers - 1}, not {layers}",
-                "Correct it",
-            )
+        _check_layers(info, layers)
         for file in weight_files(info.path):
             check_file(file)
-        with quiet_transformers():
-            try:
-                loaded, report = shard_class(info, layers, check).from_pretrained(
-                    info.path,
-                    dtype=dtype,
-                    attn_implementation=attn_implementation,
-                    experts_implementation=EXPERTS,
-                    use_safetensors=True,
-                    local_files_only=True,
-                    trust_remote_code=False,
-                    output_loading_info=True,
-                    # the report below names them; the loader's own error does not
-                    ignore_mismatched_sizes=True,
-                )
-            except (SafetensorError, RuntimeError, OSError, ValueError) as error:
-                refuse(f"{info.path} cannot be loaded: {error}", "Copy the model again", error)
+        with quiet_transformers(), _refusing(info):
+            loaded, report = shard_class(info, layers).from_pretrained(
+                info.path,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                experts_implementation=EXPERTS,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                # The report below names them; the loader's own error does not.
+                ignore_mismatched_sizes=True,
+            )
         for name in REPORTS:
             if report[name]:
                 refuse(
                     f"{info.path} has {name} {_some(report[name])}",
                     "Copy the model again, or correct its config",
                 )
-        shard = cls(loaded.eval(), info, layers, device)
-        with shard.without(shard.streamed_layers):
+        shard = cls(loaded.eval(), info, layers, device, streamed_layers)
+        with shard.without(streamed_layers):
             place(loaded, device, cpu_parts)
         return shard
 
@@ -251,6 +271,21 @@ def _linear_sizes(model: nn.Module, stack: nn.Module) -> dict[str, LinearSize]:
         )
         for name, module in found
     }
+
+
+def _check_layers(info: ModelInfo, layers: range) -> None:
+    if not 0 <= layers.start < layers.stop <= info.num_layers or layers.step != 1:
+        problem = f"the model has layers 0-{info.num_layers - 1}, not {layers}"
+        raise Invalid("SHARDLINE_SPLIT", problem, "Correct it")
+
+
+@contextmanager
+def _refusing(info: ModelInfo) -> Iterator[None]:
+    """Turns the loader's errors into Invalid."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError, OSError, ValueError) as error:
+        refuse(f"{info.path} cannot be loaded: {error}", "Copy the model again", error)
 
 
 def _some(names: Any) -> str:

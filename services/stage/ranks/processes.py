@@ -22,6 +22,7 @@ from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
@@ -45,26 +46,37 @@ Wait = Callable[[], int]
 once."""
 
 
+class RankProcess(NamedTuple):
+    """Another rank, as this process has started it."""
+
+    pid: int
+    link: Connection
+    wait: Wait
+
+
 class OtherRanks:
     """The processes of ranks 1 and up. `post` is called by one thread."""
 
-    def __init__(self, cores: Sequence[tuple[int, ...]]) -> None:
-        """Starts a rank for each of these sets of cores. The ranks end with the thread that calls
-        this."""
-        memory = os.memfd_create("shardline-ranks")
-        self.group = RankGroup(0, len(cores) + 1, memory)
+    def __init__(self, group: RankGroup, started: Sequence[RankProcess]) -> None:
+        self.group = group
         self.numbers = count()
         """Of loaded shards."""
-        self.pids: list[int] = []
+        self.pids = [each.pid for each in started]
         """Of the other ranks, in order."""
         self._closing = False
-        self._links: list[Connection] = []
-        waits = [self._start(rank, own, memory) for rank, own in enumerate(cores, start=1)]
-        # Only now: what has a second thread cannot fork.
+        self._links = [each.link for each in started]
         self._watches = [
-            threading.Thread(target=self._watch, args=(rank, wait), name="rank-watch", daemon=True)
-            for rank, wait in enumerate(waits, start=1)
+            threading.Thread(
+                target=self._watch,
+                args=(rank, each.wait),
+                name="rank-watch",
+                daemon=True,
+            )
+            for rank, each in enumerate(started, start=1)
         ]
+
+    def watch(self) -> None:
+        """Ends this process, from now on, when one of them ends."""
         for watch in self._watches:
             watch.start()
 
@@ -84,19 +96,6 @@ class OtherRanks:
             if watch.is_alive():
                 os.kill(pid, signal.SIGKILL)
 
-    def _start(self, rank: int, cores: tuple[int, ...], memory: int) -> Wait:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            place = [
-                str(number)
-                for number in (os.getpid(), rank, self.group.num_ranks, theirs.fileno(), memory)
-            ]
-            start = _fork if num_threads() == 1 else _start_new
-            pid, wait = start([*place, ",".join(map(str, cores))], {theirs.fileno(), memory})
-        self._links.append(Connection(ours.detach()))
-        self.pids.append(pid)
-        return wait
-
     def _watch(self, rank: int, wait: Wait) -> None:
         status = wait()
         if self._closing:
@@ -104,6 +103,27 @@ class OtherRanks:
         if status == REFUSED_STATUS:
             os._exit(REFUSED_STATUS)
         die(f"rank {rank} of this stage has ended with status {status}")
+
+
+def start_ranks(cores: Sequence[tuple[int, ...]]) -> OtherRanks:
+    """Starts a rank for each of these sets of cores, beside this process, which is rank 0. The
+    ranks end with the thread that calls this."""
+    memory = os.memfd_create("shardline-ranks")
+    num_ranks = len(cores) + 1
+    started = [_start(rank, own, num_ranks, memory) for rank, own in enumerate(cores, start=1)]
+    ranks = OtherRanks(RankGroup(0, num_ranks, memory), started)
+    ranks.watch()  # Only now: what has a second thread cannot fork.
+    return ranks
+
+
+def _start(rank: int, cores: tuple[int, ...], num_ranks: int, memory: int) -> RankProcess:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        numbers = (os.getpid(), rank, num_ranks, theirs.fileno(), memory)
+        arguments = [*map(str, numbers), ",".join(map(str, cores))]
+        start = _fork if num_threads() == 1 else _start_new
+        pid, wait = start(arguments, {theirs.fileno(), memory})
+    return RankProcess(pid, Connection(ours.detach()), wait)
 
 
 def _start_new(arguments: list[str], files: set[int]) -> tuple[int, Wait]:

@@ -110,7 +110,7 @@ def test_a_stage_is_refused_memory_promised_to_another_with_the_figures(
     other.make(ALL_BYTES)
 
     with pytest.raises(Invalid, match=r"other stages of this host are about to take"):
-        StageMemory(limits(None), device).check_fits(WeightBytes(1024 * MIB, {}))
+        StageMemory(limits(None), device).fit_weights(WeightBytes(1024 * MIB, {}))
 
 
 def limits(kv_bytes: int | None, offload_bytes: int = 0) -> Limits:
@@ -122,7 +122,7 @@ def test_a_promise_is_kept_once_the_stage_has_taken_its_memory(
     device: Device, other: MemoryReservations
 ) -> None:
     memory = StageMemory(limits(4 * MIB), device)
-    memory.check_fits(WeightBytes(8 * MIB, {}))
+    memory.fit_weights(WeightBytes(8 * MIB, {}))
     assert other.others() > 12 * MIB
 
     kv = memory.make_kv(KV_SHAPES, torch.float32, context=64)
@@ -135,7 +135,7 @@ def test_memory_for_offloaded_kv_is_promised_until_it_is_taken(
     device: Device, other: MemoryReservations
 ) -> None:
     memory = StageMemory(limits(4 * MIB, offload_bytes=2 * MIB), device)
-    memory.check_fits(WeightBytes(8 * MIB, {}))
+    memory.fit_weights(WeightBytes(8 * MIB, {}))
     assert other.others() > 14 * MIB
 
     kv = memory.make_kv(KV_SHAPES, torch.float32, context=64)
@@ -150,9 +150,9 @@ def test_a_limit_is_what_weights_and_kv_share(device: Device) -> None:
     limited = Limits(kv_bytes=None, memory_bytes=16 * MIB, token_budget=64, max_open=1000)
     memory = StageMemory(limited, device)
     with pytest.raises(Invalid, match=r"16\.0 MiB are free.*SHARDLINE_MEMORY_MIB"):
-        memory.check_fits(WeightBytes(16 * MIB, {}))
+        memory.fit_weights(WeightBytes(16 * MIB, {}))
 
-    memory.check_fits(WeightBytes(10 * MIB, {}))
+    memory.fit_weights(WeightBytes(10 * MIB, {}))
     kv = memory.make_kv(KV_SHAPES, torch.float32, context=1024)
 
     block_bytes = PagedKv.bytes_per_block(KV_SHAPES, torch.float32)

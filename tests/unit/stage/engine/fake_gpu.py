@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from services.stage.attention import triton_kernels as attention_kernels
 from services.stage.device.accelerator import Accelerator, AcceleratorInfo
 from services.stage.engine import executor, loading
+from services.stage.model import shard
 from services.stage.products import triton_kernels as model_kernels
 from tests.extensions.build import build
 
@@ -189,7 +190,12 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Launched]]:
             module.to = partial(_moved, module, fake)
         return model, report
 
+    def build_skeleton(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return shard.build_skeleton(*args, **kwargs)
+
     monkeypatch.setattr(tf.PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
+    monkeypatch.setattr(loading, "build_skeleton", build_skeleton)
     # only values tell whether logits agree
     monkeypatch.setattr(executor, "check_split", lambda *_: None)
     monkeypatch.setattr(loading, "give_back", lambda _: None)  # fake tensors have no pages

@@ -30,8 +30,7 @@ def device(tmp_path: Path) -> Iterator[Device]:
 def chosen(device: Device, **limits: Any) -> tuple[int, ...]:
     """The layers that a stage with these limits streams of the eight."""
     memory = StageMemory(Limits(token_budget=64, max_open=2, **limits), device)
-    memory.check_fits(EIGHT)
-    return memory.streamed_layers
+    return memory.fit_weights(EIGHT)
 
 
 def test_streamed_layers_are_far_apart_and_leave_two_buffers_in_memory() -> None:
@@ -105,7 +104,7 @@ def test_an_accelerators_layers_that_the_host_cannot_hold_are_refused(gpu: Devic
     with pytest.raises(
         Invalid, match=r"STREAMED_LAYERS: 3000 streamed layers of cuda:0 .*host's memory.* are free"
     ):
-        memory.check_fits(many)
+        memory.fit_weights(many)
 
 
 def test_a_layer_without_tiles_is_never_streamed() -> None:
