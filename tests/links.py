@@ -21,6 +21,7 @@ from services.stage.hop.zeromq import ZeroMqHop
 from services.stage.pipeline.assembly import PipelineAssembly
 from services.stage.pipeline.control_client import ControlClient
 from services.stage.pipeline.control_server import ControlServer
+from services.stage.pipeline.hosts import PipelineHost
 from services.stage.pipeline.pipeline import Pipeline
 from services.stage.pipeline.status import StageProgress, StageStatus
 from shardline.base.config import Times
@@ -147,7 +148,6 @@ class Head:
         self.losses: queue.Queue[str] = queue.Queue()
         self.lanes: queue.Queue[int] = queue.Queue()
         self.last_progress = StageProgress(epoch=-1)
-        self.list_cards = cards
         self._wired: Wiring | None = None
         assembly = PipelineAssembly(
             pipeline=uuid4(),
@@ -159,8 +159,16 @@ class Head:
             next_epoch=next_epoch or itertools.count(1).__next__,
             far_int8=far_int8,
         )
-        self.pipeline = Pipeline(assembly, self, times)
-        self.pipeline.start()
+        host = PipelineHost(
+            list_cards=cards,
+            on_ready=self._on_ready,
+            on_lost=self._on_lost,
+            use_lanes=self.lanes.put,
+            progress=lambda: self.last_progress,
+            exit=self.losses.put,
+        )
+        self.pipeline = Pipeline(assembly, times)
+        self.pipeline.start(host)
 
     def ready(self) -> Wiring:
         """The next wiring."""
@@ -171,26 +179,14 @@ class Head:
         self.pipeline.stop()
         self._close_wiring()
 
-    def pipeline_ready(self, wiring: Wiring) -> None:
-        """Its pipeline is formed."""
+    def _on_ready(self, wiring: Wiring) -> None:
         self._wired = wiring
         self.readies.put(wiring)
 
-    def pipeline_lost(self, reason: str) -> None:
-        """And lost."""
+    def _on_lost(self) -> None:
+        reason = self.pipeline.status().reason
+        assert reason is not None
         self._close_wiring()
-        self.losses.put(reason)
-
-    def use_lanes(self, num_lanes: int) -> None:
-        """Noted."""
-        self.lanes.put(num_lanes)
-
-    def progress(self) -> StageProgress:
-        """What a test says that its engine did."""
-        return self.last_progress
-
-    def exit(self, reason: str) -> None:
-        """Noted."""
         self.losses.put(reason)
 
     def _close_wiring(self) -> None:

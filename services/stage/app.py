@@ -46,7 +46,8 @@ def serve(app: Celery, stage: Stage, settings: StageSettings) -> None:
     app.shardline = stage
 
     def on_ready(sender: Any, **_: Any) -> None:
-        stage.attach(sender)
+        if stage.subscription is not None:
+            stage.subscription.attach(sender)
 
     worker_ready.connect(on_ready, weak=False)
     # Not through Celery's command line, which imports a shell, a web server and 200 modules more.

@@ -56,6 +56,7 @@ class Follower:
         self.drain_s = times.drain_s
         self.hurries = False
         self.interactive_seats = 0
+        self.subscription = None
         self.hub = HubCalls(loaded.sockets.wakeup())
         self.delivery_handler = NoDeliveries()
         self.meter = StageMeter(loaded)
@@ -83,9 +84,6 @@ class Follower:
         self._announcer.start()
         if self._adapter_watch is not None:
             self._adapter_watch.start()
-
-    def attach(self, consumer: Any) -> None:
-        """Celery serves remote control only."""
 
     def describe(self) -> Mapping[str, Any]:
         """Returns what `inspect stage` shows."""

@@ -3,7 +3,8 @@ takes jobs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 from uuid import NAMESPACE_URL, uuid5
 
@@ -17,28 +18,27 @@ from services.stage.celery.subscription import QueueSubscription
 from services.stage.engine.engine import HeadEngine
 from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
+from services.stage.job_telemetry import JobTelemetry
 from services.stage.jobs.attempt_spans import AttemptSpans
 from services.stage.jobs.delta_publisher import DeltaPublisher
 from services.stage.jobs.engine_requests import EngineRequests
 from services.stage.jobs.identity import identity_of
+from services.stage.jobs.lease_host import LeaseHost
 from services.stage.jobs.lease_manager import LeaseManager
-from services.stage.jobs.live_job import LiveJob
-from services.stage.jobs.outcome import JobOutcome
 from services.stage.jobs.quarantine import Seats
 from services.stage.jobs.result_publisher import ResultPublisher
 from services.stage.metrics import StageMeter
 from services.stage.pipeline.assembly import PipelineAssembly
 from services.stage.pipeline.energy_writer import EnergyWriter, epoch_energy
 from services.stage.pipeline.epochs import Epochs
+from services.stage.pipeline.hosts import PipelineHost
 from services.stage.pipeline.pipeline import Pipeline
 from services.stage.pipeline.status import StageProgress
 from services.stage.runtime import LoadedStage, pipeline_of, software
 from services.stage.stage_spans import step_observer
 from shardline.base.errors import Unavailable
 from shardline.base.tracing import Tracer
-from shardline.contract.job import JobState
 from shardline.contract.queues import generate_queue
-from shardline.contract.wire import StageCard
 from shardline.store import leases
 from shardline.store.connection.database import failure_of, unavailable
 from shardline.store.models import register_adapters, register_model
@@ -71,8 +71,7 @@ def end_leases_of_predecessor(database: Database, *, worker: str, pipeline: str)
 
 
 class Head:
-    """The parts of a head, and the order in which they start and stop. The host of its pipeline and
-    of its leases."""
+    """The parts of a head, and the order in which they start and stop."""
 
     def __init__(self, loaded: LoadedStage, backends: Backends) -> None:
         settings = loaded.settings
@@ -102,7 +101,7 @@ class Head:
         store_result = backends.result_store()
         self._results = None if store_result is None else ResultPublisher(store_result)
         self._registry = backends.open_registry()
-        self._subscription = QueueSubscription(generate_queue(settings.name), self.hub)
+        self.subscription = QueueSubscription(generate_queue(settings.name), self.hub)
         self._adapter_watch = loaded.watch_adapters(self._register_adapters)
         self._scheduler = Scheduler(
             SchedulerConfig(
@@ -124,9 +123,9 @@ class Head:
             on_lost=self._pipeline.lost,
             on_step=step_observer(loaded, self.meter, self._tracer),
         )
-        self.delivery_handler = self._make_lease_manager()
         every_s = settings.times.heartbeat_s
         self._energy = EnergyWriter(self._database, self._measure_energy, every_s=every_s)
+        self.delivery_handler = self._make_lease_manager()
         self.meter.watch(self._scheduler, self._pipeline)
 
     def _make_lease_manager(self) -> LeaseManager:
@@ -143,7 +142,13 @@ class Head:
                 spans=self._spans,
             ),
             publisher=self._publisher,
-            host=self,
+            host=LeaseHost(
+                max_crashes=self._settings.max_crashes,
+                results=self._results,
+                observer=JobTelemetry(self.meter, self._spans, self._energy.row_j),
+                on_announced=self.subscription.open,
+                on_superseded=self._pipeline.lost,
+            ),
             seats=Seats(
                 num_any=self._settings.seats, num_interactive=self._settings.interactive_seats
             ),
@@ -163,7 +168,7 @@ class Head:
             next_epoch=self._epochs.take,
             far_int8=settings.hop_activations == "int8",
         )
-        return Pipeline(assembly, self, settings.times)
+        return Pipeline(assembly, settings.times)
 
     def start(self) -> None:
         """Registers the model, then forms the pipeline. Raises Unavailable when Postgres cannot be
@@ -180,12 +185,17 @@ class Head:
             self._adapter_watch.start()
         self.delivery_handler.start()
         self._engine.start()
-        self._pipeline.start()
+        self._pipeline.start(
+            PipelineHost(
+                list_cards=partial(self._registry.cards, self._settings.name),
+                on_ready=self._on_ready,
+                on_lost=self._on_lost,
+                use_lanes=self._engine.use_lanes,
+                progress=self._progress,
+                exit=self._backends.exit,
+            )
+        )
         self._energy.start()
-
-    def attach(self, consumer: Any) -> None:
-        """Celery's consumer is up: the subscription acts on it."""
-        self._subscription.attach(consumer)
 
     def describe(self) -> Mapping[str, Any]:
         """Returns what `inspect stage` shows."""
@@ -243,11 +253,7 @@ class Head:
     # The pipeline's thread
     # ----------------------------------------------------------------------------------------
 
-    def list_cards(self) -> list[StageCard]:
-        """The stages of this model. Raises Unavailable."""
-        return self._registry.cards(self._settings.name)
-
-    def pipeline_ready(self, wiring: Wiring) -> None:
+    def _on_ready(self, wiring: Wiring) -> None:
         """The engine steps from now on; jobs come once Postgres knows."""
         identity = identity_of(
             wiring,
@@ -259,18 +265,14 @@ class Head:
         self._engine.wire(wiring)
         self.delivery_handler.ready(identity)
 
-    def pipeline_lost(self, reason: str) -> None:  # noqa: ARG002 (the pipeline has logged it)
+    def _on_lost(self) -> None:
         """No more jobs come; those that run keep their leases for a while."""
-        self._subscription.close()
+        self.subscription.close()
         self._engine.unwire()
         self.delivery_handler.lost()
 
-    def use_lanes(self, num_lanes: int) -> None:
-        """Has the engine keep `num_lanes` steps in flight."""
-        self._engine.use_lanes(num_lanes)
-
-    def progress(self) -> StageProgress:
-        """What the engine has done in its epoch."""
+    def _progress(self) -> StageProgress:
+        """Returns what the engine has done in its epoch."""
         progress = self._engine.progress
         return StageProgress(
             epoch=progress.epoch,
@@ -280,60 +282,8 @@ class Head:
             step_began_s=self._engine.step_began_s,
         )
 
-    def exit(self, reason: str) -> None:
-        """A supervisor starts the head again."""
-        self._backends.exit(reason)
-
     def _measure_energy(self) -> EpochEnergy | None:
         """Any thread."""
         status = self._pipeline.status()
         progress = self._engine.progress
         return epoch_energy(self._name, status, progress, self._loaded.watts)
-
-    # The lease manager's thread
-    # -----------------------------------------------------------------------------------
-
-    def readiness_announced(self) -> None:
-        """Jobs may come."""
-        self._subscription.open()
-
-    def epoch_superseded(self, epoch: int) -> None:
-        """The pipeline is another head's now."""
-        self._pipeline.lost(
-            epoch,
-            "another head took this pipeline: its lease had run out, "
-            "or a process of the same name started",
-        )
-
-    @property
-    def max_crashes(self) -> int:
-        """The installation's ceiling."""
-        return self._settings.max_crashes
-
-    def jobs_crashed(self, outcomes: Iterable[str]) -> None:
-        """Counted."""
-        self.meter.blamed(outcomes)
-
-    @property
-    def tells_results(self) -> bool:
-        """Returns whether there is a result backend."""
-        return self._results is not None
-
-    def job_told(self, job_id: str, state: JobState, value: Any) -> None:
-        """Publishes the result for callers that ask Celery by the job's id."""
-        if self._results is not None:
-            self._results.put(job_id, state, value)
-
-    def job_ended(self, outcome: JobOutcome) -> None:
-        """Counted and traced."""
-        self.meter.ended(outcome.state, outcome.job.latency())
-        self._charge(outcome.job, outcome.num_rows)
-        self._spans.ended(outcome)
-
-    def attempt_given_back(self, job: LiveJob, outcome: str) -> None:
-        """Counted and traced."""
-        self._charge(job, job.num_rows())
-        self._spans.given_back(job, outcome)
-
-    def _charge(self, job: LiveJob, num_rows: int) -> None:
-        self.meter.charge(job.claimed.tenant_id, num_rows * self._energy.row_j())

@@ -24,6 +24,7 @@ import transformers
 from services.stage.adapters.adapter_watch import AdapterWatch, Tell
 from services.stage.celery.hub_calls import HubCalls
 from services.stage.celery.pool import DeliveryHandler
+from services.stage.celery.subscription import QueueSubscription
 from services.stage.device.accelerator import load_module
 from services.stage.device.acquire import acquire
 from services.stage.device.device import Device
@@ -64,14 +65,16 @@ class Stage(Protocol):
     hub: HubCalls
 
     @property
+    def subscription(self) -> QueueSubscription | None:
+        """Returns that to the queue of the model's jobs; None where Celery serves remote control
+        only."""
+
+    @property
     def delivery_handler(self) -> DeliveryHandler:
         """Returns what takes the pool's deliveries."""
 
     def start(self) -> None:
         """Start the threads."""
-
-    def attach(self, consumer: Any) -> None:
-        """Celery's consumer is up, in Celery's thread."""
 
     def describe(self) -> Mapping[str, Any]:
         """Returns what `inspect stage` shows."""
@@ -307,9 +310,7 @@ def capacity_of(executor: Executor, power: Power | None) -> Capacity:
     )
 
 
-def _card(
-    placed: PlacedStage, executor: Executor, weights: str, power: Power | None
-) -> StageCard:
+def _card(placed: PlacedStage, executor: Executor, weights: str, power: Power | None) -> StageCard:
     return StageCard(
         incarnation=uuid4().hex,
         worker=placed.worker,

@@ -275,7 +275,7 @@ class HeadMachine(StageMachine):
             head.start()
         except Unavailable:
             self.process.kill()
-        head.attach(consumer)
+        head.subscription.attach(consumer)
         poller = loaded.sockets.poller()
         poller.register(head.hub.fd, zmq.POLLIN)
         deliveries: dict[int, Delivery] = {}

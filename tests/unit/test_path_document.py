@@ -30,12 +30,13 @@ OFF_THE_PATH = {
         shardline/base/errors shardline/base/failpoints shardline/contract/ids
         shardline/contract/keys shardline/base/log shardline/base/metrics shardline/base/redis
         shardline/base/rounding shardline/contract/tables shardline/store/connection/database
-        shardline/client/base_client shardline/client/database gateway/errors stage/metrics
+        shardline/client/base_client shardline/client/database gateway/errors stage/metrics stage/job_telemetry
         shardline_scheduler/step_times stage/jobs/outage
     """,
     "types alone": """
         gateway/bodies gateway/schemas shardline/client/fields shardline/contract/job
-        stage/hop/__init__ stage/jobs/job_engine stage/jobs/lease_host stage/pipeline/status
+        stage/hop/__init__ stage/jobs/job_engine stage/jobs/lease_host stage/pipeline/hosts
+        stage/pipeline/status
     """,
     "at start": """
         gateway/context gateway/settings stage/backends stage/runtime stage/device/device

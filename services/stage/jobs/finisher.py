@@ -7,6 +7,7 @@ Knows neither claims nor when leases are renewed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 from uuid import UUID
 
 import structlog
@@ -86,11 +87,9 @@ class Finisher:
 
     def _told_by_relays(self, connection: Connection, job_ids: Iterable[UUID]) -> set[UUID]:
         """Returns those jobs that are Celery tasks; without a result backend no caller asks."""
-        return (
-            celery_tasks.with_tasks(connection, list(job_ids))
-            if self._host.tells_results
-            else set()
-        )
+        if self._host.results is None:
+            return set()
+        return celery_tasks.with_tasks(connection, list(job_ids))
 
     def _settle(self, outcome: JobOutcome, state: JobState | None, *, is_told: bool) -> None:
         job = outcome.job
@@ -98,9 +97,9 @@ class Finisher:
             self._publisher.deltas(job.job_id, job.take_held())
             self._publisher.delta(job.job_id, outcome.last_delta())
             if not is_told:
-                self._host.job_told(str(job.job_id), state, outcome.value())
+                self._tell(job, state, outcome.value())
             outcome.settle()
-            self._host.job_ended(outcome)
+            self._host.observer.ended(outcome)
         elif state in (JobState.CANCELLED, JobState.EXPIRED):
             job.delivery.revoke()  # A relay was first, under the same fence.
         else:
@@ -118,7 +117,7 @@ class Finisher:
                     connection, keys, max_crashes=self._host.max_crashes
                 )
                 told_by_relays = self._told_by_relays(connection, outcomes)
-            self._host.jobs_crashed(outcomes.values())
+            self._host.observer.crashed(outcomes.values())
             log.warning(
                 "the pipeline broke under quarantined jobs",
                 outcomes={str(key): end for key, end in outcomes.items()},
@@ -134,8 +133,12 @@ class Finisher:
             job.job_id, Delta(fence=job.claimed.fence, start=len(job.ids), state=JobState.FAILED)
         )
         if not is_told:
-            self._host.job_told(str(job.job_id), JobState.FAILED, USED_UP)
+            self._tell(job, JobState.FAILED, USED_UP)
         job.delivery.fail(USED_UP)
+
+    def _tell(self, job: LiveJob, state: JobState, value: Any) -> None:
+        if self._host.results is not None:
+            self._host.results.put(str(job.job_id), state, value)
 
     def give_back_outgrown(self) -> None:
         """Jobs that need more KV than this pipeline has: a claim here does not get them again, a
@@ -180,7 +183,7 @@ class Finisher:
 
     def _drop(self, job: LiveJob, outcome: str) -> None:
         self._jobs.drop(job)
-        self._host.attempt_given_back(job, outcome)
+        self._host.observer.given_back(job, outcome)
 
     def _save(self, connection: Connection, jobs: Iterable[LiveJob]) -> None:
         leases.heartbeat(connection, [job.beat() for job in jobs], lease_s=self._times.lease_s)

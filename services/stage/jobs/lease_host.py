@@ -1,41 +1,39 @@
-"""What the job life cycle tells the head it belongs to. Owns the Protocol; knows no head."""
+"""What the job life cycle tells the head it belongs to. Knows no head."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
 
 from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.outcome import JobOutcome
-from shardline.contract.job import JobState
+from services.stage.jobs.result_publisher import ResultPublisher
 
 
-class LeaseHost(Protocol):
-    """Called in the lease manager's thread. No method may block."""
+class JobObserver(Protocol):
+    """Learns what becomes of jobs, in the lease manager's thread. No method may block."""
 
-    @property
-    def max_crashes(self) -> int:
-        """So often at most may engines die under any job before it ends."""
-
-    @property
-    def tells_results(self) -> bool:
-        """Whether `job_told` does anything."""
-
-    def readiness_announced(self) -> None:
-        """Postgres knows that the pipeline is ready: jobs may come."""
-
-    def epoch_superseded(self, epoch: int) -> None:
-        """Another head took the pipeline's name."""
-
-    def jobs_crashed(self, outcomes: Iterable[str]) -> None:
+    def crashed(self, outcomes: Iterable[str]) -> None:
         """The pipeline broke under jobs that ran alone; what became of each."""
 
-    def job_told(self, job_id: str, state: JobState, value: Any) -> None:
-        """The end of a job that is no Celery task is committed: its completion, or the reason of a
-        failure."""
-
-    def job_ended(self, outcome: JobOutcome) -> None:
+    def ended(self, outcome: JobOutcome) -> None:
         """A job's end was committed here."""
 
-    def attempt_given_back(self, job: LiveJob, outcome: str) -> None:
+    def given_back(self, job: LiveJob, outcome: str) -> None:
         """A job goes on elsewhere, or here later: `released` or `crashed`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseHost:
+    """A head. Called in the lease manager's thread; no function may block."""
+
+    max_crashes: int
+    """So often at most may engines die under any job before it ends."""
+    results: ResultPublisher | None
+    """Takes the ends of jobs that are no Celery tasks; None without a result backend."""
+    observer: JobObserver
+    on_announced: Callable[[], None]
+    """Postgres knows that the pipeline is ready: jobs may come."""
+    on_superseded: Callable[[int, str], None]
+    """Another head took the pipeline's name in this epoch; with the reason in words."""

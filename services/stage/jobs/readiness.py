@@ -14,6 +14,8 @@ from shardline.base.clock import monotonic_s
 from shardline.base.config import Times
 from shardline.store import pipelines
 
+SUPERSEDED = "another head took this pipeline: its lease ran out, or one of the same name started"
+
 
 class PipelineReadiness:
     """The lease manager's thread writes it down and reads it, but for `ready` and `lost`."""
@@ -77,7 +79,7 @@ class PipelineReadiness:
                 )
         self._announced = identity
         if identity is not None:
-            self._host.readiness_announced()
+            self._host.on_announced()
 
     def renew(self) -> None:
         """The row's lease."""
@@ -89,4 +91,4 @@ class PipelineReadiness:
                 connection, announced.pipeline, announced.epoch, self._times.lease_s
             )
         if not held and announced is self.identity:
-            self._host.epoch_superseded(announced.epoch)
+            self._host.on_superseded(announced.epoch, SUPERSEDED)

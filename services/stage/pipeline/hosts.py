@@ -1,8 +1,9 @@
-"""What a pipeline asks of its head, and a control link of its stage. Owns the Protocols; knows no
-engine."""
+"""What a pipeline asks of its head, and a control link of its stage. Knows no engine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from services.stage.hop.wiring import Wiring
@@ -10,26 +11,23 @@ from services.stage.pipeline.status import StageProgress, StageStatus
 from shardline.contract.wire import StageCard
 
 
-class PipelineHost(Protocol):
-    """A head. Called in the pipeline's thread; no method may block for long."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineHost:
+    """A head. Called in the pipeline's thread; no function may block for long."""
 
-    def list_cards(self) -> list[StageCard]:
-        """The stages of the head's model. Raises Unavailable while the registry cannot be read."""
-
-    def pipeline_ready(self, wiring: Wiring) -> None:
-        """Steps can pass through every stage."""
-
-    def pipeline_lost(self, reason: str) -> None:
-        """A stage is gone. Called once after each `pipeline_ready`, before the next."""
-
-    def use_lanes(self, num_lanes: int) -> None:
-        """Has `num_lanes` steps in flight from now on: the links ask for it."""
-
-    def progress(self) -> StageProgress:
-        """What the head's engine has done in its epoch."""
-
-    def exit(self, reason: str) -> None:
-        """End the process with a non-zero status: it cannot work any more."""
+    list_cards: Callable[[], list[StageCard]]
+    """Returns the stages of the head's model. Raises Unavailable while the registry cannot be
+    read."""
+    on_ready: Callable[[Wiring], None]
+    """Steps can pass through every stage."""
+    on_lost: Callable[[], None]
+    """A stage is gone. Called once after each `on_ready`, before the next."""
+    use_lanes: Callable[[int], None]
+    """Has that number of steps in flight from now on: the links ask for it."""
+    progress: Callable[[], StageProgress]
+    """Returns what the head's engine has done in its epoch."""
+    exit: Callable[[str], None]
+    """Ends the process with a non-zero status, for this reason: it cannot work any more."""
 
 
 class StageHost(Protocol):

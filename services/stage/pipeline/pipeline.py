@@ -82,9 +82,8 @@ class PipelineStatus:
 class Pipeline:
     """Forms the pipeline as often as it is lost, in its own thread."""
 
-    def __init__(self, assembly: PipelineAssembly, host: PipelineHost, times: Times) -> None:
+    def __init__(self, assembly: PipelineAssembly, times: Times) -> None:
         self._assembly = assembly
-        self._host = host
         self._times = times
         self._known: list[StageCard] = []
         self._wakeup = assembly.sockets.wakeup()
@@ -94,17 +93,19 @@ class Pipeline:
         self._stages: Sequence[StageHealth] = ()
         self._epoch: int | None = None
         self._reason: str | None = "forming"
-        self._thread = threading.Thread(target=self._run, name="pipeline", daemon=True)
+        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Forms the pipeline from now on."""
+    def start(self, host: PipelineHost) -> None:
+        """Forms the pipeline from now on, for this host."""
+        self._host = host
+        self._thread = threading.Thread(target=self._run, name="pipeline", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Releases the stages. The engine's wiring stays the engine's; the host is not informed."""
         self._stopping = True
         self._wakeup.wake()
-        if self._thread.is_alive():
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join()
 
     def lost(self, epoch: int, reason: str) -> None:
@@ -191,7 +192,7 @@ class Pipeline:
         self._stages = monitor.stages
         self._assembled = assembled
         log.info("pipeline ready", pipeline=str(assembled.wiring.pipeline), epoch=self._epoch)
-        self._host.pipeline_ready(assembled.wiring)
+        self._host.on_ready(assembled.wiring)
         reason = self._watch(assembled, monitor)
         self._assembled = None
         self._stages = ()
@@ -204,7 +205,7 @@ class Pipeline:
                 epoch=self._epoch,
                 reason=reason,
             )
-            self._host.pipeline_lost(reason)
+            self._host.on_lost()
 
     def _watch(self, assembled: AssembledPipeline, monitor: PipelineMonitor) -> str:
         """Why it ended."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -25,10 +25,12 @@ from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
 from services.stage.hop.wakeup import Wakeup
 from services.stage.hop.wiring import Member, Wiring
+from services.stage.job_telemetry import JobTelemetry
 from services.stage.jobs.attempt_spans import AttemptSpans
 from services.stage.jobs.delta_publisher import DeltaPublisher
 from services.stage.jobs.engine_requests import EngineRequests
 from services.stage.jobs.identity import Identity, identity_of
+from services.stage.jobs.lease_host import LeaseHost
 from services.stage.jobs.lease_manager import LeaseManager
 from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.outcome import JobOutcome
@@ -36,7 +38,7 @@ from services.stage.jobs.quarantine import Seats
 from services.stage.metrics import StageMeter
 from shardline.base.config import Times
 from shardline.base.tracing import OFF, Tracer
-from shardline.contract.job import MAX_CRASHES, JobState
+from shardline.contract.job import MAX_CRASHES
 from shardline.store import jobs
 from shardline.streams import DeltaWriter
 from shardline_scheduler.events import Event
@@ -105,41 +107,20 @@ class LoneHead:
         return not self.verdicts.empty()
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
-    """The lease manager's host, without a pipeline."""
+class RowCounter(JobTelemetry):
+    """Notes the rows of attempts that leave the head, too."""
 
-    announced: threading.Event
-    meter: StageMeter
-    spans: AttemptSpans
-    rows: list[int]
-    max_crashes: int = MAX_CRASHES
-    tells_results: bool = False
+    def __init__(self, meter: StageMeter, spans: AttemptSpans) -> None:
+        super().__init__(meter, spans, row_j=lambda: 0.0)
+        self.rows: list[int] = []
 
-    def job_told(self, job_id: str, state: JobState, value: Any) -> None:
-        """There is no result backend."""
-
-    def readiness_announced(self) -> None:
-        """A test may offer."""
-        self.announced.set()
-
-    def epoch_superseded(self, epoch: int) -> None:
-        """No other head takes its name."""
-
-    def jobs_crashed(self, outcomes: Iterable[str]) -> None:
-        """Counted."""
-        self.meter.blamed(outcomes)
-
-    def job_ended(self, outcome: JobOutcome) -> None:
-        """Counted and traced."""
+    def ended(self, outcome: JobOutcome) -> None:
         self.rows.append(outcome.num_rows)
-        self.meter.ended(outcome.state, outcome.job.latency())
-        self.spans.ended(outcome)
+        super().ended(outcome)
 
-    def attempt_given_back(self, job: LiveJob, outcome: str) -> None:
-        """Counted and traced."""
+    def given_back(self, job: LiveJob, outcome: str) -> None:
         self.rows.append(job.num_rows())
-        self.spans.given_back(job, outcome)
+        super().given_back(job, outcome)
 
 
 def _name(outcome: tuple[int, Any, float]) -> str:
@@ -174,6 +155,18 @@ def loaded_stage(executor: Executor, times: Times) -> SimpleNamespace:
     )
 
 
+def _requests(executor: Executor, spans: AttemptSpans) -> EngineRequests:
+    ids = {f"<{number}>": number for number in range(VOCAB_SIZE)}
+    return EngineRequests(
+        tokenizer=Tokenizer(WordLevel(ids, unk_token="<0>")),
+        eos_ids=(2,),
+        context_length=4096,
+        vocab_size=executor.info.vocab_size,
+        adapters=executor.adapters,
+        spans=spans,
+    )
+
+
 @contextmanager
 def open_lone_head(
     database: Database, executor: Executor, redis_url: str, times: Times, tracer: Tracer = OFF
@@ -188,23 +181,19 @@ def open_lone_head(
     announced = threading.Event()
     meter = StageMeter(cast(Any, loaded_stage(executor, times)))
     spans = AttemptSpans(tracer)
-    rows = list[int]()
-    tokenizer = Tokenizer(
-        WordLevel({f"<{number}>": number for number in range(VOCAB_SIZE)}, unk_token="<0>")
-    )
+    counter = RowCounter(meter, spans)
     lease_manager = LeaseManager(
         database=database,
         engine=engine,
-        requests=EngineRequests(
-            tokenizer=tokenizer,
-            eos_ids=(2,),
-            context_length=4096,
-            vocab_size=executor.info.vocab_size,
-            adapters=executor.adapters,
-            spans=spans,
-        ),
+        requests=_requests(executor, spans),
         publisher=publisher,
-        host=Host(announced, meter, spans, rows),
+        host=LeaseHost(
+            max_crashes=MAX_CRASHES,
+            results=None,
+            observer=counter,
+            on_announced=announced.set,
+            on_superseded=lambda *_: None,
+        ),
         seats=Seats(num_any=8, num_interactive=0),
         times=times,
     )
@@ -222,7 +211,7 @@ def open_lone_head(
         verdicts=queue.Queue(),
         numbers=count(1),
         meter=meter,
-        rows=rows,
+        rows=counter.rows,
     )
     for thread in (lease_manager, engine, publisher):
         thread.stop()
