@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from services.stage.engine.engine import Engine, FollowerEngine, HeadEngine
+from services.stage.engine.engine import Engine, FollowerEngine
 from services.stage.engine.executor import Executor
+from services.stage.engine.head_engine import HeadEngine
 from services.stage.hop import Channel, Kind, Receiver, Sender
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.wiring import Wiring

@@ -99,9 +99,8 @@ class Follower:
 
     def trace(self) -> Mapping[str, Any]:
         """Returns what `shardline trace` shows."""
-        return self._loaded.trace(
-            self._control.card().bound_to or "", self._engine.step_times.last()
-        )
+        pipeline = self._control.card().bound_to or ""
+        return self._loaded.trace(pipeline, self._engine.clock.step_times.last())
 
     def stop(self) -> None:
         """The card goes first, then the link: the head sees it close and forms its pipeline without

@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError
 from services.stage.backends import Backends
 from services.stage.celery.hub_calls import HubCalls
 from services.stage.celery.subscription import QueueSubscription
-from services.stage.engine.engine import HeadEngine
+from services.stage.engine.head_engine import HeadEngine
 from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
 from services.stage.job_telemetry import JobTelemetry
@@ -213,7 +213,8 @@ class Head:
 
     def trace(self) -> Mapping[str, Any]:
         """Returns what `shardline trace` shows."""
-        return self._loaded.trace(self._pipeline.status().pipeline, self._engine.step_times.last())
+        pipeline = self._pipeline.status().pipeline
+        return self._loaded.trace(pipeline, self._engine.clock.step_times.last())
 
     def stop(self) -> None:
         """Leases are given back, then the stages are released."""
@@ -279,7 +280,7 @@ class Head:
             num_steps=progress.num_steps - self._scheduler.num_in_flight,
             num_outstanding=self._engine.num_awaited,
             busy_s=progress.compute_s + progress.hop_s,
-            step_began_s=self._engine.step_began_s,
+            step_began_s=self._engine.clock.step_began_s,
         )
 
     def _measure_energy(self) -> EpochEnergy | None:

@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from tokenizers import Tokenizer
 
-from services.stage.engine.engine import HeadEngine
+from services.stage.engine.head_engine import HeadEngine
 from services.stage.hop import Kind, Receiver, Sender
 from services.stage.hop.wiring import Wiring
 from services.stage.pipeline.pace import NUM_STEPS, Pace
@@ -175,11 +175,8 @@ class Pipeline:
         self._paces = [Pace() for _ in options.device]
         for stage_index in range(1, num_stages):
             ours, theirs = spawn.Pipe()
-            process = spawn.Process(
-                target=serve_later,
-                args=(theirs, folder, options, stage_index, self.identity),
-                daemon=True,
-            )
+            given = theirs, folder, options, stage_index, self.identity
+            process = spawn.Process(target=serve_later, args=given, daemon=True)
             with environment_of(options, stage_index):
                 process.start()
             self._later.append((process, ours))

@@ -26,7 +26,8 @@ from uuid import UUID
 import torch
 from torch import Tensor
 
-from services.stage.engine.engine import Engine, FollowerEngine, HeadEngine
+from services.stage.engine.engine import Engine, FollowerEngine
+from services.stage.engine.head_engine import HeadEngine
 from services.stage.hop import Kind
 from services.stage.pipeline.pace import Pace
 from shardline.contract.lanes import lanes_for

@@ -30,8 +30,9 @@ OFF_THE_PATH = {
         shardline/base/errors shardline/base/failpoints shardline/contract/ids
         shardline/contract/keys shardline/base/log shardline/base/metrics shardline/base/redis
         shardline/base/rounding shardline/contract/tables shardline/store/connection/database
-        shardline/client/base_client shardline/client/database gateway/errors stage/metrics stage/job_telemetry
-        shardline_scheduler/step_times stage/jobs/outage
+        shardline/client/base_client shardline/client/database gateway/errors stage/metrics
+        stage/job_telemetry stage/engine/step_clock shardline_scheduler/step_times
+        stage/jobs/outage
     """,
     "types alone": """
         gateway/bodies gateway/schemas shardline/client/fields shardline/contract/job
@@ -52,7 +53,7 @@ OFF_THE_PATH = {
     "for a job that is traced": """
         shardline/base/genai stage/stage_spans stage/jobs/attempt_spans
     """,
-    "on an accelerator": """stage/device/staging stage/engine/launched_steps""",
+    "on an accelerator": """stage/device/staging""",
     "for a job that was preempted": """
         stage/attention/offload_area shardline_scheduler/offload shardline_scheduler/recompute_cost
     """,

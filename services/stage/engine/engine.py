@@ -1,40 +1,32 @@
-"""The resident engine: the hot loops of a head and of the later stages. Owns its thread; knows no
-Celery, Redis or SQL.
+"""The resident engine: what every stage's hot loop shares, and that of a later stage. Owns its
+thread; knows no Celery, Redis or SQL.
 
-A head schedules, runs its own layers, sends the step down the chain and applies the tail's answers.
-A later stage receives, runs its layers and passes on. A one-stage pipeline is the head alone,
-without hops.
+A later stage receives, runs its layers and passes on.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 
-import msgspec
 import structlog
 from torch import Tensor
 
 from services.stage.engine.executor import Executor
 from services.stage.engine.inbox import Inbox
 from services.stage.engine.launched_steps import LaunchedStep, LaunchedSteps
+from services.stage.engine.step_clock import StepClock, StepMoments
 from services.stage.engine.step_frames import step_frame
 from services.stage.engine.tensors import quantized, tensor_of
-from services.stage.hop import Frame, Receiver
+from services.stage.hop import Frame
 from services.stage.hop.frame import Buffer
 from services.stage.hop.wiring import Wiring
 from shardline.base import failpoints
-from shardline.base.clock import lease_clock_s, monotonic_s
+from shardline.base.clock import monotonic_s
 from shardline.base.errors import LinkLost, ProtocolError
 from shardline.base.failpoints import Point, failpoint
-from shardline.contract.job import FinishReason
-from shardline_scheduler.events import Event
-from shardline_scheduler.offload import OffloadTerms
-from shardline_scheduler.scheduler import Scheduler
-from shardline_scheduler.sequence import Key, Request, TokenSink
-from shardline_scheduler.step_plan import StepPlan, StepResult, decode_plan, decode_result, encode
-from shardline_scheduler.step_times import EngineProgress, StepTime, StepTimes
+from shardline_scheduler.step_plan import StepPlan, StepResult, decode_plan, encode
+from shardline_scheduler.step_times import EngineProgress, StepTime
 
 log = structlog.get_logger(__name__)
 
@@ -52,7 +44,7 @@ OnStep = Callable[[StepPlan, StepTime], None]
 """Called in the engine's thread after every step, when its frame has left."""
 
 
-def _ignore(_plan: StepPlan, _time: StepTime) -> None:
+def ignore_step(_plan: StepPlan, _time: StepTime) -> None:
     """The OnStep of an engine without metrics."""
 
 
@@ -65,25 +57,20 @@ class Engine(threading.Thread):
         executor: Executor,
         *,
         on_lost: OnLost,
-        on_step: OnStep = _ignore,
+        on_step: OnStep = ignore_step,
         name: str = "engine",
     ) -> None:
         super().__init__(name=name, daemon=True)
         self.executor = executor
         self.inbox = Inbox()
         self.progress = EngineProgress(epoch=-1)
-        self.step_times = StepTimes()
+        self.clock = StepClock()
         self._on_lost = on_lost
         self._on_step = on_step
         self._wiring: Wiring | None = None
         self._launched: LaunchedSteps | None = None
         """Of an epoch on an accelerator with pinned memory. Without one a step is computed when
         `run` returns."""
-        self.step_began_s: float | None = None
-        """When the current step began, by `monotonic_s`, for other threads to read; None between
-        steps."""
-        self._computed = (0.0, 0.0)
-        """When the executor's last run began and when it ended."""
         self._running = True
 
     def wire(self, wiring: Wiring) -> None:
@@ -130,7 +117,7 @@ class Engine(threading.Thread):
         if self._launched is not None:
             self._launched.close()
             self._launched = None
-            self.step_began_s = None
+            self.clock.stop()
         if self._wiring is not None:
             self._wiring.close()
             self._wiring = None
@@ -146,15 +133,10 @@ class Engine(threading.Thread):
         self._on_lost(self.progress.epoch, reason)
 
     def _run_step(self, plan: StepPlan, hidden: Tensor | None) -> Output:
-        began_s = self.step_began_s = monotonic_s()
-        try:
+        with self.clock.computing():
             if failpoints.ARMED is not None:
                 self._pass_failpoints(plan)
-            out = self.executor.run(plan, hidden)
-        finally:
-            self.step_began_s = None
-        self._computed = began_s, monotonic_s()
-        return out
+            return self.executor.run(plan, hidden)
 
     def _pass_failpoints(self, plan: StepPlan) -> None:
         """Gathers facts that no step outside of tests should pay for."""
@@ -176,22 +158,20 @@ class Engine(threading.Thread):
             out = quantized(out)
         if self._launched is not None and isinstance(out, Tensor):
             states = out if plan.rows else None
-            self._launched.add(plan, message, states, began_s=began_s, launched_s=self._computed[0])
-            self.step_began_s = self._computed[0]
+            launched_s = self.clock.note_launch()
+            self._launched.add(plan, message, states, began_s=began_s, launched_s=launched_s)
             return
         self._send(plan, message, out)
-        self._finish_step(plan, began_s, self._computed, monotonic_s())
+        self._finish_step(plan, self.clock.moments(began_s))
 
     def _leave(self, step: LaunchedStep) -> None:
         """Sends a step that is copied. If the device has the next one by then, the sending takes
         none of its time."""
         assert self._launched is not None
-        computed = step.launched_s, step.copy.wait()
+        computed_s = step.copy.wait()
         self._send(step.plan, step.message, step.copy.tensor)
-        following = self._launched.oldest
-        ended_s = max(computed[1], following.began_s) if following else monotonic_s()
-        self.step_began_s = following.launched_s if following else None
-        self._finish_step(step.plan, step.began_s, computed, ended_s)
+        moments = self.clock.note_left(step, computed_s, following=self._launched.oldest)
+        self._finish_step(step.plan, moments)
 
     def _send(self, plan: StepPlan, message: Buffer, out: Output | None) -> None:
         wiring = self._wiring
@@ -199,168 +179,15 @@ class Engine(threading.Thread):
         assert wiring.sender is not None
         wiring.sender.send(step_frame(wiring, plan, message, out))
 
-    def _finish_step(
-        self, plan: StepPlan, began_s: float, computed: tuple[float, float], ended_s: float
-    ) -> StepTime:
-        time = self.progress.finish(plan, began_s, *computed, ended_s)
-        self.step_times.add(time)
+    def _finish_step(self, plan: StepPlan, moments: StepMoments) -> StepTime:
+        time = self.progress.finish(plan, *moments)
+        self.clock.step_times.add(time)
         self._on_step(plan, time)
         return time
 
     @property
     def _place(self) -> int:
         return self._wiring.stage_index if self._wiring else 0
-
-
-class HeadEngine(Engine):
-    """The head's loop. `emit` receives events in order, in the engine's thread, and must not
-    block."""
-
-    def __init__(
-        self,
-        executor: Executor,
-        scheduler: Scheduler,
-        *,
-        emit: Callable[[Sequence[Event]], None],
-        on_lost: OnLost,
-        on_step: OnStep = _ignore,
-    ) -> None:
-        super().__init__(executor, on_lost=on_lost, on_step=on_step)
-        self.scheduler = scheduler
-        self._may_run_until_s = float("inf")
-        """Self-fencing, by the lease clock: after this moment nothing is scheduled and nothing is
-        emitted."""
-        self.is_fenced = False
-        """Whether that moment has passed and holds the loop back."""
-        self._idle_since_s: float | None = None
-        """Since when no step is in flight; None before the first step of an epoch."""
-        self._emit = emit
-
-    @property
-    def num_awaited(self) -> int:
-        """The number of steps with answers due. It is 0 while the loop is held back: answers may
-        wait then."""
-        return 0 if self.is_fenced else self.scheduler.num_in_flight
-
-    @property
-    def num_steps(self) -> int:
-        """The number of steps computed in this epoch."""
-        return self.progress.num_steps
-
-    def extend_lease(self, until_s: float) -> None:
-        """Lets the loop schedule and emit until this moment of the lease clock. May be called from
-        any thread."""
-        self._may_run_until_s = until_s
-
-    def use_lanes(self, num_lanes: int) -> None:
-        """Has `num_lanes` steps in flight from now on, at most those of the wiring. May be called
-        from any thread."""
-        self.inbox.put(lambda: self._use_lanes(num_lanes))
-
-    def add(self, request: Request, sink: TokenSink) -> None:
-        """Adds a claimed job. May be called from any thread."""
-        self.inbox.put(lambda: self._emit(self.scheduler.add(request, sink)))
-
-    def end(self, key: Key, reason: FinishReason) -> None:
-        """Ends a job with what it has; `emit` gets its Finished unless it has ended. May be called
-        from any thread."""
-        self.inbox.put(lambda: self._end(key, reason))
-
-    def begin(self, key: Key) -> None:
-        """Lets a parked job run. May be called from any thread."""
-        self.inbox.put(lambda: self.scheduler.begin(key))
-
-    def release(self, key: Key) -> None:
-        """Tells that a quarantined job's tokens are saved, so that the next may run. May be called
-        from any thread."""
-        self.inbox.put(lambda: self.scheduler.release(key))
-
-    def forget(self, key: Key) -> None:
-        """Drops a job without an event; the next plan frees its KV on every stage. May be called
-        from any thread."""
-        self.inbox.put(lambda: self._forget(key))
-
-    def _unwire(self) -> None:
-        was_wired = self._wiring is not None
-        super()._unwire()
-        if was_wired:
-            # Now, not with the next wiring: a new epoch may take longer than the leases last.
-            self._emit(self.scheduler.rebuild(self.scheduler.config.num_blocks))
-
-    def _rewire(self, wiring: Wiring) -> None:
-        super()._rewire(wiring)
-        self._idle_since_s = None
-        offload = OffloadTerms(num_slots=wiring.num_slots, move_s=wiring.move_s)
-        self._emit(
-            self.scheduler.rebuild(
-                wiring.num_blocks, wiring.first_lanes or wiring.num_lanes, offload
-            )
-        )
-
-    def _use_lanes(self, num_lanes: int) -> None:
-        self.scheduler.config = replace(self.scheduler.config, num_lanes=num_lanes)
-
-    def _forget(self, key: Key) -> None:
-        self.scheduler.abort(key)
-
-    def _end(self, key: Key, reason: FinishReason) -> None:
-        finished = self.scheduler.abort(key, reason)
-        if finished is not None:
-            self._emit([finished])
-
-    def _turn(self) -> None:
-        wiring = self._wiring
-        self.is_fenced = lease_clock_s() >= self._may_run_until_s
-        if wiring is None or self.is_fenced:
-            self.inbox.wait(IDLE_WAIT_S)
-            return
-        began_s = monotonic_s()
-        plan = self.scheduler.schedule() if self._may_launch else None
-        self._emit(self.scheduler.may_begin())
-        if plan is not None:
-            self._launch(self._after_idle(plan, began_s), began_s)
-        if wiring.receiver is not None:
-            self._collect(wiring.receiver, wait_s=0.0 if plan is not None else IDLE_WAIT_S)
-        elif plan is None:
-            self.inbox.wait(IDLE_WAIT_S)
-
-    def _after_idle(self, plan: StepPlan, now_s: float) -> StepPlan:
-        """The plan, which tells later stages how long no step was in flight before it."""
-        if self._idle_since_s is None or self.scheduler.num_in_flight > 1:
-            return plan
-        return msgspec.structs.replace(
-            plan, idle_us=max(0, int((now_s - self._idle_since_s) * 1e6))
-        )
-
-    def _launch(self, plan: StepPlan, began_s: float) -> None:
-        plan = self.executor.admit(plan)
-        out = self._run_step(plan, None)
-        if isinstance(out, Tensor):
-            self._pass_on(plan, encode(plan), out, began_s)
-            return
-        self._apply(out)
-        self._finish_step(plan, began_s, self._computed, monotonic_s())
-
-    def _finish_step(
-        self, plan: StepPlan, began_s: float, computed: tuple[float, float], ended_s: float
-    ) -> StepTime:
-        time = super()._finish_step(plan, began_s, computed, ended_s)
-        if plan.rows and not plan.moves:
-            self.scheduler.recompute_cost.learn(plan.num_tokens, time.compute_s)
-        return time
-
-    def _collect(self, receiver: Receiver, wait_s: float) -> None:
-        while (frame := receiver.receive(wait_s)) is not None:
-            began_s = monotonic_s()
-            self._apply(decode_result(frame.message))
-            if not self._launched:  # during a computation it takes no time of this stage
-                self.progress.work(monotonic_s() - began_s)
-            wait_s = 0.0
-
-    def _apply(self, result: StepResult) -> None:
-        self._emit(self.scheduler.apply(result))
-        if self.scheduler.num_in_flight == 0:
-            self._idle_since_s = monotonic_s()
 
 
 class FollowerEngine(Engine):

@@ -28,7 +28,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         name="no self-fencing",
         patches=(
             Patch(
-                file="services/stage/engine/engine.py",
+                file="services/stage/engine/head_engine.py",
                 within="HeadEngine._turn",
                 old="self.is_fenced = lease_clock_s() >= self._may_run_until_s",
                 new="self.is_fenced = False",

@@ -14,8 +14,9 @@ from typing import Any, cast
 import pytest
 
 from services.stage.device.device import Device
-from services.stage.engine.engine import FollowerEngine, HeadEngine
+from services.stage.engine.engine import FollowerEngine
 from services.stage.engine.executor import Executor
+from services.stage.engine.head_engine import HeadEngine
 from services.stage.follower import Follower
 from services.stage.hop.sockets import Sockets
 from services.stage.hop.wiring import Wiring
@@ -200,8 +201,8 @@ def test_both_stages_remember_the_same_steps(pair: Pair) -> None:
     pair.generate("only", 4)
 
     def both() -> tuple[list[StepTime], list[StepTime]] | None:
-        first = pair.engine.step_times.last()
-        last = pair.tail.engine.step_times.last()
+        first = pair.engine.clock.step_times.last()
+        last = pair.tail.engine.clock.step_times.last()
         return (first, last) if len(first) == len(last) == pair.engine.num_steps else None
 
     first, last = cast(tuple[list[StepTime], list[StepTime]], until(both))

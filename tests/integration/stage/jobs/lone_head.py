@@ -20,8 +20,8 @@ from tokenizers.models import WordLevel
 
 from services.stage.celery.delivery import Delivery
 from services.stage.celery.hub_calls import HubCalls
-from services.stage.engine.engine import HeadEngine
 from services.stage.engine.executor import Executor
+from services.stage.engine.head_engine import HeadEngine
 from services.stage.engine.memory import Limits
 from services.stage.hop.wakeup import Wakeup
 from services.stage.hop.wiring import Member, Wiring

@@ -16,8 +16,8 @@ from sqlalchemy import text
 from structlog.testing import capture_logs
 
 from services.stage.engine import engine as engine_module
-from services.stage.engine.engine import HeadEngine
 from services.stage.engine.executor import Executor
+from services.stage.engine.head_engine import HeadEngine
 from services.stage.jobs import claimer as claiming_module
 from services.stage.jobs import heartbeater as heartbeater_module
 from shardline.base.clock import lease_clock_s

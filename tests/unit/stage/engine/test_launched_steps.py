@@ -386,7 +386,7 @@ def test_the_time_of_a_copy_is_no_computation(middle: Middle, toy: ModuleType) -
     (time,) = middle.times
     assert time.compute_began_s + time.compute_s <= released_s <= time.ended_s
     assert time.hop_s >= time.ended_s - released_s
-    assert middle.engine.step_began_s is None
+    assert middle.engine.clock.step_began_s is None
 
 
 def test_a_step_that_waits_for_the_device_counts_as_begun(middle: Middle, toy: ModuleType) -> None:
@@ -394,4 +394,4 @@ def test_a_step_that_waits_for_the_device_counts_as_begun(middle: Middle, toy: M
         middle.send(1, 0)
         assert middle.launched.get(timeout=PATIENCE_S) == 0
         middle.turn()
-        assert middle.engine.step_began_s is not None
+        assert middle.engine.clock.step_began_s is not None
