@@ -1,5 +1,4 @@
-"""The client of the gateway: what a door on the network needs beyond a producer. Owns no
-statement."""
+"""The client of the gateway: what a door on the network needs beyond a producer. Owns no SQL."""
 
 from __future__ import annotations
 
@@ -87,9 +86,8 @@ class GatewayClient(AsyncClient):
         """Lists as `AsyncClient.list`, of one tenant or of all. Raises Overloaded when a tenant
         asks for too many at once."""
         async with self._list_turns.take(tenant):
-            return await self._ask(
-                questions.list_jobs(state, model, limit, after, tenant), pool=self._lists
-            )
+            page = questions.list_jobs(state, model, limit, after, tenant)
+            return await self._ask(page, pool=self._lists)
 
     async def usage(self, job_id: UUID) -> Usage | None:
         """The token counts of a job's result; None without one. Raises Unavailable."""

@@ -40,10 +40,8 @@ async def job_events(gateway: Gateway, job: Job, after: Place) -> AsyncGenerator
     yield RETRY
     try:
         text_rule = await _text_rule(gateway, job)
-        reader = gateway.client.reader
-        async for deltas in reader.follow(
-            job.id, after=after, text_rule=text_rule, tick_s=keep_alive_s
-        ):
+        follow = gateway.client.reader.follow
+        async for deltas in follow(job.id, after=after, text_rule=text_rule, tick_s=keep_alive_s):
             now_s = time.monotonic()
             if gateway.stopping.is_set() and not any(delta.state for delta in deltas):
                 raise Stopping(job.id)

@@ -171,9 +171,8 @@ class AsyncClient(BaseClient[AsyncEngine]):
     def _open(self, url: str, database: AsyncEngine | None) -> None:
         self._database = database or connect_async(url)
         # Apart, so that a caller who lists repeatedly takes no connection from those who submit.
-        self._lists = database or connect_async(
-            url, pool_size=LISTS, statement_timeout_s=LIST_TIMEOUT_S
-        )
+        patience = {"pool_size": LISTS, "statement_timeout_s": LIST_TIMEOUT_S}
+        self._lists = database or connect_async(url, **patience)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._make_readers()
 
@@ -216,10 +215,9 @@ class AsyncClient(BaseClient[AsyncEngine]):
     ) -> Answer:
         """In a transaction of its own, or in the caller's."""
         if session is not None:
-            connection = (
-                session if isinstance(session, AsyncConnection) else await session.connection()
-            )
-            return await connection.run_sync(question)
+            if not isinstance(session, AsyncConnection):
+                session = await session.connection()
+            return await session.run_sync(question)
         self._move_here()
         with reachable():
             async with (pool or self._database).begin() as connection:

@@ -1,5 +1,4 @@
-"""What the clients for threads and for asyncio have in common: settings, a pool and its owner. Asks
-nothing."""
+"""What the clients for threads and for asyncio share: settings and a pool. Asks nothing."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ AnyEngine = TypeVar("AnyEngine", Engine, AsyncEngine)
 
 
 class BaseClient(ABC, Generic[AnyEngine]):
-    """Addresses come from the environment where not given. A pool that is given stays its
-    owner's."""
+    """Addresses that are not given come from the environment. A given pool stays its owner's."""
 
     def __init__(
         self,
@@ -27,10 +25,8 @@ class BaseClient(ABC, Generic[AnyEngine]):
         tenant: str = "default",
         database: AnyEngine | None = None,
     ) -> None:
-        addresses: dict[str, Any] = {"database_url": database_url, "redis_url": redis_url}
-        self._settings = Settings(
-            **{name: url for name, url in addresses.items() if url is not None}
-        )
+        urls: dict[str, Any] = {"database_url": database_url, "redis_url": redis_url}
+        self._settings = Settings(**{name: url for name, url in urls.items() if url is not None})
         self.tenant = tenant
         self._owns_database = database is None
         self._pid = os.getpid()

@@ -1,5 +1,4 @@
-"""How clients report what Postgres does not do: which error of the driver becomes which of ours.
-Owns no SQL."""
+"""Turns the errors of the driver into ours: what Postgres does not do, as clients report it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Learns that jobs have ended, for all tasks or all threads that wait, with one LISTEN and one
-query. Knows no Redis.
+"""Learns that jobs have ended, for all tasks or threads that wait, with one LISTEN and one query.
 
-A NOTIFY carries no id; the poll finds what a lost one hid.
+A NOTIFY carries no id; the poll finds what a lost one hid. Knows no Redis.
 """
 
 from __future__ import annotations
@@ -113,9 +112,12 @@ class Ends:
 
 
 class SyncEnds:
-    """Safe for any number of threads, of which one listens and looks for all that wait; when it
-    leaves, the next one does. While no thread waits, none listens: a listener that does not read
-    would hold up Postgres's queue of notifications."""
+    """Safe for any number of threads. One of those that wait listens and looks for the others; when
+    it leaves, the next one does.
+
+    While no thread waits, none listens: a listener that does not read would hold up Postgres's
+    queue of notifications.
+    """
 
     def __init__(self, ended: Ended, database_url: str | URL, *, poll_s: float) -> None:
         self._ended = ended
@@ -149,8 +151,7 @@ class SyncEnds:
                     self._listener.close()
 
     def _is_to_lead(self, pending: set[UUID], deadline_s: float) -> bool:
-        """Waits while another thread leads; False when that has found all, or when the time is
-        over."""
+        """Waits while another thread leads; False when that found all, or when the time is over."""
         with self._changed:
             while self._has_leader and pending and (left_s := deadline_s - time.monotonic()) > 0:
                 self._changed.wait(None if left_s == math.inf else left_s)
@@ -169,9 +170,8 @@ class SyncEnds:
                 if not pending or left_s <= 0:
                     return
                 self._listen(min(self._poll_s, left_s))
-                time.sleep(
-                    min(PAUSE_S + PAUSE_FACTOR * took_s, max(0.0, deadline_s - time.monotonic()))
-                )
+                left_s = max(0.0, deadline_s - time.monotonic())
+                time.sleep(min(PAUSE_S + PAUSE_FACTOR * took_s, left_s))
         finally:
             with self._changed:
                 self._has_leader = False
@@ -185,8 +185,7 @@ class SyncEnds:
             time.sleep(min(THREAD_RETRY_S, timeout_s))
 
     def _look(self, waits: Sequence[set[UUID]]) -> float:
-        """One look for all of these: how long it took. While Postgres is unreachable it finds
-        nothing."""
+        """Looks for all of these, and returns how long that took. Finds none without Postgres."""
         began_s = time.monotonic()
         with self._changed:
             asked = sorted(set().union(*waits))

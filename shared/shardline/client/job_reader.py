@@ -87,9 +87,8 @@ class JobReader:
                 progress = await self._progress.read(question)
             except (Invalid, Unavailable) as error:
                 # Of a batch, in which another job's rows may be over a limit of Postgres.
-                log.warning(
-                    "a stream waits for its rows", job_id=str(question.job_id), error=str(error)
-                )
+                job_id = str(question.job_id)
+                log.warning("a stream waits for its rows", job_id=job_id, error=str(error))
                 stream.skip()
                 continue
             if progress is not None and stream.num_texts(progress) > MAX_SAID_AT_ONCE:

@@ -39,8 +39,7 @@ class JobStream:
         self._job_id = job_id
         self._cursor = Cursor(after=after)
         self._text_rule = text_rule
-        # First of all the newest attempt's number: its predecessors may have streamed what counts
-        # no more.
+        # First the newest attempt's number: earlier ones may have streamed what counts no more.
         self._is_asking = True
         self._only_learns = text_rule is None and after is None and not is_away
 
@@ -51,8 +50,7 @@ class JobStream:
 
     @property
     def question(self) -> ProgressQuestion | None:
-        """What Postgres must answer before the stream is heard again; None if it need not be
-        asked."""
+        """What Postgres must answer before the stream is heard again; None if nothing."""
         if not self._is_asking:
             return None
         lacks_rule = self._text_rule is not None and self._cursor.text_of is None
@@ -64,14 +62,10 @@ class JobStream:
         Diverged when the job goes on with other tokens than were given."""
         progress = existing(progress, self._job_id)
         cursor = self._cursor
-        if (
-            self._text_rule is not None
-            and cursor.text_of is None
-            and progress.max_tokens is not None
-        ):
-            cursor.text_of = self._text_rule(
-                progress.params, progress.max_tokens, progress.prompt_end
-            )
+        rule = self._text_rule
+        max_tokens = progress.max_tokens
+        if rule is not None and cursor.text_of is None and max_tokens is not None:
+            cursor.text_of = rule(progress.params, max_tokens, progress.prompt_end)
         cursor.catch_up(progress, only_learn=self._only_learns)
         is_whole = progress.is_whole and (progress.state is None or cursor.ended)
         self._is_asking = not is_whole
@@ -85,9 +79,7 @@ class JobStream:
         """While Postgres is unreachable, the stream alone must do."""
         self._is_asking = False
 
-    def hear(
-        self, deltas: Sequence[Delta], *, is_away: bool, has_ended: bool | None = None
-    ) -> None:
+    def hear(self, deltas: Deltas, *, is_away: bool, has_ended: bool | None = None) -> None:
         """Take in what Redis has, or that it is away. Raises Diverged.
 
         `has_ended` is None where no client looks for ends: a silent stream then asks Postgres.

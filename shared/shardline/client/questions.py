@@ -1,8 +1,7 @@
 """The questions of all clients: which call of the store answers each, and which answers are errors.
-Without I/O.
 
-Each function checks what a caller passed and returns a question: a function of a connection, which
-a client calls in a transaction, for threads or for asyncio.
+Without I/O: each function checks what a caller passed and returns a question, a function of a
+connection, which a client calls in a transaction, for threads or for asyncio.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ Question = Callable[[Connection], Answer]
 Ids = list[UUID]
 Jobs = list[Job]
 Summaries = list[JobSummary]
+States = dict[UUID, JobState]
 
 
 def insert(requests: Sequence[JobRequest]) -> Question[Ids]:
@@ -66,9 +66,8 @@ def list_jobs(
 ) -> Question[Summaries]:
     """Read one page, of one tenant or of all. Raises Invalid."""
     end = after if after is None or isinstance(after, PageEnd) else as_id(after, "after")
-    return partial(
-        listing.list_jobs, state=state, model=model, tenant=tenant, limit=limit, after=end
-    )
+    query = listing.list_jobs
+    return partial(query, state=state, model=model, tenant=tenant, limit=limit, after=end)
 
 
 def list_dead(model: str | None, limit: int, after: JobId | None) -> Question[Summaries]:
@@ -87,9 +86,7 @@ def replay(job_id: JobId, idempotency_key: str | None) -> Question[UUID]:
     return partial(dead_letters.replay, job_id=as_id(job_id), idempotency_key=idempotency_key)
 
 
-def cancel(
-    ids: JobId | Iterable[JobId], tenant: str | None = None
-) -> Question[dict[UUID, JobState]]:
+def cancel(ids: JobId | Iterable[JobId], tenant: str | None = None) -> Question[States]:
     """Ask for the end of jobs, of one tenant or of all."""
     return partial(jobs.request_cancel, ids=one_or_many(ids), tenant=tenant)
 
@@ -106,16 +103,13 @@ def check_exist(ids: Sequence[UUID]) -> Question[None]:
 
 def ended(ids: Sequence[UUID]) -> Question[Ids]:
     """Find those that have ended."""
-    return lambda connection: [
-        found for some in _chunks(ids) for found in jobs.ended(connection, some)
-    ]
+    return lambda connection: [one for some in _chunks(ids) for one in jobs.ended(connection, some)]
 
 
 def outcomes(ids: Sequence[UUID], *, must_succeed: bool) -> Question[Jobs]:
     """Read jobs that have ended. With `must_succeed` raises the end of one that did not."""
-    return lambda connection: [
-        succeeded(job) if must_succeed else job for job in _jobs(connection, ids)
-    ]
+    check = succeeded if must_succeed else lambda job: job
+    return lambda connection: [check(job) for job in _jobs(connection, ids)]
 
 
 def _jobs(connection: Connection, ids: Sequence[UUID]) -> Jobs:

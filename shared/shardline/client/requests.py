@@ -67,8 +67,7 @@ def _plain_messages(messages: object) -> object:
 
 
 def succeeded(job: Job, state: str | None = None) -> Job:
-    """The job, if it succeeded. Raises JobFailed, JobCancelled or JobExpired with the recorded
-    reason.
+    """The job, if it succeeded. Raises JobFailed, JobCancelled or JobExpired with the reason.
 
     `state` is that of a stream's last delta, which may be ahead of the row.
     """

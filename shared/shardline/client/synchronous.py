@@ -176,7 +176,9 @@ class Client(BaseClient[Engine]):
         self._listen_here()
 
     def _ask(
-        self, question: Question[Answer], session: Session | Connection | None = None
+        self,
+        question: Question[Answer],
+        session: Session | Connection | None = None,
     ) -> Answer:
         """In a transaction of its own, or in the caller's."""
         if session is not None:
@@ -197,6 +199,5 @@ class Client(BaseClient[Engine]):
 
     def _listen_here(self) -> None:
         poll_s = self._settings.times.poll_s
-        self._ends = SyncEnds(
-            lambda ids: self._ask(questions.ended(ids)), self._database.url, poll_s=poll_s
-        )
+        url = self._database.url
+        self._ends = SyncEnds(lambda ids: self._ask(questions.ended(ids)), url, poll_s=poll_s)

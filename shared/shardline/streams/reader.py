@@ -1,5 +1,4 @@
-"""Streams followed for tasks over one connection, or by a thread. Hands deltas out as they come;
-knows no order and no Postgres."""
+"""Streams followed for tasks over one connection, or by a thread. Knows no order, no Postgres."""
 
 from __future__ import annotations
 
@@ -224,9 +223,8 @@ class SyncDeltaReader:
             time.sleep(min(THREAD_RETRY_S, block_s))
         block_ms = max(1, int(min(block_s, TIMEOUT_S / 2) * 1_000))
         try:
-            reply: Any = self._redis.xread(
-                {self._key: self._last_id}, count=MAX_ENTRIES_PER_READ, block=block_ms
-            )
+            asked: Any = {self._key: self._last_id}
+            reply: Any = self._redis.xread(asked, count=MAX_ENTRIES_PER_READ, block=block_ms)
         except (RedisError, OSError):
             self.is_away = True
             self._last_id = "0"

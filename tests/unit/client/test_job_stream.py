@@ -1,10 +1,10 @@
-"""When a stream asks Postgres, and for what: without servers, since both clients only perform
-it."""
+"""When a stream asks Postgres, and for what: no server needed, both clients only perform it."""
 
 from __future__ import annotations
 
 from uuid import uuid4
 
+import msgspec
 import pytest
 
 from shardline.base.errors import Diverged, NotFound
@@ -51,9 +51,7 @@ def test_a_job_that_is_not_there_is_not_found() -> None:
 
 
 @pytest.mark.parametrize(("has_ended", "asks"), [(None, True), (False, False), (True, True)])
-def test_a_silent_stream_asks_unless_its_client_looks_for_ends(
-    has_ended: bool | None, asks: bool
-) -> None:
+def test_silence_asks_unless_ends_are_looked_for(has_ended: bool | None, asks: bool) -> None:
     stream = stream_of()
     stream.hear([], is_away=False, has_ended=has_ended)
     assert (asked(stream) is not None) == asks
@@ -65,11 +63,10 @@ def test_a_whole_stream_takes_from_postgres_nothing_but_the_end() -> None:
     stream.answer(JobProgress(fence=1, token_ids=(0, 1)))
     assert (ids_of(stream), asked(stream)) == ([], None)
     stream.hear([], is_away=False)
-    stream.answer(
-        JobProgress(fence=1, start=2, token_ids=(2,), text="aaa", state=JobState.SUCCEEDED)
-    )
+    end = JobProgress(fence=1, start=2, token_ids=(2,), text="aaa", state=JobState.SUCCEEDED)
+    stream.answer(end)
     assert asked(stream) == ProgressQuestion(JOB, 1), "the end needs the tokens before it"
-    stream.answer(JobProgress(fence=1, token_ids=(0, 1, 2), text="aaa", state=JobState.SUCCEEDED))
+    stream.answer(msgspec.structs.replace(end, start=0, token_ids=(0, 1, 2)))
     assert (stream.ended, ids_of(stream), asked(stream)) == (True, [0, 1, 2], None)
 
 
@@ -99,9 +96,8 @@ def test_after_its_end_a_stream_asks_nothing() -> None:
 
 
 def test_a_reader_that_joins_later_gets_the_text_from_postgres_at_once() -> None:
-    stream = JobStream(
-        JOB, after=Place().then([0]), text_rule=lambda *_: lambda ids: "t" * len(ids)
-    )
+    after = Place().then([0])
+    stream = JobStream(JOB, after=after, text_rule=lambda *_: lambda ids: "t" * len(ids))
     assert asked(stream) == ProgressQuestion(JOB, with_prompt_end=True)
     progress = JobProgress(fence=1, token_ids=(0, 1, 2), max_tokens=8)
     assert stream.num_texts(progress) == 3
