@@ -124,7 +124,7 @@ class AdmissionMiddleware:
                 if gate is not None and caller is not None:
                     held.enter_context(gate.place(caller.tenant))
             except ShardlineError as error:
-                gateway.metrics.refused.labels(errors.body_of(error)["error"]["code"]).inc()
+                gateway.metrics.refused.labels(errors.body_of(error).error.code).inc()
                 await errors.respond(error)(scope, receive, send)
                 return
             if caller is None:

@@ -1,22 +1,32 @@
-"""The bodies of answers and events: the API's description is made from them, and mypy holds their
-makers to them.
+"""The bodies of our own answers and events. The API's description is made from these types.
 
-TypedDicts: an answer is a dict that is encoded at once. A field that is NotRequired is sent only
-when it was asked for.
+A field that may be UNSET is sent only when it was asked for.
 """
 
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal
 from uuid import UUID
 
-from shardline.contract.job import FinishReason, JobState, SamplingParams, TokenLogprob
+import msgspec
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
+
+from shardline.contract.job import (
+    FinishReason,
+    Job,
+    JobState,
+    JobSummary,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
 from shardline.store.pipelines import LivePipeline
 from shardline.store.statistics.costs import Cost
 
 
-class ErrorFields(TypedDict):
+class ErrorFields(msgspec.Struct, frozen=True, kw_only=True):
     """`param` names the field of the request, `code` is for programs, `job_id` names a job that
     continues."""
 
@@ -24,206 +34,75 @@ class ErrorFields(TypedDict):
     type: str
     param: str | None
     code: str
-    job_id: NotRequired[UUID]
+    job_id: UUID | UnsetType = UNSET
 
 
-class Error(TypedDict):
+class Error(msgspec.Struct, frozen=True, kw_only=True):
     """The body of every error, in OpenAI's form."""
 
     error: ErrorFields
 
 
-class PromptTokensDetails(TypedDict):
+class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     """What of the prompt was found in the prefix cache."""
 
     cached_tokens: int
 
 
-class CompletionUsage(TypedDict):
+class CompletionUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts as OpenAI reports them."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: NotRequired[PromptTokensDetails]
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+
+    @classmethod
+    def of(cls, usage: Usage) -> CompletionUsage:
+        """A job's usage with its total, as OpenAI reports it."""
+        counts = msgspec.convert(usage, cls, from_attributes=True)
+        if usage.cached_tokens is None:
+            return counts
+        details = PromptTokensDetails(cached_tokens=usage.cached_tokens)
+        return replace(counts, prompt_tokens_details=details)
 
 
-class AnswerHead(TypedDict):
-    """Fields that every answer and every chunk of one request repeats."""
-
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
-
-
-class TokenFields(TypedDict, total=False):
-    """Fields that are there only with `return_token_ids`."""
-
-    token_ids: tuple[int, ...]
-
-
-class PromptFields(TypedDict, total=False):
-    """The same, where vLLM's clients look for it: in a completion's choice, at the top of a chat's
-    answer."""
-
-    prompt_token_ids: tuple[int, ...]
-
-
-class TextLogprobs(TypedDict):
-    """Log-probabilities of a completion: each list has one entry per token."""
-
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
-
-
-class NamedLogprob(TypedDict):
-    """One token. Its bytes may be no whole character; a token that is no part of the text has
-    none."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ContentLogprob(NamedLogprob):
-    """An output token with its alternatives, likeliest first."""
-
-    top_logprobs: list[NamedLogprob]
-
-
-class ChatLogprobs(TypedDict):
-    """Log-probabilities of a chat completion."""
-
-    content: list[ContentLogprob]
-    refusal: None
-
-
-class CompletionChoice(TokenFields, PromptFields):
-    """The only choice of a completion."""
-
-    index: Literal[0]
-    finish_reason: FinishReason
-    text: str
-    logprobs: TextLogprobs | None
-
-
-class Completion(AnswerHead):
-    """What `POST /v1/completions` answers when it does not stream."""
-
-    object: Literal["text_completion"]
-    choices: list[CompletionChoice]
-    usage: CompletionUsage
-
-
-class AssistantMessage(TypedDict):
-    """The model's message."""
-
-    role: Literal["assistant"]
-    content: str
-    refusal: None
-
-
-class ChatChoice(TokenFields):
-    """The only choice of a chat completion."""
-
-    index: Literal[0]
-    finish_reason: FinishReason
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-
-
-class ChatCompletion(AnswerHead, PromptFields):
-    """What `POST /v1/chat/completions` answers when it does not stream."""
-
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-    usage: CompletionUsage
-
-
-class CompletionChunkChoice(TokenFields, PromptFields):
-    """New text of a completion."""
-
-    index: Literal[0]
-    finish_reason: FinishReason | None
-    text: str
-    logprobs: TextLogprobs | None
-
-
-class CompletionChunk(AnswerHead):
-    """One event of a streamed completion. The last one has no choices if the usage was asked
-    for."""
-
-    object: Literal["text_completion"]
-    choices: list[CompletionChunkChoice]
-    usage: NotRequired[CompletionUsage | None]
-
-
-class ChatDelta(TypedDict, total=False):
-    """The next part of the model's message; the first one has the role alone."""
-
-    role: Literal["assistant"]
-    content: str
-
-
-class ChatChunkChoice(TokenFields):
-    """New text of a chat completion."""
-
-    index: Literal[0]
-    finish_reason: FinishReason | None
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None
-
-
-class ChatChunk(AnswerHead, PromptFields):
-    """One event of a streamed chat. The last one has no choices if the usage was asked for."""
-
-    object: Literal["chat.completion.chunk"]
-    choices: list[ChatChunkChoice]
-    usage: NotRequired[CompletionUsage | None]
-
-
-class JobDelta(TypedDict):
+class JobDelta(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of a job, which follow its first `start` ones."""
 
     start: int
     token_ids: tuple[int, ...]
     text: str
-    logprobs: NotRequired[tuple[TokenLogprob, ...]]
+    logprobs: tuple[TokenLogprob, ...] | UnsetType = UNSET
 
 
-class Interrupted(Error):
+class Interrupted(Error, frozen=True, kw_only=True):
     """Why a stream of events ends before its job, and where to join it again."""
 
     after: str
 
 
-class JobAccepted(TypedDict):
+class JobAccepted(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="job"):
     """A job with a committed row."""
 
     id: UUID
-    object: Literal["job"]
     model: str
     state: JobState
 
 
-class JobCancelling(TypedDict):
+class JobCancelling(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="job"):
     """The answer to a cancel; `cancel_requested` is false when the job had already ended
     otherwise."""
 
     id: UUID
-    object: Literal["job"]
     state: JobState
     cancel_requested: bool
 
 
-class JobHead(TypedDict):
+class JobHead(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="job"):
     """The fields of a job that lists show too."""
 
     id: UUID
-    object: Literal["job"]
     state: JobState
     model: str
     tenant: str
@@ -236,24 +115,29 @@ class JobHead(TypedDict):
     error: dict[str, Any] | None
 
 
-class JobListed(JobHead):
+class JobListed(JobHead, frozen=True, kw_only=True):
     """A job in a list, without the fields that may be megabytes."""
 
     prompt_start: str | None
     finish_reason: FinishReason | None
     usage: CompletionUsage | None
 
+    @classmethod
+    def of(cls, job: JobSummary) -> JobListed:
+        """The summary of a job, as lists show it."""
+        listed = msgspec.convert(job, cls, from_attributes=True)
+        return listed if job.usage is None else replace(listed, usage=CompletionUsage.of(job.usage))
 
-class JobList(TypedDict):
+
+class JobList(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="list"):
     """One page; its `next` is `after` of the following one."""
 
-    object: Literal["list"]
     data: list[JobListed]
     has_more: bool
     next: str | None
 
 
-class JobResult(TypedDict):
+class JobResult(msgspec.Struct, frozen=True, kw_only=True):
     """The completion as it was committed."""
 
     text: str
@@ -266,7 +150,7 @@ class JobResult(TypedDict):
     provenance: dict[str, Any]
 
 
-class JobDocument(JobHead):
+class JobDocument(JobHead, frozen=True, kw_only=True):
     """A job, with its result once that is committed."""
 
     prompt: str | None
@@ -276,20 +160,27 @@ class JobDocument(JobHead):
     metadata: dict[str, Any]
     result: JobResult | None
 
+    @classmethod
+    def of(cls, job: Job) -> JobDocument:
+        """The whole job, as its readers see it."""
+        document = msgspec.convert(job, cls, from_attributes=True)
+        if document.result is None or job.result is None:
+            return document
+        usage = CompletionUsage.of(job.result.usage)
+        return replace(document, result=replace(document.result, usage=usage))
 
-class CostList(TypedDict):
+
+class CostList(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="list"):
     """What jobs took, by what was asked for; `day`, `model` and `tenant` are null where
     jobs are not grouped by them."""
 
-    object: Literal["list"]
     data: list[Cost]
 
 
-class ModelCard(TypedDict):
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="model"):
     """A model that a stage has registered, or an adapter of it."""
 
     id: str
-    object: Literal["model"]
     created: int
     owned_by: Literal["shardline"]
     parent: str | None
@@ -298,20 +189,19 @@ class ModelCard(TypedDict):
     ready: bool
 
 
-class ModelList(TypedDict):
+class ModelList(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="list"):
     """All registered models."""
 
-    object: Literal["list"]
     data: list[ModelCard]
 
 
-class Health(TypedDict):
+class Health(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of a process that is alive."""
 
     status: Literal["ok"]
 
 
-class ModelReadiness(TypedDict):
+class ModelReadiness(msgspec.Struct, frozen=True, kw_only=True):
     """The pipelines of one model; `seats` counts those of ready pipelines."""
 
     ready: bool
@@ -319,18 +209,9 @@ class ModelReadiness(TypedDict):
     pipelines: list[LivePipeline]
 
 
-class Description(TypedDict):
-    """The OpenAPI description of this API."""
-
-    openapi: str
-    info: dict[str, str]
-    paths: dict[str, Any]
-    components: dict[str, Any]
-
-
-class Readiness(TypedDict):
+class Readiness(msgspec.Struct, frozen=True, kw_only=True):
     """A caller without an API key gets `ready` alone."""
 
     ready: bool
-    reason: NotRequired[str]
-    models: NotRequired[dict[str, ModelReadiness]]
+    reason: str | UnsetType = UNSET
+    models: dict[str, ModelReadiness] | UnsetType = UNSET

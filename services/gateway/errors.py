@@ -11,6 +11,7 @@ from uuid import UUID
 import msgspec
 import structlog
 from fastapi import FastAPI, Request, Response
+from msgspec import UNSET
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -196,7 +197,7 @@ def respond(error: ShardlineError) -> Response:
 def json_response(
     document: Any, *, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Encode a document of builtins and msgspec structs."""
+    """Encode a body."""
     content = msgspec.json.encode(document)
     return Response(
         content, status_code=status, headers=dict(headers or {}), media_type="application/json"
@@ -211,7 +212,7 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, ShardlineError)
         if isinstance(error, Unavailable) and error.details:
             outage.tell(error)
-        request.app.state.gateway.metrics.refused.labels(body_of(error)["error"]["code"]).inc()
+        request.app.state.gateway.metrics.refused.labels(body_of(error).error.code).inc()
         return respond(error)
 
     async def http(_request: Request, error: Exception) -> Response:
@@ -243,10 +244,11 @@ def openai_error(
     message: str, kind: str, code: str, *, param: str | None = None, job_id: UUID | None = None
 ) -> Error:
     """The body of an error."""
-    error: ErrorFields = {
-        "message": message[:MAX_MESSAGE_CHARS],
-        "type": kind,
-        "param": None if param is None else param[:MAX_PARAM_CHARS],
-        "code": code,
-    }
-    return {"error": error if job_id is None else {**error, "job_id": job_id}}
+    error = ErrorFields(
+        message=message[:MAX_MESSAGE_CHARS],
+        type=kind,
+        param=None if param is None else param[:MAX_PARAM_CHARS],
+        code=code,
+        job_id=job_id or UNSET,
+    )
+    return Error(error=error)

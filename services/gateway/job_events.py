@@ -9,11 +9,12 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from uuid import UUID
 
 import structlog
+from msgspec import UNSET
 
+from services.gateway.bodies import Interrupted, JobDelta, JobDocument
 from services.gateway.context import Gateway
 from services.gateway.errors import Stopping, body_of
 from services.gateway.http.sse import KEEP_ALIVE, event
-from services.gateway.job_documents import job_document
 from services.gateway.openai.completion_response import merged
 from shardline.base.errors import Diverged, ShardlineError, Unavailable, UnknownModel
 from shardline.client.job_stream import TextRule
@@ -50,10 +51,11 @@ async def job_events(gateway: Gateway, job: Job, after: Place) -> AsyncGenerator
                 delta = merged(deltas)
                 then = place.then(delta.ids)
                 if delta.ids or delta.text:
-                    document = {"start": delta.start, "token_ids": delta.ids, "text": delta.text}
-                    if delta.logprobs is not None:
-                        document["logprobs"] = delta.logprobs
-                    yield event(document, name="delta", event_id=str(then))
+                    logprobs = UNSET if delta.logprobs is None else delta.logprobs
+                    new = JobDelta(
+                        start=delta.start, token_ids=delta.ids, text=delta.text, logprobs=logprobs
+                    )
+                    yield event(new, name="delta", event_id=str(then))
                 # Only now: what could not be sent is asked for again.
                 place = then
                 if delta.state is not None:
@@ -65,9 +67,8 @@ async def job_events(gateway: Gateway, job: Job, after: Place) -> AsyncGenerator
     except ShardlineError as error:
         log.warning("event stream interrupted", job_id=str(job.id), error=str(error))
         place = Place() if isinstance(error, Diverged) else place
-        yield event(
-            {**body_of(error), "after": str(place)}, name="interrupted", event_id=str(place)
-        )
+        why = Interrupted(error=body_of(error).error, after=str(place))
+        yield event(why, name="interrupted", event_id=why.after)
 
 
 async def _end(gateway: Gateway, job_id: UUID, place: Place) -> AsyncIterator[bytes]:
@@ -81,7 +82,7 @@ async def _end(gateway: Gateway, job_id: UUID, place: Place) -> AsyncIterator[by
         while (left_s := deadline_s - time.monotonic()) > 0:
             await asyncio.wait({reading}, timeout=min(left_s, keep_alive_s))
             if reading.done() and not isinstance(reading.exception(), Unavailable):
-                yield event(job_document(reading.result()), name="end", event_id=str(place))
+                yield event(JobDocument.of(reading.result()), name="end", event_id=str(place))
                 return
             yield KEEP_ALIVE
             if reading.done():

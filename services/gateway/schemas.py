@@ -1,62 +1,31 @@
-"""The OpenAPI description of bodies and answers, made from the contracts themselves. Checks
-nothing: `parse_request` does, and mypy holds the routes to the types in `bodies`."""
+"""The OpenAPI description, made from the types that parse requests and build answers. Checks
+nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 
-from services.gateway import bodies
+from services.gateway.bodies import Error
 from services.gateway.errors import KINDS
-from services.gateway.openai.requests import DEFAULT_COMPLETION_TOKENS
-from shardline.contract.job import INTERACTIVE_PRIORITY, JobRequest
+from services.gateway.openai.bodies import OpenAiRequest
+from services.gateway.openai.neutral_fields import ANY_TEXT
+from shardline.contract.job import JobRequest
+
+Kind = type[msgspec.Struct]
+Schema = Mapping[str, Any]
 
 REF = "#/components/schemas/{name}"
 JSON = "application/json"
 EVENTS = "text/event-stream"
 TEXT = "text/plain"
 
-ANSWERS: tuple[Any, ...] = (
-    bodies.Error,
-    bodies.Completion,
-    bodies.CompletionChunk,
-    bodies.ChatCompletion,
-    bodies.ChatChunk,
-    bodies.JobAccepted,
-    bodies.JobCancelling,
-    bodies.JobList,
-    bodies.JobDocument,
-    bodies.CostList,
-    bodies.JobDelta,
-    bodies.Interrupted,
-    bodies.ModelCard,
-    bodies.ModelList,
-    bodies.Health,
-    bodies.Description,
-    bodies.Readiness,
-)
-
-ANSWER_FIELDS: dict[str, Any] = {
-    "stream": {
-        "type": "boolean",
-        "default": False,
-        "description": "server-sent events instead of one answer",
-    },
-    "stream_options": {"type": "object", "properties": {"include_usage": {"type": "boolean"}}},
-    "return_token_ids": {
-        "type": "boolean",
-        "default": False,
-        "description": "adds prompt_token_ids and token_ids",
-    },
-    "max_completion_tokens": {"type": "integer", "description": "another name of max_tokens"},
-}
-CHAT_FIELDS: dict[str, Any] = {
-    "logprobs": {"type": "boolean", "default": False},
-    "top_logprobs": {"type": "integer", "minimum": 0, "maximum": 20},
-}
+SCHEMAS = "x-schemas"
+"""Where parts of the description carry the schemas that they refer to, until it is whole."""
 
 RETRY_AFTER = "Retry-After"
 CHALLENGE = "WWW-Authenticate"
@@ -79,14 +48,28 @@ TAKING = (400, 404, 408, 409, 413, 415)
 """Statuses of a route that takes jobs, for its body and its model."""
 
 
-def body(name: str) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """A media type with the schema of its content, and those that it refers to."""
+
+    media: str = JSON
+    schema: Schema
+    schemas: Schema = field(default_factory=dict)
+
+
+def body(kind: type[JobRequest]) -> dict[str, Any]:
     """The `openapi_extra` of a route that takes a job."""
-    return {
-        "requestBody": {"required": True, "content": {JSON: {"schema": _ref(name)}}},
-        **parameters(
-            header={"Idempotency-Key": {"type": "string", "minLength": 1, "maxLength": 256}}
-        ),
-    }
+    (schema,), schemas = _schemas(kind)
+    properties = schemas[kind.__name__]["properties"]
+    described = parameters(header={"Idempotency-Key": properties["idempotency_key"]})
+    if issubclass(kind, OpenAiRequest):
+        properties |= {name: _neutral(values) for name, values in kind.neutral.items()}
+    content = {JSON: {"schema": schema}}
+    return {"requestBody": {"required": True, "content": content}, SCHEMAS: schemas, **described}
+
+
+def _neutral(values: tuple[Any, ...]) -> Schema:
+    return {"type": ["string", "null"]} if ANY_TEXT in values else {"enum": [*values, None]}
 
 
 def parameters(**places: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,56 +83,52 @@ def parameters(**places: Mapping[str, Any]) -> dict[str, Any]:
     return {"parameters": found}
 
 
-def chunks(name: str) -> dict[str, Any]:
+def chunks(kind: Kind) -> Content:
     """Each event of a stream in OpenAI's form; the schema of a stream is its events'."""
+    (chunk, error), schemas = _schemas(kind, Error)
     done = {"type": "object", "properties": {"data": {"const": "[DONE]"}}, "required": ["data"]}
-    return {"anyOf": [_event({"anyOf": [_ref(name), _ref("Error")]}), done]}
+    schema = {"anyOf": [_event({"anyOf": [chunk, error]}), done]}
+    return Content(media=EVENTS, schema=schema, schemas=schemas)
 
 
-def events(names: Mapping[str, str], event_id: Mapping[str, Any]) -> dict[str, Any]:
-    """Each event of a stream of ours: its name → the schema of its data."""
-    kinds = [
-        _event(_ref(schema), event={"const": name}, id=event_id) for name, schema in names.items()
-    ]
-    return {"anyOf": kinds}
+def events(kinds: Mapping[str, Kind], event_id: Schema) -> Content:
+    """Each event of a stream of ours: its name → the type of its data."""
+    described, schemas = _schemas(*kinds.values())
+    named = zip(kinds, described, strict=True)
+    found = [_event(schema, event={"const": name}, id=event_id) for name, schema in named]
+    return Content(media=EVENTS, schema={"anyOf": found}, schemas=schemas)
 
 
-def _event(data: Mapping[str, Any], **fields: Mapping[str, Any]) -> dict[str, Any]:
-    properties = {
-        "data": {"type": "string", "contentMediaType": JSON, "contentSchema": data},
-        **fields,
-    }
+def _event(data: Schema, **fields: Schema) -> Schema:
+    encoded = {"type": "string", "contentMediaType": JSON, "contentSchema": data}
+    properties = {"data": encoded, **fields}
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
-def answer(
-    what: str, contents: Mapping[str, str | dict[str, Any]], *, headers: tuple[str, ...] = ()
-) -> dict[str, Any]:
-    """One of a route's `responses`: media type → schema, or the name of one."""
-    content = {
-        media: {"schema": _ref(one) if isinstance(one, str) else one}
-        for media, one in contents.items()
-    }
-    described = {name: {"required": True, "schema": {"type": "string"}} for name in headers}
+def answer(what: str, *contents: Content | Kind, headers: tuple[str, ...] = ()) -> dict[str, Any]:
+    """One of a route's `responses`; a type stands for its JSON."""
+    found = [one if isinstance(one, Content) else _json(one) for one in contents]
     return {
         "description": what,
-        "content": content,
-        **({"headers": described} if described else {}),
+        "content": {one.media: {"schema": one.schema} for one in found},
+        "headers": {name: {"required": True, "schema": {"type": "string"}} for name in headers},
+        SCHEMAS: {name: schema for one in found for name, schema in one.schemas.items()},
     }
+
+
+def _json(kind: Kind) -> Content:
+    (schema,), schemas = _schemas(kind)
+    return Content(schema=schema, schemas=schemas)
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route for the requests that it refuses."""
-    codes = {status: [code for _, each, _, code in KINDS if each == status] for status in statuses}
-    codes[500] = [*codes.get(500, ()), "internal_error"]
-    return {
-        status: answer(
-            f"`code`: {', '.join(codes[status])}",
-            {JSON: "Error"},
-            headers=ERROR_HEADERS.get(status, ()),
-        )
-        for status in statuses
-    }
+    codes = [*((status, code) for _, status, _, code in KINDS), (500, "internal_error")]
+    found: dict[int | str, dict[str, Any]] = {}
+    for status in statuses:
+        named = ", ".join(code for each, code in codes if each == status)
+        found[status] = answer(f"`code`: {named}", Error, headers=ERROR_HEADERS.get(status, ()))
+    return found
 
 
 class DocumentedApp(FastAPI):
@@ -160,41 +139,17 @@ class DocumentedApp(FastAPI):
         gives."""
         if self.openapi_schema is None:
             document = super().openapi()
-            for operations in document["paths"].values():
-                for operation in operations.values():
-                    operation["responses"].pop("422", None)
-                    for status, described in errors(*ANY).items():
-                        operation["responses"].setdefault(str(status), described)
-            document.setdefault("components", {})["schemas"] = _components()
+            schemas: dict[str, Any] = {}
+            for operation in [one for each in document["paths"].values() for one in each.values()]:
+                answers = operation["responses"]
+                answers.pop("422", None)
+                for status, described in errors(*ANY).items():
+                    answers.setdefault(str(status), described)
+                for part in (operation, *answers.values()):
+                    schemas |= part.pop(SCHEMAS, {})
+            document.setdefault("components", {})["schemas"] = schemas
         return super().openapi()
 
 
-def _ref(name: str) -> dict[str, str]:
-    return {"$ref": REF.format(name=name)}
-
-
-def _components() -> dict[str, Any]:
-    _, components = msgspec.json.schema_components((JobRequest, *ANSWERS), ref_template=REF)
-    job = components["JobRequest"]
-    shared = {
-        name: schema
-        for name, schema in job["properties"].items()
-        if name not in ("prompt", "messages")
-    }
-    shared["priority"] = {**shared["priority"], "default": INTERACTIVE_PRIORITY}
-    length = {**job["properties"]["max_tokens"], "default": DEFAULT_COMPLETION_TOKENS}
-    text = {**shared, "prompt": job["properties"]["prompt"], "max_tokens": length, **ANSWER_FIELDS}
-    chat = {**shared, "messages": job["properties"]["messages"], **ANSWER_FIELDS, **CHAT_FIELDS}
-    return {
-        **components,
-        "CompletionRequest": {
-            "type": "object",
-            "properties": text,
-            "required": ["model", "prompt"],
-        },
-        "ChatCompletionRequest": {
-            "type": "object",
-            "properties": chat,
-            "required": ["model", "messages"],
-        },
-    }
+def _schemas(*kinds: Kind) -> tuple[tuple[Schema, ...], dict[str, Any]]:
+    return msgspec.json.schema_components(kinds, ref_template=REF)

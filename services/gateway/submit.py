@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 from uuid import UUID
 
 import msgspec
@@ -17,7 +17,7 @@ from services.gateway.context import Gateway
 from services.gateway.errors import Forbidden, NotJson
 from services.gateway.guard import Caller
 from services.gateway.http.json_body import Document, check_fields, decoded_bytes, read_object
-from services.gateway.openai.requests import AnswerOptions
+from services.gateway.openai.bodies import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from shardline.base import genai
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import Invalid
@@ -26,11 +26,11 @@ from shardline.base.trace_context import is_traceparent
 from shardline.base.tracing import JobTrace, TracedPhase, Tracer
 from shardline.contract.ids import new_id
 from shardline.contract.job import JobRequest
-from shardline.contract.request_parsing import parse_request
 from shardline.store.inserts import encode_request
 from shardline.tokenize import PreparedPrompt, RegisteredModel
 
-Parse = Callable[[Document], tuple[JobRequest, AnswerOptions]]
+RequestT_co = TypeVar("RequestT_co", bound=JobRequest, covariant=True)
+Parse = Callable[[Document], RequestT_co]
 
 JSON = "application/json"
 LARGE_BYTES = 8 << 10
@@ -40,7 +40,7 @@ many streams."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AcceptedJob:
+class AcceptedJob(Generic[RequestT_co]):
     """A job that is committed. `is_new` is True only for the request that inserted it, False for
     its repeats."""
 
@@ -48,13 +48,14 @@ class AcceptedJob:
     is_new: bool
     is_repeatable: bool
     """The caller chose its id or key, and can ask for it again."""
-    request: JobRequest
+    request: RequestT_co
     prepared: PreparedPrompt
     model: RegisteredModel
-    options: AnswerOptions
 
 
-async def submit(gateway: Gateway, request: Request, caller: Caller, parse: Parse) -> AcceptedJob:
+async def submit(
+    gateway: Gateway, request: Request, caller: Caller, parse: Parse[RequestT_co]
+) -> AcceptedJob[RequestT_co]:
     """Store a job of the caller's tenant. Raises Invalid, Forbidden, Conflict, Overloaded,
     Unavailable; then either nothing was stored or a repeat with the same id is safe."""
     began_s = monotonic_s()
@@ -63,14 +64,12 @@ async def submit(gateway: Gateway, request: Request, caller: Caller, parse: Pars
         body = await gateway.admission.read(request, room)
         await _run_off_loop_if_large(len(body), check_fields, body)
         room.add_decoded(await _run_off_loop_if_large(len(body), decoded_bytes, body))
-        job, options = await _run_off_loop_if_large(len(body), _parse, body, request, caller, parse)
+        job = await _run_off_loop_if_large(len(body), _parse, body, request, caller, parse)
         is_named = job.id is not None or job.idempotency_key is not None
         job = msgspec.structs.replace(job, id=job.id or new_id())
         model = await gateway.catalog.get(job.address)
         job = msgspec.structs.replace(job, model=model.name, adapter=model.adapter)
-        prepared = await _run_off_loop_if_large(
-            len(body), _prepare, model, job, options.default_max_tokens
-        )
+        prepared = await _run_off_loop_if_large(len(body), _prepare, model, job)
         tokenized = prepared.prompt_ids, prepared.max_tokens
         encoded = await _run_off_loop_if_large(len(body), encode_request, job, tokenized)
         stored = await gateway.insert_batcher.insert(job.model, encoded)
@@ -84,7 +83,6 @@ async def submit(gateway: Gateway, request: Request, caller: Caller, parse: Pars
         request=job,
         prepared=prepared,
         model=model,
-        options=options,
     )
 
 
@@ -103,11 +101,6 @@ def _trace(tracer: Tracer, job: JobRequest, began_s: float) -> None:
         tracer.phase(JobTrace.of(job.id, job.traceparent), phase)
 
 
-def native_request(document: Document) -> tuple[JobRequest, AnswerOptions]:
-    """Parse the body of `POST /v1/jobs`: the flat request that every other door takes."""
-    return parse_request(document), AnswerOptions()
-
-
 def _check_is_json(request: Request) -> None:
     """Refuse a body that any web page could make its reader's browser send."""
     kind = request.headers.get("content-type", "")
@@ -120,29 +113,25 @@ def _check_is_json(request: Request) -> None:
         )
 
 
-def _parse(
-    body: bytes, request: Request, caller: Caller, parse: Parse
-) -> tuple[JobRequest, AnswerOptions]:
+def _parse(body: bytes, request: Request, caller: Caller, parse: Parse[RequestT_co]) -> RequestT_co:
     document = read_object(body)
     _take_tenant(document, caller)
     _take_header(document, "idempotency_key", request.headers.get("idempotency-key"))
     try:
-        job, options = parse(document)
+        job = parse(document)
     except RecursionError as error:
         raise Invalid("body", "it is nested too deep", "Nest less") from error
     header = request.headers.get("traceparent")
     if job.traceparent is None and is_traceparent(header):
         job = msgspec.structs.replace(job, traceparent=header)
-    return job, options
+    return job
 
 
-def _prepare(
-    model: RegisteredModel, job: JobRequest, default_max_tokens: int | None
-) -> PreparedPrompt:
+def _prepare(model: RegisteredModel, job: JobRequest) -> PreparedPrompt:
     prepared = model.tokens.prepare(prompt=job.prompt, messages=job.messages, params=job.params())
-    if default_max_tokens is None:
+    if not isinstance(job, CompletionRequest) or job.length is not None:
         return prepared
-    max_tokens = min(prepared.max_tokens, max(default_max_tokens, job.min_tokens))
+    max_tokens = min(prepared.max_tokens, max(DEFAULT_COMPLETION_TOKENS, job.min_tokens))
     return replace(prepared, max_tokens=max_tokens)
 
 

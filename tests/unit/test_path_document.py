@@ -35,7 +35,8 @@ OFF_THE_PATH = {
         stage/jobs/outage
     """,
     "types alone": """
-        gateway/bodies gateway/schemas shardline/client/fields shardline/contract/job
+        gateway/bodies gateway/openai/bodies gateway/schemas shardline/client/fields
+        shardline/contract/job
         stage/hop/__init__ stage/jobs/job_engine stage/jobs/lease_host stage/pipeline/hosts
         stage/pipeline/status
     """,

@@ -267,7 +267,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._is_answering():
             self._end_after_answers()
             return
-        self._register.note_closed(body_of(error)["error"]["code"])
+        self._register.note_closed(body_of(error).error.code)
         self._is_ending = True
         if len(self._unanswered) > 1 or any(one.response_started for one in self._unanswered):
             self.abort()

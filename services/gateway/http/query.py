@@ -1,40 +1,58 @@
-"""Queries of routes that read them themselves: known names only, each once. Raises Invalid, naming
-the parameter."""
+"""Queries of routes that read them themselves: known names only, each once. Knows no parameter."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
 from fastapi import Request
 
 from shardline.base.errors import Invalid
+from shardline.contract.request_parsing import invalid_from
+
+QueryT = TypeVar("QueryT", bound=msgspec.Struct)
 
 MAX_DIGITS = 12
-"""Of a number, without zeros before it."""
+"""Of a number, without zeros before it: more are over every limit."""
 
 
-def query(request: Request, *names: str) -> dict[str, str]:
-    """The query, with known names only: a misspelled filter would be ignored without a word."""
-    found: dict[str, str] = {}
-    for name, value in request.query_params.multi_items():
-        if name not in names:
-            raise Invalid(
-                name[:32], "there is no such query parameter", f"Use one of: {', '.join(names)}"
-            )
-        if name in found:
-            raise Invalid(name, "it is given twice", "Send it once")
-        if "\0" in value:
-            raise Invalid(name, "it holds a NUL character", "Leave it out")
-        found[name] = value
+@cache
+def described(kind: type[msgspec.Struct]) -> Mapping[str, Mapping[str, Any]]:
+    """Returns the JSON schema of each parameter: one that is there has a value, so none is null."""
+    _, schemas = msgspec.json.schema_components((kind,), ref_template="{name}")
+    found = {}
+    for name, schema in schemas[kind.__name__]["properties"].items():
+        one = next(one for one in schema.get("anyOf", [schema]) if one.get("type") != "null")
+        found[name] = schemas.get(one.get("$ref"), one)
     return found
 
 
-def number(field: str, text: str, *, minimum: int, maximum: int) -> int:
-    """A whole number within limits."""
-    digits = text.lstrip("0") or text[-1:]
-    is_number = digits.isascii() and digits.isdecimal() and len(digits) <= MAX_DIGITS
-    if not is_number or not minimum <= int(digits) <= maximum:
-        raise Invalid(
-            field,
-            f"{text[:32]!r} is not a number from {minimum} to {maximum}",
-            "Send one, or leave it out",
-        )
-    return int(digits)
+def query(request: Request, kind: type[QueryT]) -> QueryT:
+    """The query as its type, which has a default for each name. A misspelled filter would be
+    ignored without a word. Raises Invalid, naming the parameter."""
+    schemas = described(kind)
+    found: dict[str, Any] = {}
+    for name, text in request.query_params.multi_items():
+        if name not in schemas:
+            names = ", ".join(schemas)
+            raise Invalid(name[:32], "there is no such query parameter", f"Use one of: {names}")
+        if name in found:
+            raise Invalid(name, "it is given twice", "Send it once")
+        if "\0" in text:
+            raise Invalid(name, "it holds a NUL character", "Leave it out")
+        is_number = "maximum" in schemas[name] and text.isascii() and text.isdecimal()
+        found[name] = int(text.lstrip("0")[:MAX_DIGITS] or "0") if is_number else text
+    try:
+        return msgspec.convert(found, kind)
+    except msgspec.ValidationError as error:
+        name = invalid_from(error).field
+        problem = f"{str(found[name])[:32]!r} is not allowed"
+        raise Invalid(name, problem, _remedy(schemas[name])) from error
+
+
+def _remedy(schema: Mapping[str, Any]) -> str:
+    if "enum" in schema:
+        return f"Use one of: {' | '.join(schema['enum'])}"
+    return f"Send a number from {schema['minimum']} to {schema['maximum']}, or leave it out"

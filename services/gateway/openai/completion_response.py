@@ -25,6 +25,7 @@ from services.gateway.errors import (
     respond,
 )
 from services.gateway.http.sse import DONE, KEEP_ALIVE, EventStream, disconnected, event
+from services.gateway.openai.bodies import AnswerHead, OpenAiRequest
 from services.gateway.openai.responses import OpenAiResponses
 from services.gateway.submit import AcceptedJob
 from shardline.base.aio import cancel_and_wait
@@ -32,29 +33,33 @@ from shardline.base.errors import JobEnded, ShardlineError, Unavailable
 from shardline.base.log import job_context
 from shardline.base.tracing import JobTrace
 from shardline.client.requests import succeeded
-from shardline.contract.job import Job, JobState, Usage
+from shardline.contract.job import FinishReason, Job, JobState, Usage
 from shardline.contract.wire import Delta
 
 log = structlog.get_logger(__name__)
 
 
 async def complete(
-    gateway: Gateway, request: Request, accepted: AcceptedJob, *, is_chat: bool
+    gateway: Gateway,
+    request: Request,
+    accepted: AcceptedJob[OpenAiRequest],
+    kind: type[OpenAiResponses],
 ) -> Response:
     """The answer in OpenAI's shape; its id is the job's, in the body and in `x-request-id`."""
-    responses = OpenAiResponses(
-        is_chat=is_chat,
-        public_id=f"{'chatcmpl' if is_chat else 'cmpl'}-{accepted.job_id}",
-        model=accepted.model.address,
+    head = AnswerHead(
+        id=f"{kind.prefix}-{accepted.job_id}",
         created=int(time.time()),
+        model=accepted.model.address,
         system_fingerprint=system_fingerprint(accepted.model),
-        options=accepted.options,
+    )
+    responses = kind(
+        head=head,
+        request=accepted.request,
         tokens=accepted.model.tokens,
-        params=accepted.request.params(),
         prompt_ids=accepted.prepared.prompt_ids,
     )
-    headers = {"x-request-id": responses.public_id}
-    if accepted.options.stream:
+    headers = {"x-request-id": head.id}
+    if accepted.request.stream:
         events = completion_events(gateway, accepted, responses)
         return EventStream(
             events, headers=headers, on_disconnect=lambda: _abandon(gateway, accepted)
@@ -71,7 +76,7 @@ async def complete(
 
 
 async def completion_events(
-    gateway: Gateway, accepted: AcceptedJob, responses: OpenAiResponses
+    gateway: Gateway, accepted: AcceptedJob[OpenAiRequest], responses: OpenAiResponses
 ) -> AsyncGenerator[bytes, None]:
     """The stream's chunks, the usage if wanted, and `[DONE]`. An error in the middle is the last
     event before it."""
@@ -85,7 +90,7 @@ async def completion_events(
 
 
 async def _chunks(
-    gateway: Gateway, accepted: AcceptedJob, responses: OpenAiResponses
+    gateway: Gateway, accepted: AcceptedJob[OpenAiRequest], responses: OpenAiResponses
 ) -> AsyncIterator[bytes]:
     began_s = sent_s = time.monotonic()
     keep_alive_s = gateway.settings.http_keep_alive_s
@@ -108,18 +113,20 @@ async def _chunks(
         delta = merged(deltas)
         if num_output == 0:
             gateway.metrics.first_token_seconds.observe(now_s - began_s)
-        if delta.text or texts.has_new(delta) or (delta.ids and responses.options.return_token_ids):
+        has_ids = bool(delta.ids) and accepted.request.return_token_ids
+        if delta.text or texts.new(delta) is not None or has_ids:
             yield event(responses.chunk(delta, texts))
         num_output += len(delta.ids)
         if delta.state is not None:
             if delta.state != JobState.SUCCEEDED:
                 raise await why(gateway, accepted.job_id)
-            yield event(responses.final_chunk(delta.finish_reason or ""))
-            if responses.options.include_usage:
+            reason = FinishReason(delta.finish_reason or FinishReason.STOP)
+            yield event(responses.final_chunk(reason))
+            if accepted.request.stream_options.include_usage:
                 yield event(responses.usage_chunk(await _usage(gateway, accepted, num_output)))
 
 
-async def _usage(gateway: Gateway, accepted: AcceptedJob, num_output: int) -> Usage:
+async def _usage(gateway: Gateway, accepted: AcceptedJob[OpenAiRequest], num_output: int) -> Usage:
     """Returns the usage as it was committed, with what the prefix cache had. A Postgres that is
     away now holds up no stream's end."""
     try:
@@ -162,7 +169,9 @@ def merged(deltas: Sequence[Delta]) -> Delta:
     )
 
 
-async def _wait(gateway: Gateway, request: Request, accepted: AcceptedJob) -> Job | None:
+async def _wait(
+    gateway: Gateway, request: Request, accepted: AcceptedJob[OpenAiRequest]
+) -> Job | None:
     """The ended job, or None when the caller left first. Raises Stopping."""
     waiting = asyncio.create_task(gateway.client.until_ended(accepted.job_id))
     leaving = asyncio.create_task(disconnected(request))
@@ -180,7 +189,7 @@ async def _wait(gateway: Gateway, request: Request, accepted: AcceptedJob) -> Jo
             await cancel_and_wait(task)
 
 
-async def _abandon(gateway: Gateway, accepted: AcceptedJob) -> None:
+async def _abandon(gateway: Gateway, accepted: AcceptedJob[OpenAiRequest]) -> None:
     """Cancel a job that no caller waits for or can ask for again."""
     if accepted.is_repeatable:
         return

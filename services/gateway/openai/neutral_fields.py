@@ -99,16 +99,14 @@ def drop_neutral(
     fields: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]], prefix: str = ""
 ) -> None:
     """Take these fields out of a body. Raises Invalid for a value that would change the answer."""
-    for name, values in neutral.items():
-        if name not in fields:
-            continue
+    for name in [name for name in fields if name in neutral]:
         value = fields.pop(name)
-        if is_one_of(value, values) or (ANY_TEXT in values and isinstance(value, str)):
-            continue
-        raise Invalid(prefix + name, f"{short(value)} is not supported", _remedy(values))
+        values = neutral[name]
+        if not _is_one_of(value, values) and not (ANY_TEXT in values and isinstance(value, str)):
+            raise Invalid(prefix + name, f"{_short(value)} is not supported", _remedy(values))
 
 
-def is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
     """JSON has one kind of number: 1.0 is 1. And true is none."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
 
@@ -120,7 +118,7 @@ def _remedy(values: tuple[Any, ...]) -> str:
     return f"Leave it out, or send {allowed}" if allowed else "Leave it out"
 
 
-def short(value: Any) -> str:
+def _short(value: Any) -> str:
     """The beginning of it as JSON, for an error; only the kind of what may be nested deeper than
     encoders go."""
     if isinstance(value, dict | list) and value:

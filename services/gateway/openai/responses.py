@@ -5,26 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from services.gateway.bodies import (
-    AnswerHead,
-    ChatChoice,
-    ChatCompletion,
-    ChatLogprobs,
-    Completion,
-    CompletionChoice,
-    CompletionUsage,
-    ContentLogprob,
-    NamedLogprob,
-    PromptFields,
-    TextLogprobs,
-    TokenFields,
-)
-from services.gateway.openai.requests import AnswerOptions
-from shardline.contract.job import Result, SamplingParams, TokenLogprob, Usage
+import msgspec
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from services.gateway.bodies import CompletionUsage
+from services.gateway.openai import bodies
+from shardline.contract.job import FinishReason, Result, TokenLogprob, Usage
 from shardline.contract.wire import Delta
 from shardline.tokenize import BROKEN, Piece, Tokens, TokenText, TokenTexts
+
+NO_DELTA = bodies.ChatDelta()
 
 
 class LogprobTexts:
@@ -45,166 +38,155 @@ class LogprobTexts:
         told = self._texts.push([entry.token_id for entry in logprobs], is_end=is_end)
         return [(self._waiting.popleft(), token) for token in told]
 
-    def has_new(self, delta: Delta) -> bool:
-        """Whether a chunk of this delta has log-probabilities."""
-        return bool(delta.logprobs) or (delta.state is not None and bool(self._waiting))
+    def new(self, delta: Delta) -> Sequence[TokenLogprob] | None:
+        """Those of this delta's chunk beside what waits; None if the chunk has none at all."""
+        is_last = delta.state is not None and bool(self._waiting)
+        return delta.logprobs or (() if is_last else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenAiResponses:
-    """Builds every answer and chunk of one request, for either of OpenAI's two doors."""
+class ResponseParts:
+    """What the answers and chunks of all routes share."""
 
-    is_chat: bool
-    public_id: str
-    model: str
-    created: int
-    system_fingerprint: str
-    options: AnswerOptions
+    head: bodies.AnswerHead
+    request: bodies.OpenAiRequest
     tokens: Tokens
-    params: SamplingParams
     prompt_ids: tuple[int, ...]
+    chunk_kind: ClassVar[type[bodies.CompletionChunk | bodies.ChatChunk]]
+    no_text: ClassVar[Any]
+    """The choice of a chunk without new tokens."""
 
     def logprob_texts(self) -> LogprobTexts:
         """What the chunks of one stream go on with: the texts and places of its tokens."""
-        return LogprobTexts(self.tokens.token_texts(self.params, self.prompt_ids))
+        return LogprobTexts(self.tokens.token_texts(self.request.params(), self.prompt_ids))
 
-    def whole(self, result: Result) -> Completion | ChatCompletion:
-        """The answer to a request that does not stream."""
-        return self._chat(result) if self.is_chat else self._text(result)
-
-    def opening_chunk(self) -> dict[str, Any] | None:
-        """The chunk before the first token: the role, or the prompt's ids, or nothing."""
-        if not (self.is_chat or self.options.return_token_ids):
-            return None
-        choice: dict[str, Any] = (
-            {"delta": {"role": "assistant", "content": ""}} if self.is_chat else {"text": ""}
-        )
-        choice |= {"logprobs": None, "finish_reason": None}
-        if self.options.return_token_ids:
-            choice["token_ids"] = []
-        prompt = self._prompt_fields()
-        return (
-            {**self._chunk(choice), **prompt} if self.is_chat else self._chunk({**choice, **prompt})
-        )
-
-    def chunk(self, delta: Delta, texts: LogprobTexts) -> dict[str, Any]:
-        """A chunk of new tokens; `texts` has had those of the chunks before."""
-        choice: dict[str, Any] = (
-            {"delta": {"content": delta.text}} if self.is_chat else {"text": delta.text}
-        )
-        choice |= {"logprobs": self._chunk_logprobs(delta, texts), "finish_reason": None}
-        if self.options.return_token_ids:
-            choice["token_ids"] = delta.ids
-        return self._chunk(choice)
-
-    def final_chunk(self, reason: str) -> dict[str, Any]:
+    def final_chunk(self, reason: FinishReason) -> msgspec.Struct:
         """The chunk with the finish reason."""
-        choice: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
-        if self.options.return_token_ids:
-            choice["token_ids"] = []
-        return self._chunk({**choice, "logprobs": None, "finish_reason": reason})
+        return self._chunk(finish_reason=reason)
 
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+    def usage_chunk(self, usage: Usage) -> msgspec.Struct:
         """The chunk after the last one, if it was asked for."""
-        return {**self._head(), "object": self._chunk_kind, "choices": [], "usage": usage_of(usage)}
+        return self.chunk_kind(**self._head(), choices=[], usage=CompletionUsage.of(usage))
 
-    def _text(self, result: Result) -> Completion:
-        choice: CompletionChoice = {
-            "index": 0,
-            "finish_reason": result.finish_reason,
-            "text": result.text,
-            "logprobs": None
-            if result.logprobs is None
-            else self._text_logprobs(result.logprobs, self.logprob_texts()),
-            **self._token_fields(result),
-            **self._prompt_fields(),
-        }
-        return {
-            **self._head(),
-            "object": "text_completion",
-            "choices": [choice],
-            "usage": usage_of(result.usage),
-        }
+    def _chunk(self, token_ids: tuple[int, ...] = (), **fields: Any) -> msgspec.Struct:
+        choice = replace(self.no_text, token_ids=self._asked(token_ids), **fields)
+        usage = None if self.request.stream_options.include_usage else UNSET
+        return self.chunk_kind(**self._head(), choices=[choice], usage=usage)
 
-    def _chat(self, result: Result) -> ChatCompletion:
-        choice: ChatChoice = {
-            "index": 0,
-            "finish_reason": result.finish_reason,
-            "message": {"role": "assistant", "content": result.text, "refusal": None},
-            "logprobs": None
-            if result.logprobs is None
-            else self._chat_logprobs(result.logprobs, self.logprob_texts()),
-            **self._token_fields(result),
-        }
-        return {
-            **self._head(),
-            **self._prompt_fields(),
-            "object": "chat.completion",
-            "choices": [choice],
-            "usage": usage_of(result.usage),
-        }
+    def _head(self) -> dict[str, Any]:
+        return msgspec.structs.asdict(self.head)
 
-    def _prompt_fields(self) -> PromptFields:
-        return {"prompt_token_ids": self.prompt_ids} if self.options.return_token_ids else {}
-
-    def _token_fields(self, result: Result) -> TokenFields:
-        return {"token_ids": result.token_ids} if self.options.return_token_ids else {}
-
-    @property
-    def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if self.is_chat else "text_completion"
-
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        document = {**self._head(), "object": self._chunk_kind, "choices": [{"index": 0, **choice}]}
-        return {**document, "usage": None} if self.options.include_usage else document
-
-    def _head(self) -> AnswerHead:
-        return {
-            "id": self.public_id,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.system_fingerprint,
-        }
-
-    def _chunk_logprobs(
-        self, delta: Delta, texts: LogprobTexts
-    ) -> ChatLogprobs | TextLogprobs | None:
-        if not texts.has_new(delta):
-            return None
-        build = self._chat_logprobs if self.is_chat else self._text_logprobs
-        return build(delta.logprobs or (), texts, is_end=delta.state is not None)
-
-    def _chat_logprobs(
-        self, logprobs: Sequence[TokenLogprob], texts: LogprobTexts, *, is_end: bool = True
-    ) -> ChatLogprobs:
-        content: list[ContentLogprob] = [
-            {
-                **_named(token.text, token.data, entry.logprob),
-                "top_logprobs": [
-                    _named(token.text, token.data, value)
-                    if token_id == entry.token_id
-                    else _named(*texts.alternative(token_id), value)
-                    for token_id, value in entry.top
-                ],
-            }
-            for entry, token in texts.push(logprobs, is_end=is_end)
-        ]
-        return {"content": content, "refusal": None}
-
-    def _text_logprobs(
-        self, logprobs: Sequence[TokenLogprob], texts: LogprobTexts, *, is_end: bool = True
-    ) -> TextLogprobs:
-        told = texts.push(logprobs, is_end=is_end)
-        return {
-            "tokens": [token.text for _, token in told],
-            "token_logprobs": [entry.logprob for entry, _ in told],
-            "top_logprobs": [_likeliest(entry, token.text, texts) for entry, token in told],
-            "text_offset": [token.offset for _, token in told],
-        }
+    def _asked(self, token_ids: tuple[int, ...]) -> bodies.TokenIds:
+        return token_ids if self.request.return_token_ids else UNSET
 
 
-def _named(text: str, data: bytes, logprob: float) -> NamedLogprob:
-    return {"token": text, "logprob": logprob, "bytes": list(data)}
+class CompletionResponses(ResponseParts):
+    """Builds every answer and chunk of one completion."""
+
+    __slots__ = ()
+    prefix = "cmpl"
+    chunk_kind = bodies.CompletionChunk
+    no_text = bodies.CompletionChunkChoice(index=0, finish_reason=None, text="", logprobs=None)
+
+    def whole(self, result: Result) -> bodies.Completion:
+        """The answer to a request that does not stream."""
+        choice = bodies.CompletionChoice(
+            index=0,
+            finish_reason=result.finish_reason,
+            text=result.text,
+            logprobs=_text_logprobs(result.logprobs, self.logprob_texts()),
+            token_ids=self._asked(result.token_ids),
+            prompt_token_ids=self._asked(self.prompt_ids),
+        )
+        usage = CompletionUsage.of(result.usage)
+        return bodies.Completion(**self._head(), choices=[choice], usage=usage)
+
+    def opening_chunk(self) -> msgspec.Struct | None:
+        """The chunk before the first token: the prompt's ids, or nothing."""
+        is_asked = self.request.return_token_ids
+        return self._chunk(prompt_token_ids=self.prompt_ids) if is_asked else None
+
+    def chunk(self, delta: Delta, texts: LogprobTexts) -> msgspec.Struct:
+        """A chunk of new tokens; `texts` has had those of the chunks before."""
+        logprobs = _text_logprobs(texts.new(delta), texts, is_end=delta.state is not None)
+        return self._chunk(delta.ids, text=delta.text, logprobs=logprobs)
+
+
+class ChatResponses(ResponseParts):
+    """Builds every answer and chunk of one chat completion."""
+
+    __slots__ = ()
+    prefix = "chatcmpl"
+    chunk_kind = bodies.ChatChunk
+    no_text = bodies.ChatChunkChoice(index=0, finish_reason=None, delta=NO_DELTA, logprobs=None)
+
+    def whole(self, result: Result) -> bodies.ChatCompletion:
+        """The answer to a request that does not stream."""
+        choice = bodies.ChatChoice(
+            index=0,
+            finish_reason=result.finish_reason,
+            message=bodies.AssistantMessage(role="assistant", content=result.text, refusal=None),
+            logprobs=_chat_logprobs(result.logprobs, self.logprob_texts()),
+            token_ids=self._asked(result.token_ids),
+        )
+        usage = CompletionUsage.of(result.usage)
+        ids = self._asked(self.prompt_ids)
+        head = {**self._head(), "prompt_token_ids": ids}
+        return bodies.ChatCompletion(**head, choices=[choice], usage=usage)
+
+    def opening_chunk(self) -> msgspec.Struct:
+        """The chunk before the first token: the role, and the prompt's ids."""
+        opening = self._chunk(delta=bodies.ChatDelta(role="assistant", content=""))
+        return replace(opening, prompt_token_ids=self._asked(self.prompt_ids))
+
+    def chunk(self, delta: Delta, texts: LogprobTexts) -> msgspec.Struct:
+        """A chunk of new tokens; `texts` has had those of the chunks before."""
+        logprobs = _chat_logprobs(texts.new(delta), texts, is_end=delta.state is not None)
+        said = bodies.ChatDelta(content=delta.text)
+        return self._chunk(delta.ids, delta=said, logprobs=logprobs)
+
+
+OpenAiResponses = CompletionResponses | ChatResponses
+
+
+def _chat_logprobs(
+    logprobs: Sequence[TokenLogprob] | None, texts: LogprobTexts, *, is_end: bool = True
+) -> bodies.ChatLogprobs | None:
+    if logprobs is None:
+        return None
+    content = [
+        bodies.ContentLogprob(
+            token=token.text,
+            logprob=entry.logprob,
+            bytes=list(token.data),
+            top_logprobs=[
+                _named(token.text, token.data, value)
+                if token_id == entry.token_id
+                else _named(*texts.alternative(token_id), value)
+                for token_id, value in entry.top
+            ],
+        )
+        for entry, token in texts.push(logprobs, is_end=is_end)
+    ]
+    return bodies.ChatLogprobs(content=content, refusal=None)
+
+
+def _text_logprobs(
+    logprobs: Sequence[TokenLogprob] | None, texts: LogprobTexts, *, is_end: bool = True
+) -> bodies.TextLogprobs | None:
+    if logprobs is None:
+        return None
+    told = texts.push(logprobs, is_end=is_end)
+    return bodies.TextLogprobs(
+        tokens=[token.text for _, token in told],
+        token_logprobs=[entry.logprob for entry, _ in told],
+        top_logprobs=[_likeliest(entry, token.text, texts) for entry, token in told],
+        text_offset=[token.offset for _, token in told],
+    )
+
+
+def _named(text: str, data: bytes, logprob: float) -> bodies.NamedLogprob:
+    return bodies.NamedLogprob(token=text, logprob=logprob, bytes=list(data))
 
 
 def _likeliest(entry: TokenLogprob, text: str, texts: LogprobTexts) -> dict[str, float]:
@@ -227,15 +209,3 @@ def _shown(piece: Piece) -> str:
     if BROKEN not in piece.text or piece.data == piece.text.encode():
         return piece.text
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece.data)
-
-
-def usage_of(usage: Usage) -> CompletionUsage:
-    """Usage with its total, as OpenAI reports it."""
-    counts: CompletionUsage = {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.total_tokens,
-    }
-    if usage.cached_tokens is not None:
-        counts["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
-    return counts

@@ -6,19 +6,11 @@ from fastapi import APIRouter, Request, Response
 
 from services.gateway.context import GatewayDep
 from services.gateway.guard import SubmitCaller
+from services.gateway.openai import bodies
 from services.gateway.openai.completion_response import complete
 from services.gateway.openai.requests import chat_request, completion_request
-from services.gateway.schemas import (
-    EVENTS,
-    GUARDED,
-    JSON,
-    REQUEST_ID,
-    TAKING,
-    answer,
-    body,
-    chunks,
-    errors,
-)
+from services.gateway.openai.responses import ChatResponses, CompletionResponses
+from services.gateway.schemas import GUARDED, REQUEST_ID, TAKING, answer, body, chunks, errors
 from services.gateway.submit import submit
 
 router = APIRouter(
@@ -29,37 +21,32 @@ STREAMED = (
     "With `stream` as server-sent events: chunks in OpenAI's form, "
     "an error as the last, then `[DONE]`"
 )
+IDS = (REQUEST_ID,)
+COMPLETION = answer(STREAMED, bodies.Completion, chunks(bodies.CompletionChunk), headers=IDS)
+CHAT_COMPLETION = answer(STREAMED, bodies.ChatCompletion, chunks(bodies.ChatChunk), headers=IDS)
 
 
 @router.post(
     "/v1/completions",
-    openapi_extra=body("CompletionRequest"),
-    responses={
-        200: answer(
-            STREAMED, {JSON: "Completion", EVENTS: chunks("CompletionChunk")}, headers=(REQUEST_ID,)
-        )
-    },
+    openapi_extra=body(bodies.CompletionRequest),
+    responses={200: COMPLETION},
 )
 async def create_completion(
     request: Request, gateway: GatewayDep, caller: SubmitCaller
 ) -> Response:
     """Complete a prompt (text or token ids), whole or as a stream."""
     accepted = await submit(gateway, request, caller, completion_request)
-    return await complete(gateway, request, accepted, is_chat=False)
+    return await complete(gateway, request, accepted, CompletionResponses)
 
 
 @router.post(
     "/v1/chat/completions",
-    openapi_extra=body("ChatCompletionRequest"),
-    responses={
-        200: answer(
-            STREAMED, {JSON: "ChatCompletion", EVENTS: chunks("ChatChunk")}, headers=(REQUEST_ID,)
-        )
-    },
+    openapi_extra=body(bodies.ChatCompletionRequest),
+    responses={200: CHAT_COMPLETION},
 )
 async def create_chat_completion(
     request: Request, gateway: GatewayDep, caller: SubmitCaller
 ) -> Response:
     """Answer messages, whole or as a stream."""
     accepted = await submit(gateway, request, caller, chat_request)
-    return await complete(gateway, request, accepted, is_chat=True)
+    return await complete(gateway, request, accepted, ChatResponses)

@@ -2,43 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 from fastapi import APIRouter, Request, Response
+from msgspec import Meta, Struct
 
 from services.gateway.bodies import CostList
 from services.gateway.context import GatewayDep
 from services.gateway.errors import json_response
 from services.gateway.guard import ReadCaller
-from services.gateway.http.query import number, query
-from services.gateway.schemas import GUARDED, JSON, answer, errors, parameters
-from shardline.base.errors import Invalid
+from services.gateway.http.query import described, query
+from services.gateway.schemas import GUARDED, answer, errors, parameters
 
 router = APIRouter(tags=["jobs"], default_response_class=Response, responses=errors(*GUARDED, 400))
 
-MAX_DAYS = 366
-DAYS = 30
-GROUPS = ("model", "day", "model,day")
+
+class CostQuery(Struct, frozen=True, kw_only=True):
+    """The query of `GET /v1/costs`."""
+
+    by: Literal["model", "day", "model,day"] = "model"
+    days: Annotated[int, Meta(ge=1, le=366)] = 30
+    model: str | None = None
 
 
 @router.get(
     "/v1/costs",
-    openapi_extra=parameters(
-        query={
-            "by": {"enum": list(GROUPS), "default": GROUPS[0]},
-            "days": {"type": "integer", "minimum": 1, "maximum": MAX_DAYS, "default": DAYS},
-            "model": {"type": "string"},
-        }
-    ),
-    responses={200: answer("A row for each model, day, or both", {JSON: "CostList"})},
+    openapi_extra=parameters(query=described(CostQuery)),
+    responses={200: answer("A row for each model, day, or both", CostList)},
 )
 async def list_costs(request: Request, gateway: GatewayDep, caller: ReadCaller) -> Response:
     """kWh, money and carbon of the tenant's jobs of `days`, by `model`, `day` or `model,day`."""
-    asked = query(request, "by", "days", "model")
-    by = asked.get("by", GROUPS[0])
-    if by not in GROUPS:
-        raise Invalid("by", f"{by[:32]!r} is none of them", f"Use one of: {' | '.join(GROUPS)}")
-    num_days = number("days", asked.get("days", str(DAYS)), minimum=1, maximum=MAX_DAYS)
+    asked = query(request, CostQuery)
     found = await gateway.client.costs(
-        num_days=num_days, by=by.split(","), model=asked.get("model"), tenant=caller.tenant
+        num_days=asked.days, by=asked.by.split(","), model=asked.model, tenant=caller.tenant
     )
-    document: CostList = {"object": "list", "data": found}
-    return json_response(document)
+    return json_response(CostList(data=found))

@@ -4,6 +4,7 @@ Knows no job."""
 from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
+from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from services.gateway.bodies import Health, ModelCard, ModelList, ModelReadiness, Readiness
@@ -11,7 +12,7 @@ from services.gateway.catalog import system_fingerprint
 from services.gateway.context import GatewayDep
 from services.gateway.errors import json_response
 from services.gateway.guard import SCHEME, AdminCaller, ReadCaller
-from services.gateway.schemas import GUARDED, JSON, TEXT, answer, errors
+from services.gateway.schemas import GUARDED, TEXT, Content, answer, errors
 from shardline.base.errors import Unavailable
 from shardline.store.pipelines import LivePipeline
 from shardline.tokenize import RegisteredModel
@@ -19,18 +20,17 @@ from shardline.tokenize import RegisteredModel
 router = APIRouter(tags=["operating"], default_response_class=Response)
 
 
-@router.get("/health", responses={200: answer("This process answers", {JSON: "Health"})})
+@router.get("/health", responses={200: answer("This process answers", Health)})
 async def health() -> Response:
     """Whether this process answers. Reports nothing about the others."""
-    document: Health = {"status": "ok"}
-    return json_response(document)
+    return json_response(Health(status="ok"))
 
 
 @router.get(
     "/ready",
     responses={
-        200: answer("A pipeline can generate", {JSON: "Readiness"}),
-        503: answer("No pipeline can generate", {JSON: "Readiness"}),
+        200: answer("A pipeline can generate", Readiness),
+        503: answer("No pipeline can generate", Readiness),
         **errors(401, 421, 429),
     },
     openapi_extra={"security": [{}, {SCHEME.scheme_name: []}]},
@@ -43,34 +43,29 @@ async def ready(request: Request, gateway: GatewayDep) -> Response:
         visitor = await gateway.guard.visitor(request.headers)
         found = await gateway.client.pipelines()
     except Unavailable as error:
-        document: Readiness = {"ready": False}
-        return json_response(
-            document if visitor is None else {**document, "reason": error.problem}, status=503
-        )
-    document = {"ready": any(pipeline.ready for pipeline in found)}
+        reason = UNSET if visitor is None else error.problem
+        return json_response(Readiness(ready=False, reason=reason), status=503)
+    is_ready = any(pipeline.ready for pipeline in found)
+    models: dict[str, ModelReadiness] | UnsetType = UNSET
     if visitor is not None:
         names = sorted({pipeline.model for pipeline in found})
-        document["models"] = {
-            name: _readiness([one for one in found if one.model == name]) for name in names
-        }
-    return json_response(document, status=200 if document["ready"] else 503)
+        models = {name: _readiness([one for one in found if one.model == name]) for name in names}
+    return json_response(Readiness(ready=is_ready, models=models), status=200 if is_ready else 503)
 
 
 @router.get(
-    "/v1/models",
-    responses={200: answer("All registered models", {JSON: "ModelList"}), **errors(*GUARDED)},
+    "/v1/models", responses={200: answer("All registered models", ModelList), **errors(*GUARDED)}
 )
 async def list_models(gateway: GatewayDep, _caller: ReadCaller) -> Response:
     """Every model that a stage has registered, and its adapters."""
     found = await gateway.client.pipelines()
     models = [await gateway.catalog.get(name) for name in await gateway.catalog.names()]
-    document: ModelList = {"object": "list", "data": [_model(model, found) for model in models]}
-    return json_response(document)
+    return json_response(ModelList(data=[_model(model, found) for model in models]))
 
 
 @router.get(
     "/v1/models/{name:path}",
-    responses={200: answer("The model", {JSON: "ModelCard"}), **errors(*GUARDED, 404)},
+    responses={200: answer("The model", ModelCard), **errors(*GUARDED, 404)},
 )
 async def get_model(name: str, gateway: GatewayDep, _caller: ReadCaller) -> Response:
     """One registered model, or one of its adapters."""
@@ -80,7 +75,7 @@ async def get_model(name: str, gateway: GatewayDep, _caller: ReadCaller) -> Resp
 @router.get(
     "/metrics",
     responses={
-        200: answer("In Prometheus's text format", {TEXT: {"type": "string"}}),
+        200: answer("In Prometheus's text format", Content(media=TEXT, schema={"type": "string"})),
         **errors(*GUARDED),
     },
 )
@@ -91,7 +86,7 @@ async def metrics(gateway: GatewayDep, _caller: AdminCaller) -> Response:
 
 @router.get(
     "/openapi.json",
-    responses={200: answer("OpenAPI 3.1", {JSON: "Description"}), **errors(*GUARDED)},
+    responses={200: answer("OpenAPI 3.1", Content(schema={"type": "object"})), **errors(*GUARDED)},
 )
 async def description(request: Request, _caller: ReadCaller) -> Response:
     """The OpenAPI description of this API."""
@@ -99,21 +94,20 @@ async def description(request: Request, _caller: ReadCaller) -> Response:
 
 
 def _readiness(pipelines: list[LivePipeline]) -> ModelReadiness:
-    return {
-        "ready": any(pipeline.ready for pipeline in pipelines),
-        "seats": sum(pipeline.seats for pipeline in pipelines if pipeline.ready),
-        "pipelines": pipelines,
-    }
+    return ModelReadiness(
+        ready=any(pipeline.ready for pipeline in pipelines),
+        seats=sum(pipeline.seats for pipeline in pipelines if pipeline.ready),
+        pipelines=pipelines,
+    )
 
 
 def _model(model: RegisteredModel, pipelines: list[LivePipeline]) -> ModelCard:
-    return {
-        "id": model.address,
-        "object": "model",
-        "created": int(model.updated_at.timestamp()),
-        "owned_by": "shardline",
-        "parent": None if model.adapter is None else model.name,
-        "max_model_len": model.tokens.longest,
-        "system_fingerprint": system_fingerprint(model),
-        "ready": any(pipeline.ready for pipeline in pipelines if pipeline.model == model.name),
-    }
+    return ModelCard(
+        id=model.address,
+        created=int(model.updated_at.timestamp()),
+        owned_by="shardline",
+        parent=None if model.adapter is None else model.name,
+        max_model_len=model.tokens.longest,
+        system_fingerprint=system_fingerprint(model),
+        ready=any(pipeline.ready for pipeline in pipelines if pipeline.model == model.name),
+    )

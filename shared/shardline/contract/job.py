@@ -31,9 +31,7 @@ MAX_CRASHES = 100
 """That a job may ask for. An installation has its own ceiling: each crash costs everybody a
 restart."""
 
-MAX_STOPS = 16
-MAX_LOGPROBS = 20
-MAX_VARIABLES = 16
+MAX_TOKENS = 1_000_000
 PROMPT_END_TOKENS = 16
 """Of a prompt's last tokens: what a completion is decoded behind. Its first space, or a character
 that both make, hangs on them."""
@@ -92,6 +90,8 @@ Variable = (
     | None
 )
 AdapterName = Annotated[str, Meta(pattern=ADAPTER_NAME, max_length=128)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
+Priority = Annotated[int, Meta(ge=0, le=9)]
 
 
 class SamplingParams(
@@ -106,8 +106,8 @@ class SamplingParams(
     all. `adapter` names a LoRA adapter of the model; a door takes it from `model:adapter` too.
     """
 
-    max_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
     top_p: Probability = 1.0
@@ -116,17 +116,15 @@ class SamplingParams(
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     stop: Annotated[
-        tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=MAX_STOPS)
+        tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=16)
     ] = ()
     stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     """False: the text has the special tokens too, all but the one that ends it."""
-    chat_template_kwargs: Annotated[
-        dict[VariableName, Variable], Meta(max_length=MAX_VARIABLES)
-    ] = {}
+    chat_template_kwargs: Annotated[dict[VariableName, Variable], Meta(max_length=16)] = {}
     """Variables of the model's chat template, such as `enable_thinking`."""
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: NumLogprobs | None = None
     seed: Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     exact: bool = False
     """Computed on exact rows of one exactness, or not at all."""
@@ -174,7 +172,7 @@ class JobRequest(
     messages: tuple[Message, ...] | None = None
     id: UUID | None = None
     idempotency_key: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    priority: Annotated[int, Meta(ge=0, le=9)] = DEFAULT_PRIORITY
+    priority: Priority = DEFAULT_PRIORITY
     deadline_s: Annotated[float, Meta(gt=0, le=31_536_000)] | None = None
     delay_s: Annotated[float, Meta(ge=0, le=31_536_000)] = 0.0
     flexible: Literal["price", "carbon"] | None = None

@@ -4,20 +4,18 @@ no door."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from shardline.base.errors import Invalid
-from shardline.contract.job import MAX_METADATA_BYTES, JobRequest, SamplingParams
+from shardline.contract.job import MAX_METADATA_BYTES, MAX_TOKENS, JobRequest, SamplingParams
 
 MAX_METADATA_DEPTH = 32
 MAX_SHOWN_CHARS = 64
 """Of a name that a caller made up, in an error."""
 
-WHOLE_NUMBERS = frozenset(
-    ("max_tokens", "min_tokens", "top_k", "logprobs", "seed", "priority", "max_crashes")
-)
+RequestT = TypeVar("RequestT", bound=SamplingParams)
 
 
 def check_request(request: JobRequest) -> JobRequest:
@@ -36,11 +34,11 @@ def check_request(request: JobRequest) -> JobRequest:
         raise Invalid(
             "chat_template_kwargs", "a prompt is not rendered", "Send messages, or leave it out"
         )
-    if request.max_tokens is not None and request.min_tokens > request.max_tokens:
+    if request.min_tokens and request.min_tokens > (
+        longest := request.params().max_tokens or MAX_TOKENS
+    ):
         raise Invalid(
-            "min_tokens",
-            f"it is above max_tokens ({request.max_tokens})",
-            "Lower it or raise max_tokens",
+            "min_tokens", f"it is above max_tokens ({longest})", "Lower it or raise max_tokens"
         )
     if request.flexible is not None and request.deadline_s is None:
         raise Invalid(
@@ -93,31 +91,32 @@ def _is_deeper(document: object, limit: int) -> bool:
 
 def parse_request(document: object) -> JobRequest:
     """A JSON-like object from any door as a checked request. Raises Invalid, naming the field."""
+    return check_request(parse_fields(document, JobRequest))
+
+
+def parse_fields(document: object, kind: type[RequestT]) -> RequestT:
+    """A JSON-like object as the struct of its door. Raises Invalid for what the types do not
+    allow."""
     try:
-        return check_request(msgspec.convert(_plain(document, JobRequest), JobRequest))
+        return msgspec.convert(_plain(document, kind), kind)
     except msgspec.ValidationError as error:
         raise invalid_from(error) from error
     except UnicodeEncodeError as error:
         # msgspec looks into text where it wants none.
-        raise Invalid(
-            _half_a_character(document), "it holds a lone surrogate", "Send whole characters"
-        ) from error
+        field = _half_a_character(document, kind)
+        raise Invalid(field, "it holds a lone surrogate", "Send whole characters") from error
     except RecursionError as error:
         raise Invalid("request", "it is nested too deeply", "Send a flatter object") from error
 
 
-def _half_a_character(document: object) -> str:
+def _half_a_character(document: object, kind: type[SamplingParams]) -> str:
     """Returns the field with half a character in its value."""
     for name, value in document.items() if isinstance(document, Mapping) else ():
         try:
             msgspec.json.encode(name)
             msgspec.json.encode(value, enc_hook=str)
         except UnicodeEncodeError:
-            return (
-                name
-                if isinstance(name, str) and name in JobRequest.__struct_fields__
-                else "request"
-            )
+            return name if isinstance(name, str) and name in kind.__struct_fields__ else "request"
         except (TypeError, ValueError, RecursionError):
             continue
     return "request"
@@ -131,16 +130,13 @@ def parse_params(document: object) -> SamplingParams:
 
 def _plain(document: object, kind: type[SamplingParams]) -> object:
     """Without nulls, which mean the same as leaving a field out, and with whole numbers as
-    integers: some languages write 5 as 5.0."""
+    integers: some languages write 5 as 5.0. A field of fractions takes an integer too."""
     if not isinstance(document, Mapping):
         return document
-    names = kind.__struct_fields__
     return {
-        name: int(value)
-        if name in WHOLE_NUMBERS and isinstance(value, float) and value.is_integer()
-        else value
+        name: int(value) if isinstance(value, float) and value.is_integer() else value
         for name, value in document.items()
-        if value is not None or name not in names
+        if value is not None or name not in kind.__struct_fields__
     }
 
 
@@ -155,7 +151,8 @@ def invalid_from(error: msgspec.ValidationError) -> Invalid:
     elif field == "traceparent" and "regex" in problem:
         problem = "it is not the traceparent of a W3C trace context"
     problem = problem[:1].lower() + problem[1:]
-    return Invalid(shown(field) or "request", problem, "See docs/jobs.md for fields and limits")
+    remedy = "See docs/jobs.md or /openapi.json for fields and limits"
+    return Invalid(shown(field) or "request", problem, remedy)
 
 
 def shown(text: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from services.gateway.http.json_body import read_object
 from services.gateway.openai.neutral_fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL
-from services.gateway.openai.requests import AnswerOptions, chat_request, completion_request
+from services.gateway.openai.requests import chat_request, completion_request
 from shardline.base.errors import Invalid
 from shardline.contract.job import Message
 
@@ -35,9 +35,7 @@ def test_the_fields_of_a_completion_become_ours() -> None:
         "seed": 5,
         "stream": True,
     }
-    request, wanted = completion_request(
-        {**TEXT, **fields, "stream_options": {"include_usage": True}}
-    )
+    request = completion_request({**TEXT, **fields, "stream_options": {"include_usage": True}})
     assert (request.prompt, request.max_tokens, request.stop, request.temperature) == (
         "a",
         3,
@@ -45,7 +43,7 @@ def test_the_fields_of_a_completion_become_ours() -> None:
         0,
     )
     assert (request.logprobs, request.seed) == (2, 5)
-    assert wanted == AnswerOptions(stream=True, include_usage=True)
+    assert (request.stream, request.stream_options.include_usage) == (True, True)
 
 
 def test_the_messages_of_a_chat_become_ours() -> None:
@@ -57,7 +55,7 @@ def test_the_messages_of_a_chat_become_ours() -> None:
         {"role": "assistant", "content": "d", "tool_calls": None, "refusal": None},
         {"role": "user", "content": "e", "name": "me"},
     ]
-    request, _ = chat_request(
+    request = chat_request(
         {**CHAT, "messages": messages, "max_completion_tokens": 4, "logprobs": True}
     )
     assert request.messages == (
@@ -65,7 +63,7 @@ def test_the_messages_of_a_chat_become_ours() -> None:
         Message("assistant", "d"),
         Message("user", "e", "me"),
     )
-    assert (request.max_tokens, request.logprobs) == (4, 0)
+    assert (request.params().max_tokens, request.params().logprobs) == (4, 0)
 
 
 @pytest.mark.parametrize(
@@ -80,22 +78,24 @@ def test_the_messages_of_a_chat_become_ours() -> None:
         ({"user": 5}, "user", "any text"),
         ({"prompt": ["a", "b"]}, "prompt", "one request for each"),
         ({"prompt": []}, "prompt", "Send some text"),
-        ({"prompt": None}, "prompt", "Send one of the two"),
+        ({"prompt": None}, "prompt", "docs/jobs.md"),
         ({"prompt": [1, "a"]}, "prompt[1]", "docs/jobs.md"),
         ({"prompt": 5}, "prompt", "docs/jobs.md"),
         ({"messages": []}, "messages", "/v1/chat/completions"),
-        ({"stream": "yes"}, "stream", "true or false"),
+        ({"stream": "yes"}, "stream", "docs/jobs.md"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "Set stream"),
-        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "include_usage"),
-        ({"stream": True, "stream_options": 3}, "stream_options", "include_usage"),
-        ({"return_token_ids": 1}, "return_token_ids", "true or false"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "docs/jobs.md"),
+        ({"stream": True, "stream_options": 3}, "stream_options", "docs/jobs.md"),
+        ({"return_token_ids": 1}, "return_token_ids", "docs/jobs.md"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "one of"),
         ({"temperature": 3}, "temperature", "docs/jobs.md"),
         ({"top_p": -0.1}, "top_p", "docs/jobs.md"),
         ({"repetition_penalty": 1e-40}, "repetition_penalty", "docs/jobs.md"),
         ({"top_k": 2**64}, "top_k", "docs/jobs.md"),
-        ({"max_tokens": 0}, "max_tokens", "docs/jobs.md"),
+        ({"max_tokens": 0}, "max_tokens", "Send more"),
         ({"max_tokens": 5.5}, "max_tokens", "docs/jobs.md"),
+        ({"max_completion_tokens": -2}, "max_completion_tokens", "docs/jobs.md"),
+        ({"max_tokens": 3, "min_tokens": 4}, "min_tokens", "Lower it"),
         ({"traceparent": "any text"}, "traceparent", "docs/jobs.md"),
         ({"stop": ["a"] * 17}, "stop", "docs/jobs.md"),
         ({"logprobs": 21}, "logprobs", "docs/jobs.md"),
@@ -127,7 +127,7 @@ def test_a_wrong_completion_names_the_field_and_the_remedy(
         ({"audio": {}}, "audio"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": 2}, "logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"prompt": "a"}, "prompt"),
         ({"messages": None}, "messages"),
         ({"messages": "a"}, "messages"),
@@ -175,8 +175,9 @@ def test_a_wrong_chat_names_the_field(fields: dict[str, Any], field: str) -> Non
     ],
 )
 def test_what_changes_nothing_is_taken_as_if_it_were_left_out(fields: dict[str, Any]) -> None:
-    plain, _ = chat_request(CHAT)
-    assert chat_request({**CHAT, **fields})[0] == plain
+    plain = chat_request(CHAT)
+    request = chat_request({**CHAT, **fields})
+    assert (request.params(), request.metadata) == (plain.params(), plain.metadata)
 
 
 @pytest.mark.parametrize(
@@ -187,27 +188,30 @@ def test_what_changes_nothing_of_a_completion_is_taken_too(fields: dict[str, Any
 
 
 def test_whole_numbers_are_integers_however_a_language_writes_them() -> None:
-    request, _ = chat_request(
-        {**CHAT, "max_tokens": 5.0, "seed": 7.0, "top_k": 3.0, "priority": 2.0}
-    )
+    request = chat_request({**CHAT, "max_tokens": 5.0, "seed": 7.0, "top_k": 3.0, "priority": 2.0})
     assert (request.max_tokens, request.seed, request.top_k, request.priority) == (5, 7, 3, 2)
 
 
 @pytest.mark.parametrize(
-    ("fields", "default"),
-    [({}, 16), ({"max_tokens": None}, 16), ({"max_tokens": 5}, None), ({"max_tokens": -1}, None)],
+    ("fields", "length", "max_tokens"),
+    [
+        ({"max_tokens": None}, None, None),
+        ({"max_tokens": 5}, 5, 5),
+        ({"max_completion_tokens": 5, "max_tokens": 5}, 5, 5),
+        ({"max_tokens": -1, "min_tokens": 9}, -1, None),
+    ],
 )
-def test_a_completion_that_says_no_length_has_16_tokens(
-    fields: dict[str, Any], default: int | None
+def test_no_length_is_told_from_no_limit(
+    fields: dict[str, Any], length: int | None, max_tokens: int | None
 ) -> None:
-    assert completion_request({**TEXT, **fields})[1].default_max_tokens == default
-    assert chat_request({**CHAT, **fields})[1].default_max_tokens is None
+    request = completion_request({**TEXT, **fields})
+    assert (request.length, request.params().max_tokens) == (length, max_tokens)
 
 
 def test_variables_of_a_chats_template_are_kept_and_a_prompt_has_none() -> None:
-    kept, _ = chat_request({**CHAT, "chat_template_kwargs": {"enable_thinking": False}})
+    kept = chat_request({**CHAT, "chat_template_kwargs": {"enable_thinking": False}})
     assert kept.chat_template_kwargs == {"enable_thinking": False}
-    assert chat_request({**CHAT, "chat_template_kwargs": {}})[0] == chat_request(CHAT)[0]
+    assert chat_request({**CHAT, "chat_template_kwargs": {}}) == chat_request(CHAT)
     with pytest.raises(Invalid) as caught:
         completion_request({**TEXT, "chat_template_kwargs": {"enable_thinking": False}})
     assert caught.value.field == "chat_template_kwargs"

@@ -6,29 +6,23 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer
 
-from services.gateway.openai.requests import AnswerOptions
-from services.gateway.openai.responses import OpenAiResponses
-from shardline.contract.job import (
-    FinishReason,
-    JobState,
-    Result,
-    SamplingParams,
-    TokenLogprob,
-    Usage,
-)
+from services.gateway.openai.bodies import AnswerHead, ChatCompletionRequest, CompletionRequest
+from services.gateway.openai.responses import ChatResponses, CompletionResponses
+from shardline.contract.job import FinishReason, JobState, Result, TokenLogprob, Usage
 from shardline.contract.wire import Delta
 from shardline.tokenize import Tokens
 from tests.unit.tokenize.small_tokenizers import byte_fallback, id_of
 
+HEAD = AnswerHead(id="cmpl-1", model="m", created=0, system_fingerprint="fp")
 
-def responses(
-    tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, is_chat: bool = False
-) -> OpenAiResponses:
+
+def tokens_of(tokenizer: Tokenizer) -> Tokens:
     """Of a model with this tokenizer."""
-    tokens = Tokens(
+    return Tokens(
         model="m",
         tokenizer_json=tokenizer.to_str(),
         chat_template=None,
@@ -37,17 +31,19 @@ def responses(
         vocab_size=tokenizer.get_vocab_size(),
         eos_ids=(),
     )
-    return OpenAiResponses(
-        is_chat=is_chat,
-        public_id="cmpl-1",
-        model="m",
-        created=0,
-        system_fingerprint="fp",
-        options=AnswerOptions(),
-        tokens=tokens,
-        params=SamplingParams(logprobs=0),
-        prompt_ids=tuple(prompt_ids),
+
+
+def completions(tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> CompletionResponses:
+    request = CompletionRequest(model="m", prompt="")
+    tokens = tokens_of(tokenizer)
+    return CompletionResponses(
+        head=HEAD, request=request, tokens=tokens, prompt_ids=tuple(prompt_ids)
     )
+
+
+def shown(answer: msgspec.Struct) -> Any:
+    """The log-probabilities of an answer or a chunk, as its caller reads them."""
+    return msgspec.to_builtins(answer)["choices"][0]["logprobs"]
 
 
 def logprobs_of(ids: Sequence[int]) -> tuple[TokenLogprob, ...]:
@@ -84,7 +80,7 @@ def test_a_stream_places_its_tokens_as_the_whole_answer_does(size: int, num_begu
         world,
         *(1 + byte for byte in last),
     ]
-    answers = responses(tokenizer, [hello])
+    answers = completions(tokenizer, [hello])
     texts = answers.logprob_texts()
     deltas = [
         Delta(fence=1, start=start, ids=tuple(part), text="held back", logprobs=logprobs_of(part))
@@ -95,10 +91,10 @@ def test_a_stream_places_its_tokens_as_the_whole_answer_does(size: int, num_begu
         fence=1, start=len(ids), state=JobState.SUCCEEDED, finish_reason=FinishReason.LENGTH
     )
 
-    chunks = [answers.chunk(delta, texts)["choices"][0]["logprobs"] for delta in deltas]
-    chunks += [answers.chunk(end, texts)["choices"][0]["logprobs"]] if texts.has_new(end) else []
+    chunks = [shown(answers.chunk(delta, texts)) for delta in deltas]
+    chunks += [shown(answers.chunk(end, texts))] if texts.new(end) is not None else []
 
-    whole: Any = answers.whole(result(ids))["choices"][0]["logprobs"]
+    whole = shown(answers.whole(result(ids)))
     assert "".join(whole["tokens"]) == " world😀é! hello world" + "\ufffd" * num_begun
     assert whole["text_offset"] == [0, 6, 6, 6, 6, 7, 7, 8, 9, 15, *[21] * num_begun]
     for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
@@ -108,8 +104,10 @@ def test_a_stream_places_its_tokens_as_the_whole_answer_does(size: int, num_begu
 def test_bytes_of_a_chats_tokens_are_its_texts() -> None:
     ids = [1 + byte for byte in "😀é".encode()]
 
-    whole: Any = responses(byte_fallback(), is_chat=True).whole(result(ids))
-    content = whole["choices"][0]["logprobs"]["content"]
+    request = ChatCompletionRequest(model="m", messages=())
+    tokens = tokens_of(byte_fallback())
+    answers = ChatResponses(head=HEAD, request=request, tokens=tokens, prompt_ids=())
+    content = shown(answers.whole(result(ids)))["content"]
 
     assert bytes(byte for token in content for byte in token["bytes"]).decode() == "😀é"
     assert [token["token"] for token in content] == ["", "", "", "😀", "", "é"]
@@ -124,14 +122,12 @@ def test_alternatives_of_a_completion_have_a_key_each_and_the_output_token_is_on
     names = ("▁true", "true", "<0xF0>", "<0x9F>", "<0x41>", "lo")
     space, plain, *rest = (id_of(tokenizer, name) for name in names)
     top = tuple((token_id, -1.0) for token_id in (space, *rest, 1 + 0x41))
-    answers = responses(tokenizer, [space])
+    answers = completions(tokenizer, [space])
     delta = Delta(
         fence=1, start=0, ids=(plain,), text="", logprobs=(TokenLogprob(plain, -3.0, top[:-1]),)
     )
 
-    (found,) = answers.chunk(delta, answers.logprob_texts())["choices"][0]["logprobs"][
-        "top_logprobs"
-    ]
+    (found,) = shown(answers.chunk(delta, answers.logprob_texts()))["top_logprobs"]
 
     assert list(found) == [" true", "bytes:\\xf0", "bytes:\\x9f", "A", "lo", "true"]
     assert found["true"] == -3.0
@@ -142,7 +138,7 @@ def test_an_alternative_with_the_text_of_another_token_is_named_by_its_id() -> N
     tokenizer.add_tokens(["A"])
     letter = id_of(tokenizer, "A")
     byte = id_of(tokenizer, "<0x41>")
-    answers = responses(tokenizer)
+    answers = completions(tokenizer)
     delta = Delta(
         fence=1,
         start=0,
@@ -150,8 +146,6 @@ def test_an_alternative_with_the_text_of_another_token_is_named_by_its_id() -> N
         logprobs=(TokenLogprob(letter, -3.0, ((byte, -1.0), (letter, -3.0))),),
     )
 
-    (found,) = answers.chunk(delta, answers.logprob_texts())["choices"][0]["logprobs"][
-        "top_logprobs"
-    ]
+    (found,) = shown(answers.chunk(delta, answers.logprob_texts()))["top_logprobs"]
 
     assert found == {f"token_id:{byte}": -1.0, "A": -3.0}

@@ -1,0 +1,211 @@
+"""The bodies of OpenAI's routes. The API's description is made from these types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from services.gateway.bodies import CompletionUsage
+from services.gateway.openai.neutral_fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL
+from shardline.contract.job import (
+    INTERACTIVE_PRIORITY,
+    MAX_TOKENS,
+    FinishReason,
+    JobRequest,
+    Message,
+    NumLogprobs,
+    Priority,
+    Prompt,
+    SamplingParams,
+)
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""Of a request to /v1/completions without a number: as OpenAI and vLLM have it."""
+
+NO_LIMIT = -1
+"""Of `max_tokens`, as other servers write it."""
+
+Length = Annotated[int, Meta(ge=NO_LIMIT, le=MAX_TOKENS, description="-1: all that fit")]
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a stream has beside its chunks."""
+
+    include_usage: bool = False
+
+
+class OpenAiRequest(JobRequest, frozen=True, kw_only=True):
+    """A job with a caller on the line, and how it is answered."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]]
+    """Fields without effect, and their values."""
+    max_tokens: Length | None = None
+    max_completion_tokens: Length | None = None
+    """Another name of `max_tokens`."""
+    priority: Priority = INTERACTIVE_PRIORITY
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
+
+    @property
+    def length(self) -> int | None:
+        """The number of tokens under either name."""
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    def params(self) -> SamplingParams:
+        """The sampling part alone, in a job's words."""
+        max_tokens = None if self.length == NO_LIMIT else self.length
+        return msgspec.structs.replace(super().params(), max_tokens=max_tokens)
+
+
+class CompletionRequest(OpenAiRequest, frozen=True, kw_only=True):
+    """The body of `POST /v1/completions`. `max_tokens` is 16 by default."""
+
+    neutral = COMPLETION_NEUTRAL
+    prompt: Prompt
+    messages: None = None
+
+
+class ChatCompletionRequest(OpenAiRequest, frozen=True, kw_only=True):
+    """The body of `POST /v1/chat/completions`."""
+
+    neutral = CHAT_NEUTRAL
+    prompt: None = None
+    messages: tuple[Message, ...]
+    logprobs: bool = False
+    top_logprobs: NumLogprobs = 0
+
+    def params(self) -> SamplingParams:
+        """The sampling part alone, in a job's words."""
+        logprobs = self.top_logprobs if self.logprobs else None
+        return msgspec.structs.replace(super().params(), logprobs=logprobs)
+
+
+class AnswerHead(msgspec.Struct, frozen=True, kw_only=True, tag_field="object"):
+    """Fields that every answer and every chunk of one request repeats."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+TokenIds = tuple[int, ...] | UnsetType
+"""There with `return_token_ids`; those of the prompt where vLLM's clients look for them."""
+
+
+class TextLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of a completion: each list has one entry per token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class NamedLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One token. Its bytes may be no whole character; a token that is no part of the text has
+    none."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentLogprob(NamedLogprob, frozen=True, kw_only=True):
+    """An output token with its alternatives, likeliest first."""
+
+    top_logprobs: list[NamedLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of a chat completion."""
+
+    content: list[ContentLogprob]
+    refusal: None
+
+
+class CompletionChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """New text of a completion."""
+
+    index: Literal[0]
+    finish_reason: FinishReason | None
+    text: str
+    logprobs: TextLogprobs | None
+    token_ids: TokenIds = UNSET
+    prompt_token_ids: TokenIds = UNSET
+
+
+class CompletionChoice(CompletionChunkChoice, frozen=True, kw_only=True):
+    """The only choice of a completion."""
+
+    finish_reason: FinishReason
+
+
+class Completion(AnswerHead, frozen=True, kw_only=True, tag="text_completion"):
+    """What `POST /v1/completions` answers when it does not stream."""
+
+    choices: list[CompletionChoice]
+    usage: CompletionUsage
+
+
+class CompletionChunk(AnswerHead, frozen=True, kw_only=True, tag="text_completion"):
+    """One event of a streamed completion. The last one has no choices if the usage was asked
+    for."""
+
+    choices: list[CompletionChunkChoice]
+    usage: CompletionUsage | UnsetType | None = UNSET
+
+
+class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The model's message."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """The only choice of a chat completion."""
+
+    index: Literal[0]
+    finish_reason: FinishReason
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    token_ids: TokenIds = UNSET
+
+
+class ChatCompletion(AnswerHead, frozen=True, kw_only=True, tag="chat.completion"):
+    """What `POST /v1/chat/completions` answers when it does not stream."""
+
+    choices: list[ChatChoice]
+    prompt_token_ids: TokenIds = UNSET
+    usage: CompletionUsage
+
+
+class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """The next part of the model's message; the first one has the role and no text."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """New text of a chat completion."""
+
+    index: Literal[0]
+    finish_reason: FinishReason | None
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    token_ids: TokenIds = UNSET
+
+
+class ChatChunk(AnswerHead, frozen=True, kw_only=True, tag="chat.completion.chunk"):
+    """One event of a streamed chat. The last one has no choices if the usage was asked for."""
+
+    choices: list[ChatChunkChoice]
+    prompt_token_ids: TokenIds = UNSET
+    usage: CompletionUsage | UnsetType | None = UNSET
