@@ -11,22 +11,21 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import structlog
 import torch
 
-from services.stage.adapters.lora import AdaptedRows, LoadedAdapter, ShardAdapters
 from services.stage.adapters.peft import Adapter, LowRank
 from services.stage.attention.paged_kv import Span
 from services.stage.device.cpu import Cpu, pin
 from services.stage.engine.accelerator_options import AcceleratorOptions
-from services.stage.engine.loading import ForwardLoad, LoadedForward, load_forward
+from services.stage.engine.loading import ForwardLoad, load_forward
 from services.stage.engine.memory import Limits
 from services.stage.engine.rank_memory import ToldMemory
+from services.stage.engine.shard_runner import Pass, Runner
 from services.stage.kernels import kernel
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.weights import stamp_of
@@ -37,7 +36,6 @@ from services.stage.ranks.messages import (
     LoadAdapter,
     LoadShard,
     MoveBlocks,
-    PassKind,
     RunPass,
     decode,
 )
@@ -101,63 +99,38 @@ class Rank:
             native=self._native,
             group=self._group,
         )
-        loaded = load_forward(load)
-        return LoadedRank(
-            self._group, loaded, ShardAdapters(loaded.forward.shard, load.adapter_packing)
-        )
+        return LoadedRank(self._group, load_forward(load).runner)
 
 
 class LoadedRank:
-    """A share of a shard, with its KV and its adapters by their fingerprints."""
+    """A share of a shard."""
 
-    def __init__(self, group: RankGroup, loaded: LoadedForward, adapters: ShardAdapters) -> None:
+    def __init__(self, group: RankGroup, runner: Runner) -> None:
         self._group = group
-        self._forward = loaded.forward
-        self._area = loaded.area
-        self._shard_adapters = adapters
-        self._adapters: dict[str, LoadedAdapter] = {}
+        self._runner = runner
 
     def do(self, message: RunPass | MoveBlocks | LoadAdapter | DropAdapter) -> None:
         """What the first rank does too. Raises ProtocolError if that does."""
         if isinstance(message, RunPass):
             self._run(message)
         elif isinstance(message, MoveBlocks):
-            self._area.move(message.moves)
+            self._runner.move(message.moves)
         elif isinstance(message, LoadAdapter):
-            self._adapters[message.fingerprint] = self._load(message)
+            self._load(message)
         else:
-            del self._adapters[message.fingerprint]
+            self._runner.drop_adapter(message.fingerprint)
 
     def _run(self, message: RunPass) -> None:
-        forward = self._forward
-        spans = [
-            Span(start=start, length=length, blocks=blocks)
-            for start, length, blocks in message.spans
-        ]
-        x = self._group.receive(message.shape, getattr(torch, message.dtype))
-        with forward.without(message.left_out), self._adapted(message):
-            if message.kind is PassKind.HIDDEN:
-                forward.hidden(spans, x)
-            elif message.kind is PassKind.SAMPLED:
-                forward.sampled_outputs(spans, x, list(message.rows))
-            else:
-                forward.write(spans, x)
+        what = Pass(
+            kind=message.kind,
+            spans=[Span(start=start, length=num, blocks=own) for start, num, own in message.spans],
+            rows=message.rows,
+            left_out=message.left_out,
+            adapters=message.adapters,
+        )
+        self._runner.run(what, self._group.receive(message.shape, getattr(torch, message.dtype)))
 
-    @contextmanager
-    def _adapted(self, message: RunPass) -> Iterator[None]:
-        groups = [
-            AdaptedRows(self._adapters[each], torch.tensor(rows)) for each, rows in message.adapters
-        ]
-        if not groups:
-            yield
-            return
-        with (
-            self._forward.adapted(self._shard_adapters.narrow),
-            self._shard_adapters.adding(groups),
-        ):
-            yield
-
-    def _load(self, message: LoadAdapter) -> LoadedAdapter:
+    def _load(self, message: LoadAdapter) -> None:
         """Reads the file that the first rank has read. One that was replaced since ends this
         process, and the stage."""
         path = Path(message.weights)
@@ -167,12 +140,12 @@ class LoadedRank:
         adapter = Adapter(
             name=path.parent.name, weights=path, fingerprint=message.fingerprint, layers=layers
         )
-        loaded = self._shard_adapters.load(adapter)
+        loaded = self._runner.read_adapter(adapter)
         if stamp_of(path) != message.stamp:
             raise Unavailable(
                 f"{path} was replaced while ranks read it: the next start reads it again"
             )
-        return loaded
+        self._runner.keep_adapter(adapter, loaded)
 
 
 def main() -> int:

@@ -48,15 +48,14 @@ OFF_THE_PATH = {
         stage/model/pieces stage/products/packing stage/model/refusal stage/model/weights
     """,
     "where ranks divide a stage": """
-        stage/engine/rank_broadcaster stage/engine/rank_memory stage/engine/rank_trial
-        stage/ranks/group stage/ranks/messages
+        stage/engine/ranked_runner stage/ranks/group stage/ranks/messages
     """,
     "for a job that is traced": """
         shardline/base/genai stage/stage_spans stage/jobs/attempt_spans
     """,
     "on an accelerator": """stage/device/staging""",
     "for a job that was preempted": """
-        stage/attention/offload_area shardline_scheduler/offload shardline_scheduler/recompute_cost
+        shardline_scheduler/offload shardline_scheduler/recompute_cost
     """,
     "for a pipeline, not for a prompt": """
         stage/celery/subscription stage/pipeline/assembly stage/pipeline/epochs
@@ -64,7 +63,7 @@ OFF_THE_PATH = {
         shardline/store/pipelines
     """,
     "for a job with an adapter": """
-        stage/engine/adapter_pool stage/adapters/lora stage/adapters/peft
+        stage/engine/adapter_pool stage/adapters/peft
     """,
     "small forms of what a request holds": """
         shardline/contract/plain_json shardline/base/trace_context

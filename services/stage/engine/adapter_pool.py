@@ -7,18 +7,14 @@ Decides nothing: the head's scheduler opens no more adapters at once than fit. K
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import msgspec
 import structlog
-import torch
 from safetensors import SafetensorError
 
-from services.stage.adapters.lora import AdaptedRows, LoadedAdapter, ShardAdapters
 from services.stage.adapters.peft import ALIKE, AdapterFolder, refuse
-from services.stage.engine.forward import Forward, Lead
+from services.stage.engine.shard_runner import AdapterRows, Runner
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import Invalid
 from shardline_scheduler.step_plan import Open, StepPlan
@@ -39,20 +35,11 @@ class AdapterPool:
     """Adapters by fingerprint, the one used longest ago first. Used by the thread that runs
     steps."""
 
-    def __init__(
-        self,
-        shard: ShardAdapters,
-        folder: AdapterFolder,
-        *,
-        max_adapters: int,
-        lead: Lead | None = None,
-    ) -> None:
-        """`lead` has other ranks load and forget the same adapters."""
-        self._shard = shard
+    def __init__(self, runner: Runner, folder: AdapterFolder, *, max_adapters: int) -> None:
+        self._runner = runner
         self.folder = folder
         self._max_adapters = max_adapters
-        self._lead = lead
-        self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()
+        self._loaded: OrderedDict[str, None] = OrderedDict()
         self._used_by: dict[int, Use] = {}
         """Open sequences, by number."""
 
@@ -79,28 +66,15 @@ class AdapterPool:
         """All sequences are over."""
         self._used_by.clear()
 
-    @contextmanager
-    def applied(self, plan: StepPlan, forward: Forward) -> Iterator[None]:
-        """A context in which `forward` gives the rows of this step what their adapters add."""
-        rows = self._rows_of(plan)
-        if not rows:
-            yield
-            return
-        groups = [
-            AdaptedRows(self._loaded[each], torch.tensor(of_each)) for each, of_each in rows.items()
-        ]
-        with forward.adapted(self._shard.narrow, tuple(rows.items())), self._shard.adding(groups):
-            yield
-
-    def _rows_of(self, plan: StepPlan) -> dict[str, list[int]]:
-        """The packed rows of each adapter in this step, by its fingerprint."""
+    def rows_of(self, plan: StepPlan) -> AdapterRows:
+        """Returns the packed rows of each adapter in this step."""
         rows: dict[str, list[int]] = defaultdict(list)
         first = 0
         for row in plan.rows:
             if (use := self._used_by.get(row.seq)) is not None and use.refusal is None:
                 rows[use.fingerprint] += range(first, first + row.length)
             first += row.length
-        return rows
+        return tuple(rows.items())
 
     def _open(self, opened: Open) -> str | None:
         """Why it cannot have its adapter."""
@@ -124,44 +98,36 @@ class AdapterPool:
             return reason
         try:
             if fingerprint not in self._loaded:
-                self._loaded[fingerprint] = self._load(name, fingerprint)
+                self._load(name, fingerprint)
         except Invalid as error:
-            return (
-                f"layers {self._shard.layers.start}-{self._shard.layers.stop - 1}: "
-                f"{error.problem}. {error.remedy}"
-            )
+            layers = self._runner.forward.shard.layers
+            return f"layers {layers.start}-{layers.stop - 1}: {error.problem}. {error.remedy}"
         self._loaded.move_to_end(fingerprint)
         return None
 
-    def _load(self, name: str, fingerprint: str) -> LoadedAdapter:
+    def _load(self, name: str, fingerprint: str) -> None:
         began_s = monotonic_s()
         adapter = self.folder.get(name)
         if adapter.fingerprint != fingerprint:
             refuse(name, "its files here are others than the head's", f"{ALIKE}, then submit again")
         self._make_room(name)
         try:
-            loaded = self._shard.load(adapter)
+            loaded = self._runner.read_adapter(adapter)
         except (OSError, SafetensorError) as error:
             refuse(name, f"it cannot be read: {error}", "Submit again")
         if self.folder.get(name) != adapter:
             refuse(name, "its files were written while they were read", "Submit again")
-        if self._lead is not None:
-            self._lead.load_adapter(adapter)
-        log.info(
-            "adapter loaded",
-            adapter=name,
-            layers=len(loaded.layers),
-            seconds=round(monotonic_s() - began_s, 4),
-        )
-        return loaded
+        self._runner.keep_adapter(adapter, loaded)
+        self._loaded[fingerprint] = None
+        loaded_s = round(monotonic_s() - began_s, 4)
+        log.info("adapter loaded", adapter=name, layers=len(loaded.layers), seconds=loaded_s)
 
     def _make_room(self, name: str) -> None:
         used = {use.fingerprint for use in self._used_by.values()}
         unused = [each for each in self._loaded if each not in used]
         for each in unused[: max(0, len(self._loaded) + 1 - self._max_adapters)]:
             del self._loaded[each]
-            if self._lead is not None:
-                self._lead.drop_adapter(each)
+            self._runner.drop_adapter(each)
         if len(self._loaded) >= self._max_adapters:
             problem = f"this stage holds {self._max_adapters} at once, and all are in use"
             refuse(name, problem, "Set SHARDLINE_ADAPTERS alike on all stages")

@@ -13,31 +13,28 @@ import structlog
 import torch
 from torch import Tensor
 
-from services.stage.adapters.lora import ShardAdapters
 from services.stage.adapters.peft import AdapterFolder
 from services.stage.attention.attention import Span
-from services.stage.attention.offload_area import OffloadArea
 from services.stage.device.device import Device
 from services.stage.device.staging import Staging
 from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.adapter_pool import AdapterPool
 from services.stage.engine.exactness import exactness_fingerprint
-from services.stage.engine.forward import Forward
 from services.stage.engine.loading import ForwardLoad, LoadedForward, load_forward
 from services.stage.engine.memory import Limits, StageMemory
-from services.stage.engine.rank_broadcaster import RankBroadcaster
-from services.stage.engine.rank_memory import TellingMemory
-from services.stage.engine.rank_trial import check_ranks
+from services.stage.engine.ranked_runner import load_ranked
 from services.stage.engine.sampler import SampledSequence, Sampler
+from services.stage.engine.shard_runner import AdapterRows, Pass, Runner
 from services.stage.engine.split_trial import check_split
 from services.stage.hop.frame import MAX_TENSOR_BYTES
 from services.stage.kernels import kernel
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.weights import fingerprint
+from services.stage.ranks.messages import PassKind
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import Invalid, ProtocolError
 from shardline_scheduler.open_sequences import OpenSequences
-from shardline_scheduler.step_plan import Move, StepPlan, StepResult
+from shardline_scheduler.step_plan import StepPlan, StepResult
 
 log = structlog.get_logger(__name__)
 
@@ -47,8 +44,7 @@ class Executor:
 
     def __init__(
         self,
-        forward: Forward,
-        area: OffloadArea,
+        runner: Runner,
         limits: Limits,
         device: Device,
         adapters: AdapterPool,
@@ -56,6 +52,7 @@ class Executor:
         exact: bool,
         fingerprint: str,
     ) -> None:
+        forward = self.forward = runner.forward
         shard = forward.shard
         self.info = shard.info
         self.layers = shard.layers
@@ -68,10 +65,9 @@ class Executor:
         self.exact = exact
         self.fingerprint = fingerprint
         self.attention_kind = forward.attention.kind
-        self.offload = area.terms
+        self.offload = runner.area.terms
         self.adapters = adapters.folder
-        self.forward = forward
-        self._area = area
+        self._runner = runner
         self._device = device
         self._adapters = adapters
         self._open_sequences = OpenSequences(
@@ -105,7 +101,6 @@ class Executor:
             _check_frames(limits.token_budget, info.hidden_size * device.dtype(dtype).itemsize)
         check_split(info.config, cache_folder)
         memory = StageMemory(limits, device)
-        ranks = device.ranks
         load = ForwardLoad(
             info=info,
             layers=layers,
@@ -113,22 +108,19 @@ class Executor:
             of_dtype=device.dtype(dtype),
             weights_dtype=dtype,
             limits=limits,
-            memory=memory if ranks is None else TellingMemory(memory, ranks.group),
+            memory=memory,
             cache_folder=cache_folder,
             options=on_accelerator.on(device),
             native=kernel.load() if device.is_cpu else None,
             uploads=device.uploads(),
-            group=None if ranks is None else ranks.group,
         )
-        _check_ranks(load)
-        lead = None if ranks is None else RankBroadcaster(ranks, load)
         with torch.inference_mode():
-            loaded = load_forward(load)
-            forward = loaded.forward
-            forward.lead = lead
-            folder = AdapterFolder(limits.adapters_folder, forward.shard.linear_sizes, cache_folder)
-            shard = ShardAdapters(forward.shard, load.adapter_packing)
-            adapters = AdapterPool(shard, folder, max_adapters=limits.max_adapters, lead=lead)
+            ranks = device.ranks
+            loaded = load_forward(load) if ranks is None else load_ranked(ranks, load, memory)
+        runner = loaded.runner
+        forward = loaded.runner.forward
+        folder = AdapterFolder(limits.adapters_folder, forward.shard.linear_sizes, cache_folder)
+        adapters = AdapterPool(runner, folder, max_adapters=limits.max_adapters)
         weights = fingerprint(info.path, cache_folder)
         name = exactness_fingerprint(
             weights=weights,
@@ -138,9 +130,7 @@ class Executor:
             num_threads=device.num_threads,
             device=device.identity(),
         )
-        return cls(
-            forward, loaded.area, limits, device, adapters, exact=loaded.exact, fingerprint=name
-        )
+        return cls(runner, limits, device, adapters, exact=loaded.exact, fingerprint=name)
 
     @property
     def blocks_used(self) -> int:
@@ -169,9 +159,14 @@ class Executor:
         )
 
     def drop(self) -> None:
-        """Lets the other ranks forget their shares; nothing runs any more."""
-        if self.forward.lead is not None:
-            self.forward.lead.drop()
+        """Frees what other processes hold of the shard; nothing runs any more."""
+        self._runner.drop()
+
+    @torch.inference_mode()
+    def run_pass(self, what: Pass, x: Tensor) -> Tensor:
+        """Runs rows without sequences, to measure it: `x` are ids int64 [T], or states [T, H] in
+        `dtype`; returns states [T, H] or logits [R, V]."""
+        return self._runner.run(what, x)
 
     def reset(self) -> None:
         """Forgets every open sequence, for a new epoch."""
@@ -200,25 +195,23 @@ class Executor:
                 f"step {plan.step} has {plan.num_tokens} tokens, the budget is {self.token_budget}"
             )
         if plan.moves:
-            self._move(plan.moves)
+            self._runner.move(plan.moves)
         for opened in plan.opens:
             self._open_sequences.open(opened)
             if self.is_last:
                 self._sampled[opened.seq] = self._sampler.open(opened)
         spans, ids = self._extend(plan)
         x = self._input(ids, hidden)
-        with self._adapters.applied(plan, self.forward):
-            out = self._answer(plan, spans, x, began_s) if self.is_last else self._states(spans, x)
+        adapters = self._adapters.rows_of(plan)
+        if self.is_last:
+            out: Tensor | StepResult = self._answer(plan, spans, x, adapters, began_s)
+        else:
+            out = self._states(spans, x, adapters)
         for seq in plan.closes:
             self._open_sequences.close(seq)
             self._adapters.close(seq)
             self._sampled.pop(seq, None)
         return out
-
-    def _move(self, moves: tuple[Move, ...]) -> None:
-        if self.forward.lead is not None:
-            self.forward.lead.move(moves)
-        self._area.move(moves)
 
     def _extend(self, plan: StepPlan) -> tuple[list[Span], list[int]]:
         spans: list[Span] = []
@@ -243,22 +236,30 @@ class Executor:
         """Does not wait: what the host goes on with runs on the same stream, behind the copy."""
         return x.to(self._device.torch_device, non_blocking=True)
 
-    def _states(self, spans: list[Span], x: Tensor) -> Tensor:
+    def _states(self, spans: list[Span], x: Tensor, adapters: AdapterRows) -> Tensor:
         if not spans:  # a step that only closes sequences
             return torch.empty(0, self.info.hidden_size, dtype=self.dtype)
-        return self.forward.hidden(spans, x)
+        return self._runner.run(Pass(kind=PassKind.HIDDEN, spans=spans, adapters=adapters), x)
 
-    def _answer(self, plan: StepPlan, spans: list[Span], x: Tensor, began_s: float) -> StepResult:
+    def _answer(
+        self,
+        plan: StepPlan,
+        spans: list[Span],
+        x: Tensor,
+        adapters: AdapterRows,
+        began_s: float,
+    ) -> StepResult:
         rows, sequences = self._sampled_rows(plan)
         if rows:
-            logits = self.forward.sampled_outputs(spans, x, rows)
+            what = Pass(kind=PassKind.SAMPLED, spans=spans, rows=rows, adapters=adapters)
+            logits = self._runner.run(what, x)
             drafts = [row.drafts for row in plan.rows if row.wants] if plan.num_drafts else None
             tokens, logprobs, bad = self._sampler.sample(logits, sequences, drafts)
             return StepResult(
                 plan.step, tokens, logprobs, bad, monotonic_s() - began_s, plan.refused
             )
         if spans:
-            self.forward.write(spans, x)
+            self._runner.run(Pass(kind=PassKind.WRITE, spans=spans, adapters=adapters), x)
             self._device.synchronize()  # an answer reports a computed step and its duration
         return StepResult(plan.step, (), compute_s=monotonic_s() - began_s, refused=plan.refused)
 
@@ -296,19 +297,6 @@ def _check_frames(token_budget: int, row_bytes: int) -> None:
             problem,
             f"Set it to {MAX_TENSOR_BYTES // row_bytes:,} or less",
         )
-
-
-def _check_ranks(load: ForwardLoad) -> None:
-    """Raises Invalid if ranks cannot divide the stage."""
-    if load.group is None:
-        return
-    if load.native is None:
-        raise Invalid(
-            "SHARDLINE_TP",
-            "ranks need the CPU kernels, which this stage does not have",
-            "Set it to 1",
-        )
-    check_ranks(load.info.config, load.cache_folder, load.native, load.group.num_ranks)
 
 
 def _packing(load: ForwardLoad, loaded: LoadedForward) -> str:

@@ -10,17 +10,14 @@ holds ids int64 [T] on the first shard, and hidden states [T, H] in the shard's 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import structlog
 import torch
 from torch import Tensor
 
-from services.stage.adapters.peft import Adapter
 from services.stage.attention.attention import Attention
 from services.stage.attention.paged_kv import MicroBatch, PagedKv, Span
 from services.stage.engine.decode_graphs import DecodeGraphs, Recorder
@@ -30,51 +27,15 @@ from services.stage.model.last_layer import LastLayer, Narrow
 from services.stage.model.shard import Shard
 from services.stage.products.row_buckets import RowPadding
 from services.stage.ranks.group import RankGroup
-from services.stage.ranks.messages import PassKind
-from shardline_scheduler.step_plan import Move
 
 log = structlog.get_logger(__name__)
 
-AdapterRows = Sequence[tuple[str, Sequence[int]]]
-"""Adapters by their fingerprints, each with the packed rows that it adds to."""
 TRIAL_ROWS = 40
 TRIAL_FIRST = 8
 """Of these at the first positions; the others lie over the whole context."""
 TRIAL_TOLERANCE = 16
 """The largest difference accepted in a trial, in roundings of the largest value: inexact devices
 differ a little."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """What ranks run together, but for its input."""
-
-    kind: PassKind
-    spans: Sequence[Span]
-    rows: Sequence[int]
-    """The sampled ones."""
-    left_out: Sequence[int]
-    """Layers that do not run."""
-    adapters: AdapterRows
-
-
-class Lead(Protocol):
-    """Has the other ranks of the stage do what this process does."""
-
-    def run(self, what: Pass, x: Tensor) -> None:
-        """Has them run a pass over `x`, ids int64 [T] or states [T, H]."""
-
-    def move(self, moves: tuple[Move, ...]) -> None:
-        """Has them copy KV blocks to slots and back."""
-
-    def load_adapter(self, adapter: Adapter) -> None:
-        """Has them load an adapter."""
-
-    def drop_adapter(self, fingerprint: str) -> None:
-        """Lets them forget it."""
-
-    def drop(self) -> None:
-        """Lets them forget their shares."""
 
 
 class Forward:
@@ -102,10 +63,6 @@ class Forward:
         self._graphs: DecodeGraphs | None = None
         self.num_fused = 0
         """Layers that are one call of the kernel."""
-        self._left_out: tuple[int, ...] = ()
-        self._adapters: AdapterRows = ()
-        self.lead: Lead | None = None
-        """Of a stage with several ranks, on the first of them, once all are loaded."""
 
     def fuse_layers(self, kernel: Kernel, group: RankGroup | None = None) -> int:
         """Makes one call of each layer that the kernel knows as a whole, after a trial; returns how
@@ -134,28 +91,14 @@ class Forward:
         )
 
     @contextmanager
-    def adapted(self, narrow: Narrow, adapters: AdapterRows = ()) -> Iterator[None]:
+    def adapted(self, narrow: Narrow) -> Iterator[None]:
         """A context in which adapters add to rows: graphs, which know none, are not replayed;
-        `narrow` receives the rows that the last layer goes on with, int64 [R], and other ranks
-        receive `adapters`."""
+        `narrow` receives the rows that the last layer goes on with, int64 [R]."""
         self._narrow_adapters = narrow
-        self._adapters = adapters
         try:
             yield
         finally:
             self._narrow_adapters = None
-            self._adapters = ()
-
-    @contextmanager
-    def without(self, layers: Iterable[int]) -> Iterator[None]:
-        """While entered, these layers return their input. For a shard that holds the first
-        layer."""
-        self._left_out = tuple(layers)
-        try:
-            with self.shard.without(self._left_out):
-                yield
-        finally:
-            self._left_out = ()
 
     def hidden(self, spans: Sequence[Span], x: Tensor) -> Tensor:
         """Returns the hidden states [T, H] of all rows in the shard's dtype; `x` is an input, [T]
@@ -163,7 +106,6 @@ class Forward:
 
         Raises ProtocolError for spans that point outside the KV.
         """
-        self._tell(PassKind.HIDDEN, spans, x)
         if not self.shard.is_last and (replayed := self._replayed(spans, x)) is not None:
             return replayed
         padded, position = self._pad(spans, x)
@@ -178,7 +120,6 @@ class Forward:
         """
         if not self.shard.is_last:
             return self.hidden(spans, x)[sampled_rows]
-        self._tell(PassKind.SAMPLED, spans, x, sampled_rows)
         if len(sampled_rows) == len(x) and (replayed := self._replayed(spans, x)) is not None:
             return replayed
         if self._last is not None and 2 * len(sampled_rows) <= len(x):
@@ -192,7 +133,6 @@ class Forward:
         This is for a step of the last shard that samples nothing. Raises ProtocolError for spans
         that point outside the KV.
         """
-        self._tell(PassKind.WRITE, spans, x)
         padded, position = self._pad(spans, x)
         if self._last is None:
             self.shard.hidden(padded, position)
@@ -212,15 +152,6 @@ class Forward:
             )
         states = torch.randn(num_rows, self.shard.info.hidden_size, generator=generator)
         return states.to(device=self.shard.device, dtype=self.shard.dtype)
-
-    def _tell(
-        self, kind: PassKind, spans: Sequence[Span], x: Tensor, rows: Sequence[int] = ()
-    ) -> None:
-        if self.lead is not None:
-            what = Pass(
-                kind=kind, spans=spans, rows=rows, left_out=self._left_out, adapters=self._adapters
-            )
-            self.lead.run(what, x)
 
     def _replayed(self, spans: Sequence[Span], x: Tensor) -> Tensor | None:
         """The outputs of all rows, if a graph has them."""

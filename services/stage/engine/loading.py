@@ -15,6 +15,7 @@ import structlog
 import torch
 from torch import nn
 
+from services.stage.adapters.lora import ShardAdapters
 from services.stage.attention import triton_backend
 from services.stage.attention.attention import Attention
 from services.stage.attention.offload_area import OffloadArea
@@ -26,6 +27,7 @@ from services.stage.engine.decode_graphs import CudaRecorder
 from services.stage.engine.exactness import Probe, choose_row_buckets
 from services.stage.engine.forward import Forward
 from services.stage.engine.memory import Limits, WeightBytes
+from services.stage.engine.shard_runner import Runner, ShardRunner
 from services.stage.kernels.kernel import Kernel
 from services.stage.model.cpu_parts import CpuPart, num_bytes, parts_of
 from services.stage.model.float_files import with_floats
@@ -110,10 +112,9 @@ class ForwardLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadedForward:
-    """What runs packed rows, where their KV goes meanwhile, and what is known of their bits."""
+    """What runs packed rows, and what is known of their bits."""
 
-    forward: Forward
-    area: OffloadArea
+    runner: Runner
     exact: bool
     num_ranks: int
     """On which a row's bits depend: 1 if they are those of one process."""
@@ -161,9 +162,9 @@ def load_forward(load: ForwardLoad) -> LoadedForward:
     forward = Forward(shard, attention, kv, padding)
     _save_calls(forward, load)
     exact = _is_exact(forward, rows_are_exact)
-    return LoadedForward(
-        forward, load.memory.make_offload_area(kv), exact, _num_ranks_that_count(forward, load)
-    )
+    area = load.memory.make_offload_area(kv)
+    runner = ShardRunner(forward, area, ShardAdapters(shard, load.adapter_packing))
+    return LoadedForward(runner, exact, _num_ranks_that_count(forward, load))
 
 
 def _choose_streamed(load: ForwardLoad, info: ModelInfo, attention: Attention) -> tuple[int, ...]:

@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from services.stage.attention.paged_kv import Span
 from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
+from services.stage.engine.shard_runner import Pass
+from services.stage.ranks.messages import PassKind
 from shardline.base.clock import monotonic_s
 from shardline.contract.job import SamplingParams
 from shardline_fleet.planner import LayerTimes, ModelCosts
@@ -66,7 +69,7 @@ class FirstLayers:
     """Times steps of a shard that holds the embedding and some first layers."""
 
     def __init__(self, executor: Executor, model: ModelCosts, clock: Clock) -> None:
-        self._forward = executor.forward
+        self._executor = executor
         self._clock = clock
         self._budget = executor.token_budget
         self._num_blocks = executor.num_blocks
@@ -106,11 +109,9 @@ class FirstLayers:
 
     def _seconds(self, spans: Sequence[Span], left_out: Iterable[int]) -> float:
         """Returns the time of a step without these layers."""
-        x = self._forward.random_inputs(
-            sum(span.length for span in spans), torch.Generator().manual_seed(0)
-        )
-        with self._forward.without(left_out):
-            return self._clock.seconds(lambda: self._forward.hidden(spans, x))
+        x = _inputs(self._executor, spans)
+        what = Pass(kind=PassKind.HIDDEN, spans=spans, left_out=tuple(left_out))
+        return self._clock.seconds(lambda: self._executor.run_pass(what, x))
 
 
 class Tail:
@@ -150,11 +151,15 @@ class Tail:
         )
         plan = StepPlan(0, opened, rows, tuple(range(sequences)))
         spans = [Span(start=0, length=length, blocks=own) for own in blocks]
-        x = executor.forward.random_inputs(sequences * length, torch.Generator().manual_seed(0))
+        x = _inputs(executor, spans)
         whole_s = self._clock.seconds(lambda: executor.run(plan, x))
-        return whole_s - self._clock.seconds(
-            torch.inference_mode()(lambda: executor.forward.hidden(spans, x))
-        )
+        hidden = Pass(kind=PassKind.HIDDEN, spans=spans)
+        return whole_s - self._clock.seconds(lambda: executor.run_pass(hidden, x))
+
+
+def _inputs(executor: Executor, spans: Sequence[Span]) -> Tensor:
+    num_rows = sum(span.length for span in spans)
+    return executor.forward.random_inputs(num_rows, torch.Generator().manual_seed(0))
 
 
 def _decodes(num_rows: int, before: int) -> list[Span]:

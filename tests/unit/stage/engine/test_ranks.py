@@ -17,7 +17,9 @@ from services.stage.attention.paged_kv import Span
 from services.stage.device.acquire import acquire
 from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
+from services.stage.engine.shard_runner import Pass
 from services.stage.products.tiled_linear import TiledLinear
+from services.stage.ranks.messages import PassKind
 from services.stage.ranks.processes import PROGRAM
 from shardline.base.errors import ProtocolError
 from shardline.contract.job import SamplingParams
@@ -247,11 +249,10 @@ def test_rows_outside_the_kv_are_refused_and_the_ranks_go_on(
 ) -> None:
     (stage,) = load_chain(save_model(folder), 1, devices.two, folder)
     before = completions([stage])
+    outside = [Span(start=0, length=1, blocks=[stage.num_blocks])]
 
     with pytest.raises(ProtocolError, match="outside"):
-        stage.forward.hidden(
-            [Span(start=0, length=1, blocks=[stage.num_blocks])], torch.tensor([5])
-        )
+        stage.run_pass(Pass(kind=PassKind.HIDDEN, spans=outside), torch.tensor([5]))
 
     assert completions([stage]) == before
     stage.drop()

@@ -20,6 +20,7 @@ from services.stage.engine.adapter_pool import AdapterPool
 from services.stage.engine.executor import Executor
 from services.stage.engine.forward import Forward
 from services.stage.engine.memory import Limits
+from services.stage.engine.shard_runner import ShardRunner
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.shard import Shard
@@ -56,16 +57,8 @@ def stage_of(forward: Forward, lock_folder: Path) -> Iterator[Executor]:
     with unpinned_afterwards():
         device = acquire(str(DEVICE), worker="tests", lock_folder=lock_folder)
         folder = AdapterFolder(None, forward.shard.linear_sizes, lock_folder)
-        adapters = AdapterPool(
-            ShardAdapters(forward.shard, triton_packing()), folder, max_adapters=1
-        )
-        yield Executor(
-            forward,
-            OffloadArea(forward.kv, 0),
-            limits,
-            device,
-            adapters,
-            exact=True,
-            fingerprint="",
-        )
+        adapters = ShardAdapters(forward.shard, triton_packing())
+        runner = ShardRunner(forward, OffloadArea(forward.kv, 0), adapters)
+        pool = AdapterPool(runner, folder, max_adapters=1)
+        yield Executor(runner, limits, device, pool, exact=True, fingerprint="")
         device.release()
