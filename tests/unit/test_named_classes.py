@@ -35,6 +35,7 @@ NAMED = re.compile(r"`([A-Z][a-z0-9]\w*(?:\.\w+)*)(?:\([^`]*\))?`")
 DEFINED_IN_CPP = re.compile(r"\b(?:struct|enum|class) (\w+)")
 FOREIGN = {
     "AsyncResult",  # Celery's
+    "Host",  # a header of HTTP
     "MainThread",  # Python's own name of it
     "Raises",  # the section of a docstring
     "TimeoutStopSec",  # systemd's

@@ -127,10 +127,12 @@ def test_tokens_of_any_bytes_join_to_the_text_and_have_their_own_bytes(
         )
         == text
     )
-    for one, number in zip(told, ids, strict=True):
+    for place, (one, number) in enumerate(zip(told, ids, strict=True)):
         name = tokenizer.id_to_token(number)
         if name is not None and name.startswith("<0x"):
-            assert one.data == bytes([int(name[3:5], 16)])
+            byte = bytes([int(name[3:5], 16)])
+            # A decoder may drop the space that begins a text, also one that is a byte's token.
+            assert one.data == byte or (place, byte, one.text) == (0, b" ", "")
 
 
 def test_the_first_space_of_a_completion_is_its_own() -> None:
