@@ -15,7 +15,7 @@ from sqlalchemy import Engine as Database
 from sqlalchemy import text
 from structlog.testing import capture_logs
 
-from services.stage.engine import engine as engine_module
+from services.stage.engine import head_engine
 from services.stage.engine.executor import Executor
 from services.stage.engine.head_engine import HeadEngine
 from services.stage.jobs import claimer as claiming_module
@@ -329,7 +329,7 @@ def test_a_head_makes_no_step_after_suspension_before_a_heartbeat(
     head: LoneHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     suspended_s = [0.0]
-    for module in (engine_module, heartbeater_module, claiming_module):
+    for module in (head_engine, heartbeater_module, claiming_module):
         monkeypatch.setattr(module, "lease_clock_s", lambda: lease_clock_s() + suspended_s[0])
     job_id = submit(head.database, LONG)
     head.offer(job_id)
