@@ -35,18 +35,22 @@ STALL_S = "15"
 NUM_REQUESTS = 8
 MAX_TOKENS = 300
 END_S = 420
+HELD = (2, 3)
+"""Requests that are held to a schema, of numbers without end: one greedy, one sampled."""
+NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": MAX_TOKENS}
 DOORS = ("python", "stream", "celery", "http")
 
 
 def request(number: int, max_tokens: int = MAX_TOKENS) -> dict[str, Any]:
-    """One of NUM_REQUESTS: half greedy, half sampled under their own seeds; long enough for several
-    heartbeats."""
+    """One of NUM_REQUESTS: half greedy, half sampled under their own seeds, two held to a schema;
+    long enough for several heartbeats."""
     number %= NUM_REQUESTS
+    held = {"structured_outputs": {"json": NUMBERS}} if number in HELD else {"ignore_eos": True}
     return {
+        **held,
         "model": "clerk",
         "prompt": f"sort: {number}, 7, 30, 12 =",
         "max_tokens": max_tokens,
-        "ignore_eos": True,
         "temperature": 0.8 if number % 2 else 0.0,
         "seed": number,
     }

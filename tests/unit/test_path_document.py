@@ -62,6 +62,9 @@ OFF_THE_PATH = {
         stage/pipeline/pipeline stage/pipeline/energy_writer shardline/store/models
         shardline/store/pipelines
     """,
+    "for a job with structured output": """
+        shardline/contract/structured_output shardline/tokenize/folder shardline/tokenize/grammar
+    """,
     "for a job with an adapter": """
         stage/engine/adapter_pool stage/adapters/peft
     """,

@@ -10,6 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from services.gateway.bodies import CompletionUsage
 from services.gateway.openai.neutral_fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL
+from services.gateway.openai.response_format import ResponseFormat
 from shardline.contract.job import (
     INTERACTIVE_PRIORITY,
     MAX_TOKENS,
@@ -49,6 +50,7 @@ class OpenAiRequest(JobRequest, frozen=True, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
+    response_format: ResponseFormat | None = None
 
     @property
     def length(self) -> int | None:
@@ -58,7 +60,12 @@ class OpenAiRequest(JobRequest, frozen=True, kw_only=True):
     def params(self) -> SamplingParams:
         """The sampling part alone, in a job's words."""
         max_tokens = None if self.length == NO_LIMIT else self.length
-        return msgspec.structs.replace(super().params(), max_tokens=max_tokens)
+        output = self.structured_outputs
+        if self.response_format is not None:
+            output = self.response_format.structured()
+        return msgspec.structs.replace(
+            super().params(), max_tokens=max_tokens, structured_outputs=output
+        )
 
 
 class CompletionRequest(OpenAiRequest, frozen=True, kw_only=True):

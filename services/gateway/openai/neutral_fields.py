@@ -30,7 +30,6 @@ COMMON_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "user": (ANY_TEXT,),
     "safety_identifier": (ANY_TEXT,),
     "prompt_cache_key": (ANY_TEXT,),
-    "response_format": ({"type": "text"},),
     "echo": OFF,
     # vLLM's and SGLang's.
     "spaces_between_special_tokens": ON,

@@ -66,6 +66,9 @@ def _parse(fields: Document, kind: type[RequestT]) -> RequestT:
     if request.stream_options.include_usage and not request.stream:
         remedy = "Set stream to true, or leave it out"
         raise Invalid("stream_options", "it is only for streams", remedy)
+    if request.response_format is not None and request.structured_outputs is not None:
+        problem = "structured_outputs says what the text must be"
+        raise Invalid("response_format", problem, "Send one of the two")
     check_request(request)
     return request
 

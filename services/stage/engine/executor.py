@@ -7,6 +7,7 @@ Letters of shapes: T packed rows of the step, H the hidden size.
 
 from __future__ import annotations
 
+from functools import cache, partial
 from pathlib import Path
 
 import structlog
@@ -23,7 +24,8 @@ from services.stage.engine.exactness import exactness_fingerprint
 from services.stage.engine.loading import ForwardLoad, LoadedForward, load_forward
 from services.stage.engine.memory import Limits, StageMemory
 from services.stage.engine.ranked_runner import load_ranked
-from services.stage.engine.sampler import SampledSequence, Sampler
+from services.stage.engine.sampled_sequence import SampledSequence
+from services.stage.engine.sampler import Sampler
 from services.stage.engine.shard_runner import AdapterRows, Pass, Runner
 from services.stage.engine.split_trial import check_split
 from services.stage.hop.frame import MAX_TENSOR_BYTES
@@ -33,6 +35,8 @@ from services.stage.model.weights import fingerprint
 from services.stage.ranks.messages import PassKind
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import Invalid, ProtocolError
+from shardline.tokenize import tokenizer_json
+from shardline.tokenize.grammar import Grammars
 from shardline_scheduler.open_sequences import OpenSequences
 from shardline_scheduler.step_plan import StepPlan, StepResult
 
@@ -74,7 +78,10 @@ class Executor:
             num_blocks=self.num_blocks, max_open=limits.max_open, vocab_size=self.info.vocab_size
         )
         self._sampler = Sampler(
-            vocab_size=self.info.vocab_size, eos_ids=self.info.eos_ids, device=shard.output_device
+            vocab_size=self.info.vocab_size,
+            eos_ids=self.info.eos_ids,
+            device=shard.output_device,
+            grammars=cache(partial(_grammars, self.info)),
         )
         self._sampled: dict[int, SampledSequence] = {}
 
@@ -254,9 +261,14 @@ class Executor:
             what = Pass(kind=PassKind.SAMPLED, spans=spans, rows=rows, adapters=adapters)
             logits = self._runner.run(what, x)
             drafts = [row.drafts for row in plan.rows if row.wants] if plan.num_drafts else None
-            tokens, logprobs, bad = self._sampler.sample(logits, sequences, drafts)
+            found = self._sampler.sample(logits, sequences, drafts)
             return StepResult(
-                plan.step, tokens, logprobs, bad, monotonic_s() - began_s, plan.refused
+                plan.step,
+                found.tokens,
+                found.logprobs,
+                found.bad,
+                monotonic_s() - began_s,
+                (*plan.refused, *found.refused),
             )
         if spans:
             self._runner.run(Pass(kind=PassKind.WRITE, spans=spans, adapters=adapters), x)
@@ -303,3 +315,7 @@ def _packing(load: ForwardLoad, loaded: LoadedForward) -> str:
     """Names what a row's bits depend on: the packing, and the number of ranks if it matters."""
     name = load.packing.name
     return name if loaded.num_ranks == 1 else f"{name} {loaded.num_ranks} ranks"
+
+
+def _grammars(info: ModelInfo) -> Grammars:
+    return Grammars(tokenizer_json(info.path), vocab_size=info.vocab_size, eos_ids=info.eos_ids)

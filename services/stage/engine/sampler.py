@@ -15,8 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, count, pairwise
 from typing import NamedTuple
 
@@ -25,11 +24,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from services.stage.engine.sampled_sequence import SampledSequence
 from shardline.base import failpoints
+from shardline.base.errors import Invalid
 from shardline.base.failpoints import Point, is_struck
 from shardline.base.rounding import round_up
-from shardline.contract.job import SamplingParams, TokenLogprob
-from shardline_scheduler.step_plan import Open
+from shardline.contract.job import TokenLogprob
+from shardline.tokenize.grammar import GrammarError, Grammars
+from shardline_scheduler.step_plan import Open, Refusal
 
 TILE = 128
 """Weights are summed by tiles, then tiles one by one in float64: ten times faster than a running
@@ -55,6 +57,8 @@ class Sample(NamedTuple):
     tokens: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[TokenLogprob | None, ...], ...]
     bad: tuple[int, ...]
+    refused: tuple[Refusal, ...] = ()
+    """The sequences whose grammar cannot be followed, and why: their tokens mean nothing."""
 
 
 class _Run(NamedTuple):
@@ -66,113 +70,40 @@ class _Run(NamedTuple):
     """The last token's row is a distribution; those before it are."""
 
 
-class SampledSequence:
-    """What the tail keeps of an open sequence. `extend` it with the ids of each row before that row
-    is sampled.
-
-    Drafts that come true are taken in as they are sampled.
-    """
-
-    __slots__ = ("_masked", "_num_prompt", "_penalties", "index", "params", "seed", "seq")
-
-    def __init__(
-        self, record: Open, *, vocab_size: int, eos_ids: frozenset[int], device: torch.device
-    ) -> None:
-        params = record.params
-        self.seq = record.seq
-        self.seed = record.seed
-        self.params = params
-        self.index = 0
-        """The output index of the token that is sampled next."""
-        self._num_prompt = record.num_prompt
-        self._masked: list[int] = []
-        if params.min_tokens > 0:
-            self._masked = [token for token in params.stop_ids(eos_ids) if token < vocab_size]
-        self._penalties: _Penalties | None = None
-        if _has_penalties(params):
-            self._penalties = _Penalties(
-                params, record.ids[: record.num_prompt], torch.zeros(vocab_size, device=device)
-            )
-        self.extend(record.ids[record.num_prompt :])
-
-    @property
-    def num_known(self) -> int:
-        """Tokens of prompt and history."""
-        return self._num_prompt + self.index
-
-    @property
-    def is_adjusted(self) -> bool:
-        """Whether logits change before a token is chosen."""
-        return self._penalties is not None or self._is_masked
-
-    @property
-    def _is_masked(self) -> bool:
-        return self.index < self.params.min_tokens and bool(self._masked)
-
-    def extend(self, ids: Sequence[int]) -> None:
-        """Adds output tokens to the history."""
-        self.index += len(ids)
-        if self._penalties is not None and ids:
-            self._penalties.extend(ids)
-
-    def adjusted(self, row: Tensor) -> Tensor:
-        """Returns the logits [V], float32, with penalties, and with stop tokens masked until
-        `min_tokens`.
-
-        The given row is not changed.
-        """
-        if self._penalties is not None:
-            row = self._penalties.applied(row)
-        if self._is_masked:
-            row = row.clone()
-            row[self._masked] = -math.inf
-        return row
-
-
-class _Penalties:
-    """Two vectors over the vocabulary: what a token's logit is divided by, and what is taken off
-    it."""
-
-    __slots__ = ("_counts", "_divisor", "_params", "_shift")
-
-    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], zeros: Tensor) -> None:
-        self._params = params
-        self._counts: Counter[int] = Counter()
-        self._shift = zeros
-        self._divisor = torch.ones_like(zeros)
-        self._divisor[list(prompt_ids)] = params.repetition_penalty
-
-    def extend(self, ids: Sequence[int]) -> None:
-        params = self._params
-        self._counts.update(ids)
-        for token in set(ids):
-            self._divisor[token] = params.repetition_penalty
-            self._shift[token] = (
-                params.presence_penalty + params.frequency_penalty * self._counts[token]
-            )
-
-    def applied(self, row: Tensor) -> Tensor:
-        """Returns the logits [V], float32, with penalties. Repetition divides positive logits and
-        multiplies others."""
-        return row.clamp(min=0) / self._divisor + row.clamp(max=0) * self._divisor - self._shift
-
-
 class Sampler:
     """Samples tokens on a tail. Used by one thread: it keeps a buffer."""
 
     def __init__(
-        self, *, vocab_size: int, eos_ids: Iterable[int], device: torch.device | str = "cpu"
+        self,
+        *,
+        vocab_size: int,
+        eos_ids: Iterable[int],
+        device: torch.device | str = "cpu",
+        grammars: Callable[[], Grammars] | None = None,
     ) -> None:
+        """`grammars` gives those of the model, and is asked when the first sequence needs one:
+        their vocabulary takes up to seconds to read. None: the model has no tokenizer."""
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
         self._device = torch.device(device)
+        self._grammars = grammars
         self._weights = torch.zeros(round_up(vocab_size, TILE), device=self._device)
 
     def open(self, record: Open) -> SampledSequence:
         """Returns the state of a sequence that is opened, or restored, in this epoch."""
-        return SampledSequence(
+        sequence = SampledSequence(
             record, vocab_size=self._vocab_size, eos_ids=self._eos_ids, device=self._device
         )
+        output = record.params.structured_outputs
+        if output is not None and self._grammars is None:
+            sequence.refuse("the model has no tokenizer")
+        elif output is not None and self._grammars is not None:
+            try:
+                sequence.follow(self._grammars().matcher(output))
+            except (GrammarError, Invalid) as error:
+                sequence.refuse(str(error))
+        sequence.extend(record.ids[record.num_prompt :])
+        return sequence
 
     def sample(
         self,
@@ -222,6 +153,7 @@ class Sampler:
                 for sequence, run in zip(sequences, runs, strict=True)
                 if not run.is_good
             ),
+            refused=tuple((one.seq, one.refusal) for one in sequences if one.refusal),
         )
 
     def _run(
@@ -237,7 +169,7 @@ class Sampler:
         for row, greedy, draft in zip(rows, best, (*drafts, None), strict=True):
             token = greedy
             if token != NO_TOKEN and not _is_plain_greedy(sequence):
-                token = self._choose(row, sequence)
+                token = self._choose(row, sequence, greedy)
             if token == NO_TOKEN:
                 return _Run(rows, (*tokens, 0), is_good=False)
             tokens.append(token)
@@ -246,7 +178,9 @@ class Sampler:
             sequence.extend(tokens[-1:])
         return _Run(rows, tuple(tokens), is_good=True)
 
-    def _choose(self, row: Tensor, sequence: SampledSequence) -> int:
+    def _choose(self, row: Tensor, sequence: SampledSequence, greedy: int) -> int:
+        if sequence.params.temperature == 0 and sequence.takes_greedily(greedy):
+            return greedy
         if sequence.is_adjusted:
             row = sequence.adjusted(row)
             # A small divisor overflows, and a mask may leave nothing: this sequence fails, and no
@@ -310,14 +244,6 @@ def first_largest(rows: Tensor) -> list[int]:
         # numpy's argmax is five times as fast as torch's, with the same answer.
         return [int(index) for index in rows.numpy().argmax(axis=1)]
     return [int(index) for index in rows.argmax(dim=1).tolist()]
-
-
-def _has_penalties(params: SamplingParams) -> bool:
-    return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (
-        1.0,
-        0.0,
-        0.0,
-    )
 
 
 def _is_plain_greedy(sequence: SampledSequence) -> bool:

@@ -20,7 +20,7 @@ from shardline.cli.cost import cost
 from shardline.cli.database import transaction
 from shardline.cli.dead import dead
 from shardline.cli.exits import HELP, Reporting
-from shardline.cli.fields import parse_fields, prompt_fields, read_prompt
+from shardline.cli.fields import held_to, parse_fields, prompt_fields, read_prompt
 from shardline.cli.keys import keys
 from shardline.cli.local_stack import use_local_stack
 from shardline.cli.trace import trace
@@ -79,6 +79,9 @@ def submit(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")] = None,
     priority: Annotated[int | None, typer.Option(help="0 is served first, 9 last.")] = None,
+    schema: Annotated[
+        Path | None, typer.Option(help="A file with the JSON schema of the completion.")
+    ] = None,
     field: Annotated[
         list[str] | None,
         typer.Option("--field", "-f", help="Any other field: -f top_p=0.9 -f 'stop=[\"\\n\"]'."),
@@ -92,15 +95,9 @@ def submit(
     json: Json = False,
 ) -> None:
     """Store one job and print its id, or wait for its completion."""
-    common = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "seed": seed,
-        "priority": priority,
-    }
-    given = {name: value for name, value in common.items() if value is not None}
+    given = _given(max_tokens=max_tokens, temperature=temperature, seed=seed, priority=priority)
     text = read_prompt(prompt)
-    fields = {**given, **parse_fields(field or ())}
+    fields = {**given, **held_to(schema), **parse_fields(field or ())}
     _check(text, fields)
     chosen = _choose_model(model)
     is_chat = chosen.has_chat_template if chat is None and system is None else chat
@@ -211,6 +208,11 @@ for command in sorted(entry_points(group=MORE_COMMANDS)):
     # The wheel for producers names the commands of shardline_fleet, and has not its code.
     if find_spec(command.module.partition(".")[0]):
         cli.command(rich_help_panel=DEVICES)(command.load())
+
+
+def _given(**fields: object) -> dict[str, object]:
+    """Returns the fields that have a value."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _wait(client: Client, ids: list[UUID], timeout_s: float | None, *, json: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -42,6 +43,16 @@ def prompt_fields(prompt: str, *, chat: bool, system: str | None) -> dict[str, A
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     return {"messages": messages}
+
+
+def held_to(schema: Path | None) -> dict[str, Any]:
+    """The field that holds a completion to the schema in a file. Raises Invalid."""
+    if schema is None:
+        return {}
+    try:
+        return {"structured_outputs": {"json": schema.read_text(encoding="utf-8")}}
+    except (OSError, UnicodeDecodeError) as error:
+        raise Invalid("--schema", f"{schema}: {error}", "Give a file with a JSON schema") from error
 
 
 def _value(text: str) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypedDict
 from uuid import UUID
 
 from shardline.contract.job import Message
+from shardline.contract.structured_output import StructuredOutput
 
 
 class JobFields(TypedDict, total=False):
@@ -28,6 +29,7 @@ class JobFields(TypedDict, total=False):
     ignore_eos: bool
     skip_special_tokens: bool
     chat_template_kwargs: Mapping[str, bool | int | str | None]
+    structured_outputs: StructuredOutput | Mapping[str, Any] | None
     logprobs: int | None
     seed: int | None
     exact: bool

@@ -14,6 +14,7 @@ from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from shardline.base.trace_context import MAX_TRACEPARENT_CHARS, TRACEPARENT
+from shardline.contract.structured_output import StructuredOutput
 
 PRIORITIES = range(10)
 """0 is served first."""
@@ -124,6 +125,8 @@ class SamplingParams(
     """False: the text has the special tokens too, all but the one that ends it."""
     chat_template_kwargs: Annotated[dict[VariableName, Variable], Meta(max_length=16)] = {}
     """Variables of the model's chat template, such as `enable_thinking`."""
+    structured_outputs: StructuredOutput | None = None
+    """What the text must be; it ends where it can only end."""
     logprobs: NumLogprobs | None = None
     seed: Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     exact: bool = False

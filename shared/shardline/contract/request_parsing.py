@@ -10,6 +10,8 @@ import msgspec
 
 from shardline.base.errors import Invalid
 from shardline.contract.job import MAX_METADATA_BYTES, MAX_TOKENS, JobRequest, SamplingParams
+from shardline.contract.structured_output import FIELD as STRUCTURED_OUTPUTS
+from shardline.contract.structured_output import check_structured_output
 
 MAX_METADATA_DEPTH = 32
 MAX_SHOWN_CHARS = 64
@@ -46,8 +48,19 @@ def check_request(request: JobRequest) -> JobRequest:
             "without a deadline it could wait for ever",
             "Send deadline_s too, or leave it out",
         )
+    check_params(request.params())
     check_metadata(request.metadata)
     return request
+
+
+def check_params(params: SamplingParams) -> None:
+    """Checks what the types of parameters cannot express. Raises Invalid."""
+    if params.structured_outputs is None:
+        return
+    check_structured_output(params.structured_outputs)
+    if params.ignore_eos:
+        problem = f"{STRUCTURED_OUTPUTS} end a completion where it can only end"
+        raise Invalid("ignore_eos", problem, "Leave one of the two out")
 
 
 def check_metadata(metadata: dict[str, Any] | None) -> None:

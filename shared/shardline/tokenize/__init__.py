@@ -3,7 +3,7 @@ database."""
 
 from shardline.tokenize.chat import ChatTemplate
 from shardline.tokenize.completion import CompletionText
-from shardline.tokenize.folder import model_row, tokenizers_eos_id
+from shardline.tokenize.folder import model_row, tokenizer_json, tokenizers_eos_id
 from shardline.tokenize.token_texts import TokenText, TokenTexts
 from shardline.tokenize.tokenizer_cache import RegisteredModel, TokenizerCache, addresses
 from shardline.tokenize.tokens import PreparedPrompt, Tokens
@@ -23,5 +23,6 @@ __all__ = [
     "Vocabulary",
     "addresses",
     "model_row",
+    "tokenizer_json",
     "tokenizers_eos_id",
 ]

@@ -47,7 +47,7 @@ def model_row(
         "context_length": context_length,
         "vocab_size": vocab_size,
         "eos_token_ids": list(eos_ids),
-        "tokenizer": _tokenizer(folder, tokenizer_config),
+        "tokenizer": tokenizer_json(folder),
         "chat_template": _chat_template(folder, tokenizer_config),
         "special_tokens": _special_tokens(folder, tokenizer_config),
     }
@@ -58,7 +58,7 @@ def tokenizers_eos_id(folder: Path) -> int | None:
     none. Raises Invalid."""
     tokenizer_config = _read(folder / "tokenizer_config.json")
     eos = _special_tokens(folder, tokenizer_config).get("eos_token")
-    text = _tokenizer(folder, tokenizer_config)
+    text = tokenizer_json(folder)
     if eos is None or not text:
         return None
     document = _document(text, "tokenizer.json")
@@ -68,9 +68,10 @@ def tokenizers_eos_id(folder: Path) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _tokenizer(folder: Path, tokenizer_config: Mapping[str, Any]) -> str:
-    """The folder's tokenizer, with the tokens that its configuration alone adds, as transformers
-    adds them."""
+def tokenizer_json(folder: Path) -> str:
+    """Returns the folder's tokenizer, with the tokens that its configuration alone adds, as
+    transformers adds them; empty without one. Raises Invalid."""
+    tokenizer_config = _read(folder / "tokenizer_config.json")
     text = _text(folder / "tokenizer.json") or ""
     listed = tokenizer_config.get("added_tokens_decoder")
     if not text or not listed:

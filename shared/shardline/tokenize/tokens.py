@@ -17,8 +17,12 @@ from tokenizers.models import WordLevel
 
 from shardline.base.errors import ContextExceeded, Invalid
 from shardline.contract.job import Message, Prompt, SamplingParams
+from shardline.contract.request_parsing import check_params
+from shardline.contract.structured_output import FIELD as STRUCTURED_OUTPUTS
+from shardline.contract.structured_output import StructuredOutput
 from shardline.tokenize.chat import ChatTemplate
 from shardline.tokenize.completion import CompletionText
+from shardline.tokenize.grammar import check_grammar
 from shardline.tokenize.token_texts import TokenTexts
 from shardline.tokenize.vocabulary import Vocabulary
 
@@ -121,7 +125,18 @@ class Tokens:
                 "Use stop_token_ids",
             )
         self._checked("stop_token_ids", params.stop_token_ids)
+        check_params(params)
+        if params.structured_outputs is not None:
+            self._check_grammar(params.structured_outputs)
         return PreparedPrompt(prompt_ids=ids, max_tokens=self._max_tokens(field, len(ids), params))
+
+    def _check_grammar(self, output: StructuredOutput) -> None:
+        lacks = "tokenizer" if not self.has_tokenizer else "" if self.eos_ids else "end token"
+        if lacks:
+            raise Invalid(
+                STRUCTURED_OUTPUTS, f"{self.model} has no {lacks}", "Leave it out for this model"
+            )
+        check_grammar(output)
 
     def render(
         self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None

@@ -24,6 +24,7 @@ CLERK_LENGTHS = (1, 2, 31, 63, 64, 65, 128, 200, 300, 400, 480, 500, 510, 511)
 SCRIBE_LENGTHS = (1, 64, 65, 300, 700, 1000, 1023)
 SHORT = 24
 MANY_LOGPROBS = 20
+NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 20}
 SYSTEM = {
     "role": "system",
     "content": "You are a clerk. Answer with the result alone. Ünïcödé, 漢字 and 🙂 may occur.",
@@ -91,6 +92,7 @@ def _of(model: Speaks) -> Iterator[Request]:
         _told(model),
         _stopped(model),
         _sampled(model),
+        _held(model),
         _extreme(model),
     )
     for kind in kinds:
@@ -195,6 +197,25 @@ def _sampled(model: Speaks) -> Iterator[dict[str, Any]]:
             "prompt": model.questions[index % 4],
             "max_tokens": 48 + 16 * index,
             "ignore_eos": True,
+            **way,
+        }
+
+
+def _held(model: Speaks) -> Iterator[dict[str, Any]]:
+    """Held to a schema, an expression, a choice, a grammar, alone and beside other parameters."""
+    ways: tuple[dict[str, Any], ...] = (
+        {"structured_outputs": {"json": NUMBERS}},
+        {"structured_outputs": {"json": NUMBERS}, "repetition_penalty": 1.2, "logprobs": 2},
+        {"structured_outputs": {"json_object": True}, "top_p": 0.9, "min_tokens": 40},
+        {"structured_outputs": {"regex": "([a-z]{1,9} ){1,60}"}},
+        {"structured_outputs": {"choice": ["yes", "no", "perhaps"]}, "min_tokens": 9},
+        {"structured_outputs": {"grammar": 'root ::= "(" root ")" | "x"'}, "stop": ["x)"]},
+    )
+    for index, way in enumerate(ways):
+        yield {
+            "prompt": model.questions[index % 4],
+            "max_tokens": 60 + 40 * (index % 3),
+            "temperature": 0.9 if index % 2 else 0.0,
             **way,
         }
 

@@ -10,9 +10,11 @@ from functools import cache
 import pytest
 import torch
 import transformers as tf
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionUserMessageParam
+from pydantic import BaseModel, Field
 
+from shardline.client import Client
 from tests.real_model import NAME, real_model
 from tests.stack import Stack
 
@@ -98,6 +100,70 @@ def test_chats_at_once_have_the_texts_of_chats_alone(openai: OpenAI) -> None:
         found = list(threads.map(lambda question: whole(openai, question), QUESTIONS * 2))
 
     assert found == [expected(question) for question in QUESTIONS] * 2
+
+
+class Person(BaseModel):
+    """What a test asks for."""
+
+    name: str
+    age: int = Field(ge=0, le=120)
+    languages: list[str] = Field(max_length=3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_schema_holds_whatever_the_model_would_say(openai: OpenAI, temperature: float) -> None:
+    for seed in range(4):
+        answers = [
+            openai.chat.completions.parse(
+                model=NAME,
+                messages=messages("Describe a person you like."),
+                response_format=Person,
+                temperature=temperature,
+                seed=seed,
+                max_tokens=400,
+            )
+            for _ in range(2)
+        ]
+        assert answers[0].choices[0].message.parsed is not None
+        assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+        assert answers[0].choices[0].finish_reason == "stop"
+
+
+def test_a_choice_is_made_at_every_door(stack: Stack, openai: OpenAI) -> None:
+    asked = {"choice": ["positive", "negative"]}
+    chat = openai.chat.completions.create(
+        model=NAME,
+        messages=messages("Is this review positive? I loved it."),
+        extra_body={"structured_outputs": asked},
+    )
+    assert chat.choices[0].message.content in asked["choice"]
+    with Client(database_url=stack.urls["database"], redis_url=stack.urls["redis"]) as client:
+        job = client.submit(NAME, prompt="I loved it. This is", structured_outputs=asked)
+        result = client.wait(job, timeout_s=120).result
+    assert result is not None
+    assert result.text in asked["choice"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "Unsatisfiable"),
+        ({"not": {"type": "string"}}, "Unimplemented"),
+        ({"type": "nothing"}, "nothing"),
+    ],
+)
+def test_a_schema_that_cannot_be_held_is_refused_at_the_door(
+    openai: OpenAI, schema: dict[str, object], problem: str
+) -> None:
+    with pytest.raises(BadRequestError, match=problem):
+        openai.chat.completions.create(
+            model=NAME,
+            messages=messages("A number."),
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "number", "schema": schema},
+            },
+        )
 
 
 def test_a_stop_of_several_tokens_ends_the_text_before_it(openai: OpenAI) -> None:

@@ -69,6 +69,7 @@ def test_an_error_and_a_record_load_no_driver() -> None:
         "base.trace_context",
         "contract",
         "contract.job",
+        "contract.structured_output",
         "contract.wire",
     }
     assert loaded == {"shardline", *(f"shardline.{name}" for name in records)}

@@ -122,7 +122,7 @@ def test_a_wrong_completion_names_the_field_and_the_remedy(
         ({"verbosity": "low"}, "verbosity"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"continue_final_message": True}, "continue_final_message"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"audio": {}}, "audio"),
         ({"top_logprobs": 2}, "top_logprobs"),

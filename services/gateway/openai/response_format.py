@@ -1,0 +1,51 @@
+"""OpenAI's `response_format`, and what it means for a job. Knows no grammar: what a schema says is
+checked with the prompt."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from shardline.contract.structured_output import StructuredOutput
+
+
+class TextFormat(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    """Any text."""
+
+    def structured(self) -> StructuredOutput | None:
+        """Returns what the text must be."""
+        return None
+
+
+class JsonObjectFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+    def structured(self) -> StructuredOutput | None:
+        """Returns what the text must be."""
+        return StructuredOutput(json_object=True)
+
+
+class NamedSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A JSON schema. It always holds, whether it is `strict` or not."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="json_schema"
+):
+    """JSON of a schema."""
+
+    json_schema: NamedSchema
+
+    def structured(self) -> StructuredOutput | None:
+        """Returns what the text must be."""
+        return StructuredOutput(json=self.json_schema.schema)
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat

@@ -1,0 +1,63 @@
+"""What a completion's text must be: a schema, an expression, one of some texts, or a grammar.
+
+Knows no tokenizer and no library of grammars.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from shardline.base.errors import Invalid
+
+FIELD = "structured_outputs"
+MAX_GRAMMAR_BYTES = 64 << 10
+"""As JSON. Each stage gets it with the sequence, and the last one compiles it."""
+
+MAX_SCHEMA_DEPTH = 64
+
+Pattern = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_BYTES)]
+
+
+class StructuredOutput(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Holds exactly one of its fields. Their names are vLLM's."""
+
+    json: dict[str, Any] | Pattern | None = None
+    """A JSON schema, as an object or as its text."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: Pattern | None = None
+    """The whole text matches it, in the syntax of Rust's `regex`, without look-around."""
+    choice: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
+    """The text is one of them."""
+    grammar: Pattern | None = None
+    """A context-free grammar: Lark, or GBNF as llama.cpp has it."""
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is set; empty when there are none or several."""
+        found = [name for name in self.__struct_fields__ if getattr(self, name)]
+        # An empty schema allows every JSON value, and is one.
+        if self.json == {} and "json" not in found:
+            found.append("json")
+        return found[0] if len(found) == 1 else ""
+
+
+def check_structured_output(output: StructuredOutput) -> None:
+    """Checks sizes, and that one kind is named. Raises Invalid."""
+    if not output.kind:
+        names = ", ".join(output.__struct_fields__)
+        raise Invalid(FIELD, f"it needs exactly one of {names}", "Send one of them")
+    try:
+        num_bytes = len(msgspec.json.encode(output))
+    except RecursionError:
+        num_bytes = MAX_GRAMMAR_BYTES + 1
+    except UnicodeEncodeError as error:
+        raise Invalid(FIELD, "it holds a lone surrogate", "Send whole characters") from error
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        problem = f"it has more than {MAX_GRAMMAR_BYTES} bytes as JSON"
+        raise Invalid(f"{FIELD}.{output.kind}", problem, "Send a smaller one")
