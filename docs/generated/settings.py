@@ -28,8 +28,7 @@ SECTIONS: dict[str, tuple[type[BaseSettings], ...]] = {
     "`make up`": (StandaloneSettings,),
     "Tests only": (FailpointSettings,),
 }
-"""Each heading with the classes of its table. A field with the description of an earlier row has no
-second row."""
+"""Each heading with the classes of its table. What every class has stands under the first alone."""
 
 INTRODUCTION = """# Settings
 
@@ -48,15 +47,18 @@ def page() -> str:
 
 
 def _sections() -> Iterator[str]:
-    shown: set[tuple[str, str | None]] = set()
     for heading, kinds in SECTIONS.items():
-        fields = [(name, field) for kind in kinds for name, field in kind.model_fields.items()]
-        new = [(name, field) for name, field in fields if (name, field.description) not in shown]
-        shown |= {(name, field.description) for name, field in new}
+        rows = [_cells(name, field) for kind in kinds for name, field in _own_fields(kind)]
         yield from (f"## {heading}", "")
-        yield from table(
-            "variable", "default", "meaning", rows=(_cells(name, field) for name, field in new)
-        )
+        yield from table("variable", "default", "meaning", rows=rows)
+
+
+def _own_fields(kind: type[BaseSettings]) -> Iterator[tuple[str, FieldInfo]]:
+    """Yields the fields that are not those of every class."""
+    for name, field in kind.model_fields.items():
+        common = None if kind is Settings else Settings.model_fields.get(name)
+        if common is None or common.description != field.description:
+            yield name, field
 
 
 def _cells(name: str, field: FieldInfo) -> tuple[str, str, str]:

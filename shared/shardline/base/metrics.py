@@ -76,9 +76,11 @@ class RelayMetrics:
         self.swept = counter("shardline_relay_swept", "Rows that a sweep moved", ["outcome"])
         self.deleted = counter("shardline_relay_deleted", "Ended jobs deleted by age")
         self.prepared = counter("shardline_relay_prepared", "Rows tokenized by the relay")
-        self.refused = counter("shardline_relay_refused", "Rows failed as invalid by the relay")
+        self.refused = counter("shardline_relay_refused", "Rows refused when they were prepared")
         self.intake = counter(
-            "shardline_intake_entries", "Intake stream entries, by what became of them", ["outcome"]
+            "shardline_intake_entries",
+            "Requests by Redis and Celery, by what became of them",
+            ["outcome"],
         )
         self.table_bytes = gauge(
             "shardline_table_bytes", "A table's size with its indexes and long values", ["table"]
