@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 from torch import Tensor
@@ -16,9 +17,8 @@ from services.stage.engine.executor import Executor
 from services.stage.engine.inbox import Inbox
 from services.stage.engine.launched_steps import LaunchedStep, LaunchedSteps
 from services.stage.engine.step_clock import StepClock, StepMoments
-from services.stage.engine.step_frames import step_frame
-from services.stage.engine.tensors import quantized, tensor_of
-from services.stage.hop import Frame
+from services.stage.engine.tensors import name_of, quantized, tensor_of, view_of
+from services.stage.hop import Frame, Kind
 from services.stage.hop.frame import Buffer
 from services.stage.hop.wiring import Wiring
 from shardline.base import failpoints
@@ -177,7 +177,7 @@ class Engine(threading.Thread):
         wiring = self._wiring
         assert wiring is not None
         assert wiring.sender is not None
-        wiring.sender.send(step_frame(wiring, plan, message, out))
+        wiring.sender.send(_frame(wiring, plan, message, out))
 
     def _finish_step(self, plan: StepPlan, moments: StepMoments) -> StepTime:
         time = self.progress.finish(plan, *moments)
@@ -219,3 +219,22 @@ class FollowerEngine(Engine):
     def _received(self, frame: Frame) -> Tensor:
         buffer = None if self._launched is None else self._launched.buffer(frame.step)
         return tensor_of(frame, self.executor.dtype, buffer)
+
+
+def _frame(
+    wiring: Wiring, plan: StepPlan, message: Buffer, out: Tensor | StepResult | None
+) -> Frame:
+    """Returns the plan with its activations for the next stage, [T, H] of the stage's dtype or
+    int8, or the tail's answer for the head."""
+    of_step = partial(Frame, pipeline=wiring.pipeline, epoch=wiring.epoch, step=plan.step)
+    if isinstance(out, StepResult):
+        return of_step(kind=Kind.RESULT, message=encode(out))
+    if out is None or not plan.rows:
+        return of_step(kind=Kind.PLAN, message=message)
+    return of_step(
+        kind=Kind.PLAN,
+        message=message,
+        tensor=view_of(out),
+        dtype=name_of(out.dtype),
+        shape=tuple(out.shape),
+    )

@@ -213,7 +213,7 @@ class AsyncClient(BaseClient[AsyncEngine]):
         *,
         pool: AsyncEngine | None = None,
     ) -> Answer:
-        """In a transaction of its own, or in the caller's."""
+        """Asks in a transaction of its own, or in the caller's."""
         if session is not None:
             if not isinstance(session, AsyncConnection):
                 session = await session.connection()

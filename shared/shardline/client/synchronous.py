@@ -180,7 +180,7 @@ class Client(BaseClient[Engine]):
         question: Question[Answer],
         session: Session | Connection | None = None,
     ) -> Answer:
-        """In a transaction of its own, or in the caller's."""
+        """Asks in a transaction of its own, or in the caller's."""
         if session is not None:
             return question(session if isinstance(session, Connection) else session.connection())
         self._move_here()

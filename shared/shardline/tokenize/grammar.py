@@ -95,7 +95,7 @@ class Grammars:
 
 
 class GrammarMatcher:
-    """Where a completion stands in its grammar."""
+    """Follows a completion through its grammar."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
