@@ -19,7 +19,7 @@ from sqlalchemy.exc import DataError, IntegrityError
 from shardline.base.errors import Conflict, Invalid
 from shardline.contract.ids import parse_id
 from shardline.contract.job import JobRequest, JobState
-from shardline.contract.request_parsing import parse_request
+from shardline.contract.request_parsing import check_metadata, parse_request
 from shardline.store import celery_tasks
 from shardline.store.celery_tasks import CeleryTask
 from shardline.store.connection.encoding import storable
@@ -198,7 +198,8 @@ def _failed_row(submission: Submission, reason: dict[str, str]) -> FailedRequest
     document = submission.document
     if not isinstance(document, dict):
         return None
-    model, prompt, metadata = (document.get(name) for name in ("model", "prompt", "metadata"))
+    model = document.get("model")
+    prompt = document.get("prompt")
     job_id = _told_id(document, submission.id)
     if job_id is None or not isinstance(model, str) or not 1 <= len(model) <= 256:
         return None
@@ -207,8 +208,19 @@ def _failed_row(submission: Submission, reason: dict[str, str]) -> FailedRequest
         model=model,
         error=reason,
         prompt=prompt if isinstance(prompt, str) else None,
-        metadata=metadata if isinstance(metadata, dict) else None,
+        metadata=_kept_metadata(document.get("metadata")),
     )
+
+
+def _kept_metadata(metadata: object) -> dict[str, Any] | None:
+    """Returns the metadata that a row may hold, which is read with every look at it."""
+    if not isinstance(metadata, dict):
+        return None
+    try:
+        check_metadata(metadata)
+    except Invalid:
+        return None
+    return metadata
 
 
 def _told_id(document: dict[str, Any], default: UUID) -> UUID | None:

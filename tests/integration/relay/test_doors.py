@@ -12,7 +12,7 @@ import pytest
 from celery.exceptions import TaskRevokedError
 from sqlalchemy import text
 
-from shardline.contract.job import JobState
+from shardline.contract.job import MAX_METADATA_BYTES, JobState
 from shardline.contract.keys import INTAKE, INTAKE_DEAD, INTAKE_GROUP
 from shardline.store import pipelines
 from tests.integration.relay.relay_stack import PATIENCE_S, RelayStack, relay_stack
@@ -118,6 +118,7 @@ def test_each_intake_entry_ends_as_a_row_or_a_dead_letter(here: RelayStack) -> N
         {"model": MODEL, "prompt": ""},
         {"model": MODEL, "prompt": "one", "tenant": "nobody"},
         {"model": MODEL, "prompt": "a\0"},
+        {"model": MODEL, "prompt": "one", "metadata": {"a": "x" * MAX_METADATA_BYTES}},
     ]:
         here.redis.xadd(INTAKE, {"request": json.dumps(request)})
     here.redis.xadd(INTAKE, {"request": "no json {"})
@@ -126,8 +127,9 @@ def test_each_intake_entry_ends_as_a_row_or_a_dead_letter(here: RelayStack) -> N
     assert set(here.take_messages(2)) >= {job_id}
     until(lambda: here.redis.xlen(INTAKE) == 0)
     assert here.redis.xlen(INTAKE_DEAD) == 2
-    assert cell(here.engine, "SELECT count(*) FROM jobs WHERE state = 'failed'") == 3
-    assert cell(here.engine, "SELECT count(*) FROM jobs") == 5
+    assert cell(here.engine, "SELECT count(*) FROM jobs WHERE state = 'failed'") == 4
+    assert cell(here.engine, "SELECT count(*) FROM jobs") == 6
+    assert cell(here.engine, "SELECT max(length(metadata::text)) FROM jobs") == len("{}")
 
 
 def test_a_lost_consumer_group_is_made_again(here: RelayStack) -> None:
