@@ -79,8 +79,12 @@ class Grammars:
     """The grammars of one model's vocabulary. Used by one thread."""
 
     def __init__(self, tokenizer_json: str, *, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        """Reads the vocabulary, which takes some 0.1 s for each 10,000 tokens."""
-        self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=[*eos_ids])
+        """Reads the vocabulary, which takes some 0.1 s for each 10,000 tokens. Raises GrammarError
+        for one that no grammar can be matched with."""
+        try:
+            self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=[*eos_ids])
+        except Exception as error:  # whatever its parser says of a file, other jobs go on
+            raise GrammarError(f"its vocabulary cannot be used: {_short(str(error))}") from error
         self._compiled = lru_cache(maxsize=MAX_COMPILED)(self._compile)
 
     def matcher(self, output: StructuredOutput) -> GrammarMatcher:

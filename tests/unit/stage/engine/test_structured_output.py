@@ -204,6 +204,16 @@ def test_a_model_without_a_tokenizer_refuses_it() -> None:
     assert "no tokenizer" in sampler.sample(torch.zeros(1, 20), [sequence]).refused[0][1]
 
 
+@pytest.mark.parametrize("text", ["", "{", '{"model": {"type": "BPE"}}'])
+def test_a_vocabulary_that_cannot_be_read_is_a_refusal(text: str) -> None:
+    sampler = Sampler(
+        vocab_size=20, eos_ids=[1], grammars=lambda: Grammars(text, vocab_size=20, eos_ids=[1])
+    )
+    sequence = sampler.open(Open(0, (1, 2), 2, held_to(OUTPUTS["choice"]), 1, 4))
+
+    assert "its vocabulary cannot be used" in sequence.refusal
+
+
 def test_a_row_that_is_no_distribution_is_bad_as_without_a_grammar() -> None:
     model = Model()
     row = torch.full((1, model.vocab_size), math.nan)
