@@ -58,9 +58,10 @@ def check_params(params: SamplingParams) -> None:
     if params.structured_outputs is None:
         return
     check_structured_output(params.structured_outputs)
-    if params.ignore_eos:
-        problem = f"{STRUCTURED_OUTPUTS} end a completion where it can only end"
-        raise Invalid("ignore_eos", problem, "Leave one of the two out")
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(params, name):
+            problem = f"{STRUCTURED_OUTPUTS} end a completion where it can only end"
+            raise Invalid(name, problem, "Leave one of the two out")
 
 
 def check_metadata(metadata: dict[str, Any] | None) -> None:

@@ -206,9 +206,9 @@ def _held(model: Speaks) -> Iterator[dict[str, Any]]:
     ways: tuple[dict[str, Any], ...] = (
         {"structured_outputs": {"json": NUMBERS}},
         {"structured_outputs": {"json": NUMBERS}, "repetition_penalty": 1.2, "logprobs": 2},
-        {"structured_outputs": {"json_object": True}, "top_p": 0.9, "min_tokens": 40},
+        {"structured_outputs": {"json_object": True}, "top_p": 0.9},
         {"structured_outputs": {"regex": "([a-z]{1,9} ){1,60}"}},
-        {"structured_outputs": {"choice": ["yes", "no", "perhaps"]}, "min_tokens": 9},
+        {"structured_outputs": {"choice": ["yes", "no", "perhaps"]}},
         {"structured_outputs": {"grammar": 'root ::= "(" root ")" | "x"'}, "stop": ["x)"]},
     )
     for index, way in enumerate(ways):
