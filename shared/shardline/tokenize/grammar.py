@@ -21,7 +21,7 @@ MAX_COMPILED = 32
 MAX_REASON_CHARS = 300
 
 REMEDIES = {
-    "json": "Use the keywords of JSON Schema that docs/jobs.md lists",
+    "json": "See docs/jobs.md for the keywords of JSON Schema",
     "regex": "Use the syntax of Rust's regex, without look-around",
     "choice": "Send texts",
     "grammar": "Use Lark's or GBNF's syntax",
@@ -30,8 +30,8 @@ REMEDIES = {
 
 
 def _limits() -> LLParserLimits:
-    """A tenth of llguidance's own. One step of a grammar takes some 2 ms at most, its compilation
-    some 20."""
+    """Lower than llguidance's own, because a tail compiles and masks between the steps of others:
+    what a hundred alternatives of up to a hundred fields reached took a quarter of a second."""
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=20_000,
@@ -120,10 +120,6 @@ class GrammarMatcher:
         if self._matcher.is_error():
             raise GrammarError(self._error())
         return mask
-
-    def forced(self) -> tuple[int, ...]:
-        """Returns the tokens that must be next, as far as there is one way."""
-        return tuple(self._matcher.compute_ff_tokens())
 
     def _error(self) -> str:
         return _short(self._matcher.get_error()) or "no token can follow"
