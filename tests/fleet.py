@@ -66,7 +66,8 @@ def start_third(stack: Stack, **settings: str) -> subprocess.Popen[bytes]:
 def _environment(stack: Stack, name: str) -> dict[str, str]:
     """Of a process of the stack; nothing while it is started again, as a worker is that gets other
     layers."""
+    pid = stack.look()["processes"].get(name)
     try:
-        return psutil.Process(stack.look()["processes"][name]).environ()
+        return {} if pid is None else psutil.Process(pid).environ()
     except psutil.NoSuchProcess:
         return {}

@@ -19,10 +19,10 @@ import psycopg
 from sqlalchemy import text
 
 from shardline.base.errors import Invalid
+from shardline.contract.chat import Message
 from shardline.contract.job import (
     FinishReason,
     JobState,
-    Message,
     Result,
     SamplingParams,
     TokenLogprob,

@@ -18,7 +18,8 @@ from services.relay.outbox import Outbox
 from services.relay.registered_tokenizers import RegisteredTokenizers
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import Invalid
-from shardline.contract.job import JobState, Message, Prompt, SamplingParams, TokenId, address_of
+from shardline.contract.chat import Message
+from shardline.contract.job import JobState, Prompt, SamplingParams, TokenId, address_of
 from shardline.contract.request_parsing import check_metadata, invalid_from, parse_params
 from shardline.store import preparation
 from shardline.store.connection.database import failure_of

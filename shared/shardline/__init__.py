@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         Unavailable,
     )
     from shardline.client import AsyncClient, Client, JobFields
+    from shardline.contract.chat import Message
     from shardline.contract.job import (
         DEFAULT_PRIORITY,
         INTERACTIVE_PRIORITY,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
         JobRequest,
         JobState,
         JobSummary,
-        Message,
         Result,
         SamplingParams,
         TokenLogprob,
@@ -79,6 +79,7 @@ __all__ = [
 
 _HOMES = (
     "base.errors",
+    "contract.chat",
     "contract.job",
     "contract.wire",
     "store.listing",

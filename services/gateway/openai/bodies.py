@@ -11,12 +11,12 @@ from msgspec import UNSET, Meta, UnsetType
 from services.gateway.bodies import CompletionUsage
 from services.gateway.openai.neutral_fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL
 from services.gateway.openai.response_format import ResponseFormat
+from shardline.contract.chat import Message
 from shardline.contract.job import (
     INTERACTIVE_PRIORITY,
     MAX_TOKENS,
     FinishReason,
     JobRequest,
-    Message,
     NumLogprobs,
     Priority,
     Prompt,

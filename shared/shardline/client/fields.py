@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 from uuid import UUID
 
-from shardline.contract.job import Message
+from shardline.contract.chat import Message
 from shardline.contract.structured_output import StructuredOutput
 
 

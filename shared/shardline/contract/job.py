@@ -14,6 +14,7 @@ from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from shardline.base.trace_context import MAX_TRACEPARENT_CHARS, TRACEPARENT
+from shardline.contract.chat import Message
 from shardline.contract.structured_output import StructuredOutput
 
 PRIORITIES = range(10)
@@ -147,14 +148,6 @@ class SamplingParams(
         return frozenset(self.stop_token_ids) | (
             frozenset() if self.ignore_eos else frozenset(eos_ids)
         )
-
-
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One chat message."""
-
-    role: str
-    content: str
-    name: str | None = None
 
 
 Prompt = str | tuple[TokenId, ...]

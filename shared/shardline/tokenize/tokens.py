@@ -16,7 +16,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from shardline.base.errors import ContextExceeded, Invalid
-from shardline.contract.job import Message, Prompt, SamplingParams
+from shardline.contract.chat import Message
+from shardline.contract.job import Prompt, SamplingParams
 from shardline.contract.request_parsing import check_params
 from shardline.contract.structured_output import FIELD as STRUCTURED_OUTPUTS
 from shardline.contract.structured_output import StructuredOutput

@@ -88,12 +88,10 @@ def _life(client: redis.Redis) -> Life | None:
     """Which server this is, how often it was emptied, and on which connection it is asked; None: it
     does not answer, or takes no key."""
     try:
-        client.set(TRIED, 1, ex=TRIED_S)
         statistics = client.info("commandstats").get("cmdstat_flushall", {"calls": 0})
-        return (
-            str(client.info("server")["run_id"]),
-            int(statistics["calls"]),
-            int(client.client_id()),
-        )
+        life = str(client.info("server")["run_id"]), int(statistics["calls"]), client.client_id()
+        # Last: whoever sees the key knows that what happens from now on is noticed.
+        client.set(TRIED, 1, ex=TRIED_S)
     except redis.RedisError:
         return None
+    return life

@@ -10,8 +10,9 @@ from sqlalchemy import Engine, text
 from sqlalchemy.exc import IntegrityError
 
 from shardline.base.errors import Conflict, Invalid
+from shardline.contract.chat import Message
 from shardline.contract.ids import new_id
-from shardline.contract.job import JobRequest, JobState, Message, SamplingParams, TokenLogprob
+from shardline.contract.job import JobRequest, JobState, SamplingParams, TokenLogprob
 from shardline.store import claims, ends, jobs, leases, listing
 from shardline.store.connection.database import connect_async
 from shardline.store.leases import Beat

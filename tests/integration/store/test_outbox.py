@@ -12,7 +12,8 @@ from uuid import UUID
 import pytest
 from sqlalchemy import Engine
 
-from shardline.contract.job import JobState, Message
+from shardline.contract.chat import Message
+from shardline.contract.job import JobState
 from shardline.store import jobs, models, outbox, pipelines, preparation
 from shardline.store.outbox import WINDOW_MIN, Send
 from shardline.store.preparation import PreparedJob

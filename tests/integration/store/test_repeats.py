@@ -13,8 +13,9 @@ from sqlalchemy import Engine, text
 from sqlalchemy.exc import OperationalError
 
 from shardline.base.errors import Conflict, Invalid
+from shardline.contract.chat import Message
 from shardline.contract.ids import new_id
-from shardline.contract.job import JobRequest, JobState, Message
+from shardline.contract.job import JobRequest, JobState
 from shardline.store import jobs, preparation
 from shardline.store.connection.encoding import dump
 from shardline.store.inserts import INSERT, _row

@@ -11,7 +11,7 @@ from services.gateway.http.json_body import read_object
 from services.gateway.openai.neutral_fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL
 from services.gateway.openai.requests import chat_request, completion_request
 from shardline.base.errors import Invalid
-from shardline.contract.job import Message
+from shardline.contract.chat import Message
 
 
 def nested(depth: int) -> list[Any]:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from shardline.base.errors import Invalid
+from shardline.contract.chat import Message
 from shardline.contract.ids import new_id
-from shardline.contract.job import JobRequest, Message
+from shardline.contract.job import JobRequest
 from shardline.store.inserts import (
     MAX_BYTES,
     MAX_ROWS,

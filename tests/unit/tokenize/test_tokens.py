@@ -16,7 +16,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoTokenizer
 
 from shardline.base.errors import ContextExceeded, Invalid
-from shardline.contract.job import Message, SamplingParams
+from shardline.contract.chat import Message
+from shardline.contract.job import SamplingParams
 from shardline.tokenize import ChatTemplate, Tokens, model_row
 from tests.tiny_head import CLERK, clerk_row
 
