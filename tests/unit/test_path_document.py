@@ -36,7 +36,7 @@ OFF_THE_PATH = {
     """,
     "types alone": """
         gateway/bodies gateway/openai/bodies gateway/schemas shardline/client/fields
-        shardline/contract/job
+        shardline/contract/chat shardline/contract/job
         stage/hop/__init__ stage/jobs/job_engine stage/jobs/lease_host stage/pipeline/hosts
         stage/pipeline/status
     """,

@@ -68,6 +68,7 @@ def test_an_error_and_a_record_load_no_driver() -> None:
         "base.errors",
         "base.trace_context",
         "contract",
+        "contract.chat",
         "contract.job",
         "contract.structured_output",
         "contract.wire",
