@@ -102,10 +102,10 @@ template <class Product> void pack_row(const ProductCall& call, const Panel<Prod
 
 struct Range { float top, poison; };  // of a row: its largest absolute value; NaN if one of them is not finite, else 0
 
-Range range_of(const BFloat16* x, int64_t dim) {
+Range range_of(const float* x, int64_t dim) {
   Floats largest = broadcast(0.f), poison = broadcast(0.f);
   for (int64_t k = 0; k < dim; k += kWidth) {
-    const Floats value = load_first(x + k, (int)std::min<int64_t>(kWidth, dim - k));
+    const Floats value = load(x + k);
     largest = larger((Floats)((Bits)value & 0x7fffffffu), largest);
     poison += value * 0.f;
   }
@@ -117,17 +117,41 @@ Range range_of(const BFloat16* x, int64_t dim) {
   return range;
 }
 
+// A line of inputs, `count` of them and zeros, times the Hadamard matrix and 1/64: an outlier is shared by the whole line,
+// so that the row's scale leaves more of the other values. The weights have been multiplied by the same matrix, whose
+// square is 64 (tiled_linear.py). Sums of fixed pairs: the bits are those of any other width of vectors.
+void spread_line(const BFloat16* x, int count, float* out) {
+  constexpr int kVectorsOfLine = kLine / kWidth;
+  Floats line[kVectorsOfLine];
+  for (int i = 0; i < kVectorsOfLine; i++) {
+    Floats value = load_first(x + i * kWidth, std::clamp(count - i * kWidth, 0, kWidth)) * (1.f / kLine);
+    value = butterfly<4>(butterfly<2>(butterfly<1>(value)));
+    if constexpr (kWidth == 16) value = butterfly<8>(value);
+    line[i] = value;
+  }
+  for (int distance = 1; distance < kVectorsOfLine; distance *= 2)
+    for (int i = 0; i < kVectorsOfLine; i++) {
+      if (i & distance) continue;
+      const Floats left = line[i], right = line[i + distance];
+      line[i] = left + right, line[i + distance] = left - right;
+    }
+  for (int i = 0; i < kVectorsOfLine; i++) store(out + i * kWidth, line[i]);
+}
+
 // A row becomes integers from -127 to 127. A value that is not finite makes all outputs of its row NaN.
 template <> void pack_row(const ProductCall& call, const Panel<Int8Product>& panel, const BFloat16* x, int64_t i) {
-  const Range range = range_of(x, call.num_inputs);
+  static thread_local std::vector<float> values;
+  if ((int64_t)values.size() < panel.steps * kLine) values.resize(panel.steps * kLine);
+  for (int64_t step = 0; step < panel.steps; step++)
+    spread_line(x + step * kLine, (int)std::min<int64_t>(call.num_inputs - step * kLine, kLine), &values[step * kLine]);
+  const Range range = range_of(values.data(), panel.steps * kLine);
   const bool is_zero = !(range.top > 0.f) || range.poison != 0.f;
   panel.scales[i] = range.top / 127.f + range.poison;
-  const Floats inverse = broadcast(is_zero ? 0.f : 127.f / range.top), to_integer = broadcast(12582912.f);
+  const Floats inverse = broadcast(127.f / range.top), to_integer = broadcast(12582912.f);
   for (int64_t step = 0; step < panel.steps; step++) {
     alignas(64) int32_t integers[kLine];
     for (int lane = 0; lane < kLine; lane += kWidth) {
-      const int64_t at = step * kLine + lane, count = is_zero ? 0 : std::clamp<int64_t>(call.num_inputs - at, 0, kWidth);
-      const Floats value = count ? load_first(x + at, (int)count) * inverse : broadcast(0.f);
+      const Floats value = is_zero ? broadcast(0.f) : load(&values[step * kLine + lane]) * inverse;
       const Bits integer = (Bits)(value + to_integer) - (Bits)to_integer + (uint32_t)kInt8Offset;
       std::memcpy(integers + lane, &integer, sizeof integer);
     }

@@ -83,6 +83,16 @@ template <class T> inline Floats load_first(const T* p, int count) {
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
+// Each lane becomes the sum with, or its difference to, the lane so far away: every second group of `distance` lanes is
+// what is taken off.
+template <int distance> inline Floats butterfly(Floats x) {
+  typedef int32_t Lanes __attribute__((vector_size(4 * kWidth)));
+  Lanes partner;
+  Bits sign;
+  for (int lane = 0; lane < kWidth; lane++) partner[lane] = lane ^ distance, sign[lane] = lane & distance ? 1u << 31 : 0;
+  return __builtin_shuffle(x, partner) + (Floats)((Bits)x ^ sign);
+}
+
 // e^x for x <= 0, within 2e-7; exactly 0 below -87, so -infinity masks.
 inline Floats exp_negative(Floats x) {
   const Floats low = broadcast(-87.f), to_integer = broadcast(12582912.f);

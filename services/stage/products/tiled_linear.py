@@ -10,6 +10,7 @@ Letters of shapes: T rows, K inputs and N outputs of a layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import byref
 from typing import NamedTuple
 
@@ -56,7 +57,7 @@ class TiledLinear(nn.Module):
         scales = None
         sums = None
         if weights is Weights.INT8:
-            rows, scales = quantized(weight)
+            rows, scales = quantized(weight, spread)
             sums = _padded(rows.sum(1, dtype=torch.int32))
             scales = _padded(scales)
         self._scales = scales
@@ -133,17 +134,35 @@ class Int8Embedding(nn.Module):
         )
 
 
-def quantized(weight: Tensor) -> Int8:
+def quantized(weight: Tensor, change: Callable[[Tensor], Tensor] | None = None) -> Int8:
     """Returns a weight [N, K] of any float dtype as integers, the largest of each row 127 in
-    absolute value."""
-    parts = [_quantized(rows) for rows in weight.detach().split(max(1, AT_ONCE // weight.shape[1]))]
+    absolute value. `change` is made to some of its rows, float32 [N, K], at a time before."""
+    exact = (rows.float() for rows in weight.detach().split(max(1, AT_ONCE // weight.shape[1])))
+    parts = [_quantized(rows if change is None else change(rows)) for rows in exact]
     return Int8(
         torch.cat([part.integers for part in parts]), torch.cat([part.scales for part in parts])
     )
 
 
-def _quantized(rows: Tensor) -> Int8:
-    exact = rows.float()
+def spread(rows: Tensor) -> Tensor:
+    """Returns rows, float32 [T, K], times the Hadamard matrix tile by tile: [T, K rounded up to
+    whole tiles]. Its square is TILE_BYTES.
+
+    The kernel spreads inputs so, and divides them by TILE_BYTES, before they become integers: an
+    outlier among them is shared by its tile, and their common scale is finer. Sums of fixed pairs,
+    as there: everywhere the same bits.
+    """
+    values = functional.pad(rows, (0, -rows.shape[1] % TILE_BYTES))
+    size = values.shape
+    distance = 1
+    while distance < TILE_BYTES:
+        left, right = values.reshape(len(rows), -1, 2, distance).unbind(2)
+        values = torch.stack((left + right, left - right), 2)
+        distance *= 2
+    return values.reshape(size)
+
+
+def _quantized(exact: Tensor) -> Int8:
     scales = exact.abs().amax(1) / 127
     return Int8(
         (exact / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8),

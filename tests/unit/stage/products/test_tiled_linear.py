@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.stage.kernels.kernel import Weights
-from services.stage.products.tiled_linear import Int8Embedding, TiledLinear, quantized
+from services.stage.products.tiled_linear import (
+    TILE_BYTES,
+    Int8Embedding,
+    TiledLinear,
+    quantized,
+    spread,
+)
 from tests.unit.stage.attention.attending import all_kernels
 
 KINDS = [(kernel, weights) for kernel in all_kernels() for weights in Weights]
@@ -54,9 +60,10 @@ def expected(x: Tensor, weight: Tensor, bias: Tensor | None, *, int8: bool) -> T
     out = x.double()
     by = weight.double()
     if int8:
-        steps = x.float().abs().amax(-1, keepdim=True) / 127
-        out = (x.float() / steps.clamp(min=1e-30)).round().double() * steps.double()
-        integers, scales = quantized(weight)
+        inputs = spread(x.float() / TILE_BYTES)
+        steps = inputs.abs().amax(-1, keepdim=True) / 127
+        out = (inputs / steps.clamp(min=1e-30)).round().double() * steps.double()
+        integers, scales = quantized(weight, spread)
         by = integers.double() * scales.double()[:, None]
     return out @ by.T + (0 if bias is None else bias.double())
 
@@ -87,9 +94,9 @@ def test_a_layer_gives_the_product_of_any_shape(
     # One rounding of the output and those of a sum in float32; in int8 also x / step, which may
     # round to the other of two near integers.
     steps = (
-        x.float().abs().amax(-1, keepdim=True)
+        spread(x.float() / TILE_BYTES).abs().amax(-1, keepdim=True)
         / 127
-        * weight.float().abs().amax()
+        * spread(weight.float()).abs().amax()
         * 4
         * is_int8(kind)
     )
@@ -132,9 +139,10 @@ def test_int8_has_the_same_bits_with_every_instruction_set(
     x = drawn(5, num_rows, width)
     weight = drawn(6, outputs, width)
     bias = drawn(7, outputs)
-    largest, (integers, scales) = x.float().abs().amax(1, keepdim=True), quantized(weight)
+    inputs = spread(x.float() / TILE_BYTES)
+    largest, (integers, scales) = inputs.abs().amax(1, keepdim=True), quantized(weight, spread)
     # `127 / largest` would round twice
-    rows = (x.float() * torch.full_like(largest, 127).div(largest)).round()
+    rows = (inputs * torch.full_like(largest, 127).div(largest)).round()
     sums = (rows.double() @ integers.double().T).float()
     wanted = (sums * scales * (largest / 127) + bias.float()).bfloat16()
 
@@ -164,6 +172,23 @@ def test_weights_and_rows_of_zeros_stay_zeros(kind: int) -> None:
     assert torch.equal(
         layer_of(kind, drawn(1, 20, 70), None)(torch.zeros(3, 70, dtype=dtype)), zeros
     )
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in range(len(KINDS)) if is_int8(kind)], ids=lambda kind: IDS[kind]
+)
+def test_an_outlier_leaves_the_other_inputs_of_its_row_their_digits(kind: int) -> None:
+    x = drawn(1, 8, 256)
+    weight = drawn(2, 64, 256)
+    x[:, 3] = 40.0
+    wanted = x.double() @ weight.double().T
+    (steps, _), plain = quantized(weight), x.float().abs().amax(-1, keepdim=True) / 127
+    assert steps.dtype == torch.int8
+    rounded = (x.float() / plain).round().double() * plain.double() @ weight.double().T
+
+    error = (layer_of(kind, weight, None)(x).double() - wanted).norm()
+
+    assert error < (rounded - wanted).norm() / 3
 
 
 def test_an_int8_embedding_is_near_the_one_it_replaces() -> None:
