@@ -1,5 +1,5 @@
 """Alembic's entry: runs migrations against `SHARDLINE_DATABASE_URL`, while services use the
-database. Owns no schema; that is shardline.contract.tables."""
+database. Owns no schema; that is shardline.contract.tables and response_table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tenacity import (
 
 from shardline.base.config import Settings
 from shardline.contract.refusals import refusing
-from shardline.contract.tables import metadata
+from shardline.contract.response_table import responses
 from shardline.store.connection.database import connect
 
 LOCK = 7_305_793_411
@@ -55,7 +55,9 @@ def run_online() -> None:
 
 def run_offline() -> None:
     """`alembic upgrade head --sql`: the SQL for a database administrator."""
-    context.configure(dialect_name="postgresql", target_metadata=metadata, literal_binds=True)
+    context.configure(
+        dialect_name="postgresql", target_metadata=responses.metadata, literal_binds=True
+    )
     with context.begin_transaction():
         context.run_migrations()
 
@@ -82,7 +84,7 @@ def _migrate(connection: Connection) -> None:
     connection.commit()
     context.configure(
         connection=connection,
-        target_metadata=metadata,
+        target_metadata=responses.metadata,
         compare_server_default=True,
         transaction_per_migration=True,
     )

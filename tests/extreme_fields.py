@@ -44,8 +44,14 @@ OTHERS: tuple[Any, ...] = (
 
 
 KINDS = (BoolType, IntType, FloatType, StrType, VarTupleType)
-LISTED = ("stop", "stop_token_ids")
-"""Lists whose items have limits of their own; messages are others' business."""
+LISTED = ("stop", "stop_token_ids", "bad_words")
+"""Lists whose items have limits of their own, of any model; messages are others' business."""
+ELSEWHERE = (
+    *("model", "prompt", "tenant"),
+    *("add_generation_prompt", "continue_final_message", "thinking_token_budget"),
+    "truncate_prompt_tokens",
+)
+"""Fields that any document has, that need messages, and whose range has a hole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +67,7 @@ def fields_of(kind: type[SamplingParams]) -> dict[str, Type]:
     null."""
     info = msgspec.inspect.type_info(kind)
     assert isinstance(info, StructType)
-    found = {
-        each.name: _inner(each.type)
-        for each in info.fields
-        if each.name not in ("model", "prompt", "tenant")
-    }
+    found = {each.name: _inner(each.type) for each in info.fields if each.name not in ELSEWHERE}
     return {name: one for name, one in found.items() if isinstance(one, KINDS)}
 
 

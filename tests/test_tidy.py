@@ -30,7 +30,10 @@ from tests.sources import (
 )
 
 STORE = Path("shared/shardline/store")
-TABLES = ROOT / "shared/shardline/contract/tables.py"
+TABLES = [
+    ROOT / f"shared/shardline/contract/{name}.py"
+    for name in ("tables", "table_parts", "fleet_tables")
+]
 
 FILE_LINES_MAX = 400
 FILE_LINES_MEDIAN = 120
@@ -317,7 +320,7 @@ def test_all_sql_is_in_the_store() -> None:
         if statement.match(text)
     ]
     for path in elsewhere:
-        if path != TABLES:
+        if path not in TABLES:
             imports = (node for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom))
             taken = [node for node in imports if (node.module or "").split(".")[0] == "sqlalchemy"]
             found += [

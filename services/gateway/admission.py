@@ -34,27 +34,27 @@ class Gate:
 
     def __init__(self, limit: int, what: str, gauge: Gauge) -> None:
         self._limit = limit
-        self._max_of_tenant = max(1, limit - limit // RESERVED_SHARE)
+        self.max_of_tenant = max(1, limit - limit // RESERVED_SHARE)
         self._what = what
         self._gauge = gauge
         self._num_inside = 0
         self._by_tenant: Counter[str] = Counter()
 
     @contextmanager
-    def place(self, tenant: str) -> Iterator[None]:
-        """Admit one more holder of a tenant until the end of the block. Raises Overloaded."""
-        if self._num_inside >= self._limit:
+    def place(self, tenant: str, num: int = 1) -> Iterator[None]:
+        """Admit `num` more holders of a tenant until the end of the block. Raises Overloaded."""
+        if self._num_inside + num > self._limit:
             raise Overloaded(f"{self._limit} {self._what}, which is the limit", RETRY_AFTER_S)
-        if self._by_tenant[tenant] >= self._max_of_tenant:
+        if self._by_tenant[tenant] + num > self.max_of_tenant:
             raise Overloaded(
-                f"{self._max_of_tenant} {self._what} of this tenant, which is its limit",
+                f"{self.max_of_tenant} {self._what} of this tenant, which is its limit",
                 RETRY_AFTER_S,
             )
-        self._count(tenant, 1)
+        self._count(tenant, num)
         try:
             yield
         finally:
-            self._count(tenant, -1)
+            self._count(tenant, -num)
 
     def _count(self, tenant: str, change: int) -> None:
         self._num_inside += change
@@ -110,6 +110,16 @@ class Admission:
             yield room
         finally:
             self._num_buffered_bytes -= room.num_bytes
+
+    def take_places(self, request: Request, tenant: str, num: int) -> None:
+        """Count a request as `num`, which has one place, until its answer has been sent. Raises
+        Overloaded, and Invalid for one that never finds so many places."""
+        most = self.requests.max_of_tenant
+        if num > most:
+            problem = f"it stands for {num} choices; this gateway answers {most} at a time"
+            raise Invalid("n", problem, "Send fewer in a request")
+        if num > 1:
+            request.state.held.enter_context(self.requests.place(tenant, num - 1))
 
     def take(self, num_bytes: int) -> None:
         """Count bytes that have arrived: announced ones that never arrive block no request. Raises

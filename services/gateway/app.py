@@ -15,24 +15,39 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway import errors
 from services.gateway.admission import Gate
+from services.gateway.anthropic.error_form import ErrorFormMiddleware
 from services.gateway.context import Gateway
 from services.gateway.http.answers import AnswerSender
 from services.gateway.http.request_middleware import RequestMiddleware
-from services.gateway.routes import completions, costs, health, jobs
+from services.gateway.routes import (
+    completions,
+    costs,
+    health,
+    jobs,
+    messages,
+    responses,
+    stored_completions,
+    tokens,
+)
 from services.gateway.schemas import DocumentedApp
 from services.gateway.settings import GatewaySettings
 from shardline import __version__
 from shardline.base.errors import ShardlineError
 
-ADMITTED = "/v1/"
+ADMITTED = ("/v1/", *tokens.PATHS)
 """Health checks and metrics bypass admission."""
 
 FOLLOWED = "/events"
+RESPONSES = "/v1/responses/"
+REJOINED = b"stream=true"
 
 CROSS_ORIGIN: dict[str, Any] = {
     "allow_methods": ["GET", "HEAD", "POST", "DELETE"],
     "allow_headers": ["*"],
-    "expose_headers": ["x-request-id", "retry-after", "location", "x-should-retry"],
+    "expose_headers": [
+        *("x-request-id", "request-id", "retry-after", "retry-after-ms", "location"),
+        "x-should-retry",
+    ],
     "max_age": 3600,
 }
 """What pages of allowed origins may send and read. Without cookies: a key travels in a header."""
@@ -55,23 +70,36 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     # not send one.
     app = DocumentedApp(title="Shardline", version=__version__, lifespan=lifespan, openapi_url=None)
     errors.install(app)
-    for router in (completions.router, jobs.router, costs.router, health.router):
-        app.include_router(router)
+    for door in (
+        completions,
+        stored_completions,
+        messages,
+        responses,
+        jobs,
+        tokens,
+        costs,
+        health,
+    ):
+        app.include_router(door.router)
     # The last one is the outermost: a page's question is answered without a key, and every answer
     # has an id.
     app.add_middleware(AdmissionMiddleware)
     if origins := settings.allowed_origins():
         app.add_middleware(CORSMiddleware, allow_origins=origins, **CROSS_ORIGIN)
     app.add_middleware(RequestMiddleware)
+    app.add_middleware(ErrorFormMiddleware)
     return app
 
 
-def _gate(gateway: Gateway, path: str) -> Gate | None:
+def _gate(gateway: Gateway, scope: Scope) -> Gate | None:
     """The limit for a path. Followers stay long and cost little, so neither kind may exhaust the
     other's limit."""
+    path = scope["path"]
     if not path.startswith(ADMITTED):
         return None
-    return gateway.admission.followers if path.endswith(FOLLOWED) else gateway.admission.requests
+    is_rejoined = path.startswith(RESPONSES) and REJOINED in scope["query_string"]
+    is_followed = path.endswith(FOLLOWED) or is_rejoined
+    return gateway.admission.followers if is_followed else gateway.admission.requests
 
 
 class AdmissionMiddleware:
@@ -117,7 +145,7 @@ class AdmissionMiddleware:
     async def _guarded(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
         """Authenticate before routing: a route without a rule, and a path without a route, still
         require a key. Only who has one takes a place."""
-        gate = _gate(gateway, scope["path"])
+        gate = _gate(gateway, scope)
         with ExitStack() as held:
             try:
                 caller = await gateway.guard.admit(scope["path"], Headers(scope=scope))
@@ -129,5 +157,5 @@ class AdmissionMiddleware:
                 return
             if caller is None:
                 await gateway.admission.pace.wait()
-            scope.setdefault("state", {})["caller"] = caller
+            scope.setdefault("state", {}).update(caller=caller, held=held)
             await self._app(scope, receive, send)

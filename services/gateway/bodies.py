@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
+from shardline.contract.chat import ToolCall
 from shardline.contract.job import (
     FinishReason,
     Job,
@@ -49,6 +50,12 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a chat's completion is reasoning."""
+
+    reasoning_tokens: int
+
+
 class CompletionUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts as OpenAI reports them."""
 
@@ -56,15 +63,19 @@ class CompletionUsage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
     @classmethod
     def of(cls, usage: Usage) -> CompletionUsage:
         """A job's usage with its total, as OpenAI reports it."""
         counts = msgspec.convert(usage, cls, from_attributes=True)
-        if usage.cached_tokens is None:
-            return counts
-        details = PromptTokensDetails(cached_tokens=usage.cached_tokens)
-        return replace(counts, prompt_tokens_details=details)
+        if usage.cached_tokens is not None:
+            details = PromptTokensDetails(cached_tokens=usage.cached_tokens)
+            counts = replace(counts, prompt_tokens_details=details)
+        if usage.reasoning_tokens is not None:
+            thought = CompletionTokensDetails(reasoning_tokens=usage.reasoning_tokens)
+            counts = replace(counts, completion_tokens_details=thought)
+        return counts
 
 
 class JobDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +156,8 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     usage: CompletionUsage
     logprobs: tuple[TokenLogprob, ...] | None
+    reasoning: str | None
+    tool_calls: tuple[ToolCall, ...]
     exact: bool
     timings: dict[str, float]
     provenance: dict[str, Any]
@@ -199,6 +212,12 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of a process that is alive."""
 
     status: Literal["ok"]
+
+
+class Version(msgspec.Struct, frozen=True, kw_only=True):
+    """The version of the gateway's process."""
+
+    version: str
 
 
 class ModelReadiness(msgspec.Struct, frozen=True, kw_only=True):

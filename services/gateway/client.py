@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 from uuid import UUID
 
 from sqlalchemy import Connection
@@ -12,20 +13,29 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from services.gateway.turns import TenantTurns
 from shardline.base.errors import ShardlineError
 from shardline.client import questions
-from shardline.client.asynchronous import LISTS, AsyncClient
+from shardline.client.asynchronous import LISTS, MAX_ROWS, AsyncClient
 from shardline.client.job_reader import JobReader
 from shardline.client.query_batcher import QueryBatcher
 from shardline.client.questions import Summaries
 from shardline.contract.ids import JobId
 from shardline.contract.job import Job, JobState, Usage
-from shardline.store.inserts import EncodedRequest, StoredRequest, insert_encoded
+from shardline.store import stored_completions as stored
+from shardline.store.inserts import EncodedRequest, StoredRequest
 from shardline.store.listing import PageEnd
 from shardline.store.pipelines import LivePipeline, live_pipelines
+from shardline.store.responses import (
+    ResponseRow,
+    delete_response,
+    insert_with_responses,
+    read_responses,
+)
 from shardline.store.statistics import costs, reports
 from shardline.store.statistics.costs import Cost
+from shardline.store.stored_completions import StoredCompletion
 
 Costs = list[Cost]
 Pipelines = list[LivePipeline]
+StoredPage = tuple[list[StoredCompletion], bool]
 """For annotations: inside the class `list` is the method."""
 
 MAX_ASKING = 4096
@@ -50,10 +60,14 @@ class GatewayClient(AsyncClient):
         self._pipelines = QueryBatcher(
             self._database, _live_pipelines, max_batch=MAX_ASKING, name="pipelines"
         )
+        self._responses = QueryBatcher(
+            self._database, read_responses, max_batch=MAX_ROWS, name="responses"
+        )
 
     async def close(self) -> None:
         """Closes it, as `AsyncClient.close` does."""
         await self._pipelines.close()
+        await self._responses.close()
         await super().close()
 
     @property
@@ -66,13 +80,22 @@ class GatewayClient(AsyncClient):
     ) -> Sequence[StoredRequest | ShardlineError]:
         """Store requests in one transaction; for each its row, or why it has none. Raises Invalid
         for a row against a rule of the table, and Unavailable: then none is stored."""
-        return await self._ask(partial(insert_encoded, requests=requests))
+        return await self._ask(partial(insert_with_responses, requests=requests))
 
     async def get(self, job_id: JobId, *, tenant: str | None = None) -> Job:
         """The job, with its result if it has one. Raises NotFound, with `tenant` also for another
         tenant's."""
         job = await super().get(job_id)
         return questions.existing(job if tenant in (None, job.tenant) else None, job.id)
+
+    async def response(self, job_id: UUID) -> ResponseRow | None:
+        """The response of a job, whoever's it is and whether it is stored or not; None where there
+        is none. Raises Unavailable."""
+        return await self._responses.read(job_id)
+
+    async def delete_response(self, job_id: UUID, *, tenant: str) -> bool:
+        """Delete a stored response of the tenant. Returns whether there was one."""
+        return await self._ask(partial(delete_response, job_id=job_id, tenant=tenant))
 
     async def list(
         self,
@@ -88,6 +111,28 @@ class GatewayClient(AsyncClient):
         async with self._list_turns.take(tenant):
             page = questions.list_jobs(state, model, limit, after, tenant)
             return await self._ask(page, pool=self._lists)
+
+    async def get_stored(self, job_id: UUID, *, tenant: str) -> StoredCompletion:
+        """A stored completion. Raises NotFound."""
+        return await self._ask(partial(stored.get_stored, job_id=job_id, tenant=tenant))
+
+    async def list_stored(self, *, tenant: str, **asked: Any) -> StoredPage:
+        """Returns a page of stored completions, and whether there are more: see
+        `stored_completions.list_stored`. Raises Invalid, and Overloaded as `list` does."""
+        async with self._list_turns.take(tenant):
+            page = partial(stored.list_stored, tenant=tenant, **asked)
+            return await self._ask(page, pool=self._lists)
+
+    async def change_stored(
+        self, job_id: UUID, metadata: Mapping[str, Any], *, tenant: str
+    ) -> StoredCompletion:
+        """Replaces a stored completion's metadata. Raises NotFound."""
+        change = partial(stored.change_stored, job_id=job_id, metadata=metadata, tenant=tenant)
+        return await self._ask(change)
+
+    async def forget_stored(self, job_id: UUID, *, tenant: str) -> None:
+        """Stores a completion no more. Raises NotFound."""
+        await self._ask(partial(stored.forget_stored, job_id=job_id, tenant=tenant))
 
     async def usage(self, job_id: UUID) -> Usage | None:
         """The token counts of a job's result; None without one. Raises Unavailable."""

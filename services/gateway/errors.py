@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 from uuid import UUID
 
@@ -15,6 +16,7 @@ from msgspec import UNSET
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from services.gateway.anthropic.error_form import REQUEST_ID, error_form, is_anthropics
 from services.gateway.bodies import Error, ErrorFields
 from shardline.base.errors import (
     Conflict,
@@ -42,6 +44,10 @@ MAX_PARAM_CHARS = 128
 TELL_AGAIN_S = 10.0
 """Between two lines of the log while every request fails."""
 
+RETRY_AFTER_S = 1.0
+NO_RETRY: Mapping[str, str] = MappingProxyType({"x-should-retry": "false"})
+"""OpenAI's clients retry each 409 and 500 unless they learn that a retry cannot help."""
+
 CLIENT_CLOSED_REQUEST = 499
 """No client reads this status; metrics count it."""
 
@@ -64,6 +70,10 @@ class MalformedRequest(Invalid):
 
 class NotJson(Invalid):
     """A body that is not declared as JSON, as a form on any web page could send it."""
+
+
+class PreviousNotFound(Invalid):
+    """A response to go on from that is not there."""
 
 
 class MisdirectedRequest(Invalid):
@@ -135,6 +145,7 @@ KINDS: tuple[tuple[type[ShardlineError], int, str, str], ...] = (
     (Forbidden, 403, "invalid_request_error", "permission_denied"),
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
     (ContextExceeded, 400, "invalid_request_error", "context_length_exceeded"),
+    (PreviousNotFound, 400, "invalid_request_error", "previous_response_not_found"),
     (Invalid, 400, "invalid_request_error", "invalid_value"),
     (InvalidJob, 400, "invalid_request_error", "invalid_value"),
     (NotFound, 404, "invalid_request_error", "not_found"),
@@ -182,16 +193,28 @@ def error_of_job(job: Job, ended: JobEnded) -> JobEnded:
 
 def respond(error: ShardlineError) -> Response:
     """The answer to a request that raised `error`."""
-    if isinstance(error, Overloaded):
-        headers = {"Retry-After": str(math.ceil(error.retry_after_s))}
-    elif isinstance(error, Unavailable | TooSlow):
-        headers = {"Retry-After": "1"}
-    else:
-        # OpenAI's clients retry each 409 and 500 unless they learn that a retry cannot help.
-        headers = {"x-should-retry": "false"}
+    headers = advice(error)
     if isinstance(error, Unauthorized | Forbidden):
         headers["WWW-Authenticate"] = error.challenge
     return json_response(body_of(error), status=status_of(error), headers=headers)
+
+
+def advice(error: ShardlineError) -> dict[str, str]:
+    """Returns the headers that say whether to send a request again, and when."""
+    if isinstance(error, Overloaded):
+        return retry_headers(error.retry_after_s)
+    if isinstance(error, Unavailable | TooSlow):
+        return retry_headers(RETRY_AFTER_S)
+    return dict(NO_RETRY)
+
+
+def retry_headers(after_s: float) -> dict[str, str]:
+    """Returns what tells clients to come again: OpenAI's read the milliseconds first."""
+    return {
+        "Retry-After": str(math.ceil(after_s)),
+        "retry-after-ms": str(math.ceil(after_s * 1000)),
+        "x-should-retry": "true",
+    }
 
 
 def json_response(
@@ -232,7 +255,11 @@ def install(app: FastAPI) -> None:
         request_id = str(new_id())
         log.error("request failed", path=request.url.path, request_id=request_id, exc_info=error)
         body = openai_error("The server failed; see its log", "server_error", "internal_error")
-        return json_response(body, status=500, headers={"x-request-id": request_id})
+        headers = {**NO_RETRY, "x-request-id": request_id}
+        if is_anthropics(request.url.path):
+            form = error_form(body, 500, request_id)
+            return json_response(form, status=500, headers={**headers, REQUEST_ID: request_id})
+        return json_response(body, status=500, headers=headers)
 
     app.add_exception_handler(ShardlineError, ours)
     app.add_exception_handler(HTTPException, http)

@@ -24,8 +24,11 @@ OPEN = frozenset({"/health", "/ready"})
 
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY_HOST = "*"
+ANTHROPICS_KEY = "x-api-key"
 SCHEME = HTTPBearer(
-    scheme_name="API key", description="`Authorization: Bearer sk-shardline-…`", auto_error=False
+    scheme_name="API key",
+    description=f"`Authorization: Bearer sk-shardline-…`, or the key alone in `{ANTHROPICS_KEY}`",
+    auto_error=False,
 )
 
 
@@ -51,12 +54,12 @@ class Guard:
         if path in OPEN:
             return None
         self._check_host(headers.get("host", ""))
-        return await self._caller(headers.get("authorization"))
+        return await self._caller(_authorization(headers))
 
     async def visitor(self, headers: Headers) -> Caller | None:
         """The caller on an open path, or None without a key. Raises as `admit` does for an invalid
         key."""
-        authorization = headers.get("authorization")
+        authorization = _authorization(headers)
         if authorization is None:
             return None
         self._check_host(headers.get("host", ""))
@@ -119,6 +122,13 @@ def host_name(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()
+
+
+def _authorization(headers: Headers) -> str | None:
+    """The caller's key as a bearer token; Anthropic's clients send it in a header of their own."""
+    key = headers.get(ANTHROPICS_KEY)
+    given = headers.get("authorization")
+    return f"Bearer {key}" if given is None and key is not None else given
 
 
 def _is_loopback(address: str) -> bool:

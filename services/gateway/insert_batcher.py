@@ -67,8 +67,8 @@ class InsertBatcher:
         batch = [self._waiting.popleft()]
         num_bytes = 0
         while self._waiting and len(batch) < MAX_BATCH:
-            num_bytes += len(batch[-1].request.fields)
-            if num_bytes + len(self._waiting[0].request.fields) > MAX_BATCH_BYTES:
+            num_bytes += batch[-1].request.num_bytes
+            if num_bytes + self._waiting[0].request.num_bytes > MAX_BATCH_BYTES:
                 break
             batch.append(self._waiting.popleft())
         return batch
@@ -96,7 +96,8 @@ class InsertBatcher:
                 if isinstance(outcome, ShardlineError):
                     _fail([one], outcome)
                     continue
-                self._metrics.accepted.labels(one.model).inc(outcome.is_new)
+                num_new = 1 + len(outcome.others) if outcome.is_new else 0
+                self._metrics.accepted.labels(one.model).inc(num_new)
                 if not one.stored.done():
                     one.stored.set_result(outcome)
 

@@ -3,7 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from services.gateway.bodies import Error
 from services.gateway.errors import KINDS
 from services.gateway.openai.bodies import OpenAiRequest
-from services.gateway.openai.neutral_fields import ANY_TEXT
+from services.gateway.openai.neutral_fields import ANY_OBJECT, ANY_TEXT
 from shardline.contract.job import JobRequest
 
 Kind = type[msgspec.Struct]
@@ -23,6 +23,13 @@ REF = "#/components/schemas/{name}"
 JSON = "application/json"
 EVENTS = "text/event-stream"
 TEXT = "text/plain"
+
+END: Schema = {
+    "type": "object",
+    "properties": {"data": {"const": "[DONE]"}},
+    "required": ["data"],
+}
+"""The last event of a stream in OpenAI's form."""
 
 SCHEMAS = "x-schemas"
 """Where parts of the description carry the schemas that they refer to, until it is whole."""
@@ -59,16 +66,38 @@ class Content:
 
 def body(kind: type[JobRequest]) -> dict[str, Any]:
     """The `openapi_extra` of a route that takes a job."""
-    (schema,), schemas = _schemas(kind)
-    properties = schemas[kind.__name__]["properties"]
+    found = json_body(kind)
+    properties = found[SCHEMAS][kind.__name__]["properties"]
     described = parameters(header={"Idempotency-Key": properties["idempotency_key"]})
     if issubclass(kind, OpenAiRequest):
-        properties |= {name: _neutral(values) for name, values in kind.neutral.items()}
+        properties |= {name: neutral_schema(values) for name, values in kind.neutral.items()}
+    return {**found, **described}
+
+
+def json_body(kind: Kind) -> dict[str, Any]:
+    """The `openapi_extra` of a route with a body that makes no job."""
+    (schema,), schemas = _schemas(kind)
     content = {JSON: {"schema": schema}}
-    return {"requestBody": {"required": True, "content": content}, SCHEMAS: schemas, **described}
+    return {"requestBody": {"required": True, "content": content}, SCHEMAS: schemas}
 
 
-def _neutral(values: tuple[Any, ...]) -> Schema:
+def body_beside(own: Kind, *, without: Collection[str]) -> dict[str, Any]:
+    """The `openapi_extra` of a route that takes a job with fields of its own, which come first, and
+    without some of the job's."""
+    (schema, _), schemas = _schemas(own, JobRequest)
+    described = body(JobRequest)
+    inherited = schemas.pop(JobRequest.__name__)
+    fields = {name: one for name, one in inherited["properties"].items() if name not in without}
+    schemas[own.__name__]["properties"] = {**fields, **schemas[own.__name__]["properties"]}
+    schemas[own.__name__]["required"] = ["model", *schemas[own.__name__]["required"]]
+    content = {JSON: {"schema": schema}}
+    return {**described, "requestBody": {"required": True, "content": content}, SCHEMAS: schemas}
+
+
+def neutral_schema(values: tuple[Any, ...]) -> Schema:
+    """A field without effect that may have one of these values."""
+    if ANY_OBJECT in values:
+        return {"type": ["object", "null"]}
     return {"type": ["string", "null"]} if ANY_TEXT in values else {"enum": [*values, None]}
 
 
@@ -86,16 +115,24 @@ def parameters(**places: Mapping[str, Any]) -> dict[str, Any]:
 def chunks(kind: Kind) -> Content:
     """Each event of a stream in OpenAI's form; the schema of a stream is its events'."""
     (chunk, error), schemas = _schemas(kind, Error)
-    done = {"type": "object", "properties": {"data": {"const": "[DONE]"}}, "required": ["data"]}
-    schema = {"anyOf": [_event({"anyOf": [chunk, error]}), done]}
+    schema = {"anyOf": [_event({"anyOf": [chunk, error]}), END]}
     return Content(media=EVENTS, schema=schema, schemas=schemas)
 
 
-def events(kinds: Mapping[str, Kind], event_id: Schema) -> Content:
-    """Each event of a stream of ours: its name → the type of its data."""
+def typed_events(kinds: Sequence[Kind]) -> Content:
+    """Each event of a stream whose events say their name in their data too, as `type`."""
+    described, schemas = _schemas(*kinds)
+    named = zip(kinds, described, strict=True)
+    found = [_event(one, event={"const": kind.__struct_config__.tag}) for kind, one in named]
+    return Content(media=EVENTS, schema={"anyOf": [*found, END]}, schemas=schemas)
+
+
+def events(kinds: Mapping[str, Kind], event_id: Schema | None = None) -> Content:
+    """Each event of a stream with names: its name → the type of its data."""
     described, schemas = _schemas(*kinds.values())
     named = zip(kinds, described, strict=True)
-    found = [_event(schema, event={"const": name}, id=event_id) for name, schema in named]
+    ids = {} if event_id is None else {"id": event_id}
+    found = [_event(schema, event={"const": name}, **ids) for name, schema in named]
     return Content(media=EVENTS, schema={"anyOf": found}, schemas=schemas)
 
 

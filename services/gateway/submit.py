@@ -1,23 +1,27 @@
-"""Turns a body into a committed row: read, parse, tokenize, insert. One path for all three doors
-that take jobs."""
+"""Turns a body into committed rows: read, parse, tokenize, insert. One path for all doors that take
+jobs."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 from uuid import UUID
 
-import msgspec
 from fastapi import Request
+from msgspec.structs import replace as replace_fields
 from opentelemetry.trace import SpanKind
 
 from services.gateway.context import Gateway
-from services.gateway.errors import Forbidden, NotJson
+from services.gateway.errors import Forbidden
 from services.gateway.guard import Caller
-from services.gateway.http.json_body import Document, check_fields, decoded_bytes, read_object
-from services.gateway.openai.bodies import DEFAULT_COMPLETION_TOKENS, CompletionRequest
+from services.gateway.http.json_body import Document, read_object
+from services.gateway.openai.bodies import (
+    DEFAULT_COMPLETION_TOKENS,
+    CompletionRequest,
+    OpenAiRequest,
+)
+from services.gateway.request_body import RequestBody, request_body
 from shardline.base import genai
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import Invalid
@@ -25,18 +29,20 @@ from shardline.base.failpoints import Point, failpoint
 from shardline.base.trace_context import is_traceparent
 from shardline.base.tracing import JobTrace, TracedPhase, Tracer
 from shardline.contract.ids import new_id
-from shardline.contract.job import JobRequest
-from shardline.store.inserts import encode_request
+from shardline.contract.job import ALL_THAT_FIT, JobRequest
+from shardline.store.inserts import EncodedRequest, Tokenized, encode_choices, encode_request
 from shardline.tokenize import PreparedPrompt, RegisteredModel
 
 RequestT_co = TypeVar("RequestT_co", bound=JobRequest, covariant=True)
 Parse = Callable[[Document], RequestT_co]
+ParseChoices = Callable[[Document], tuple[RequestT_co, ...]]
+Complete = Callable[[RequestT_co], Awaitable[RequestT_co]]
+"""Adds to a parsed request what its rows have."""
+Encode = Callable[[RequestT_co, Tokenized], EncodedRequest]
 
-JSON = "application/json"
-LARGE_BYTES = 8 << 10
-"""Bodies of at least this size are parsed and tokenized on a thread, off the event loop: at 0.35 s
-for each MB smaller ones hold others up for 3 ms at most, about what a turn of the loop costs with
-many streams."""
+ROW_SHARE = 2
+"""Of a body's bytes: what each further row of its prompt takes until it is stored, as text and as
+ids in JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,43 +60,105 @@ class AcceptedJob(Generic[RequestT_co]):
 
 
 async def submit(
-    gateway: Gateway, request: Request, caller: Caller, parse: Parse[RequestT_co]
+    gateway: Gateway,
+    request: Request,
+    caller: Caller,
+    parse: Parse[RequestT_co],
+    *,
+    complete: Complete[RequestT_co] | None = None,
+    encode: Encode[RequestT_co] = encode_request,
 ) -> AcceptedJob[RequestT_co]:
     """Store a job of the caller's tenant. Raises Invalid, Forbidden, Conflict, Overloaded,
     Unavailable; then either nothing was stored or a repeat with the same id is safe."""
     began_s = monotonic_s()
-    _check_is_json(request)
-    with gateway.admission.reading() as room:
-        body = await gateway.admission.read(request, room)
-        await _run_off_loop_if_large(len(body), check_fields, body)
-        room.add_decoded(await _run_off_loop_if_large(len(body), decoded_bytes, body))
-        job = await _run_off_loop_if_large(len(body), _parse, body, request, caller, parse)
-        is_named = job.id is not None or job.idempotency_key is not None
-        job = msgspec.structs.replace(job, id=job.id or new_id())
-        model = await gateway.catalog.get(job.address)
-        job = msgspec.structs.replace(job, model=model.name, adapter=model.adapter)
-        prepared = await _run_off_loop_if_large(len(body), _prepare, model, job)
-        tokenized = prepared.prompt_ids, prepared.max_tokens
-        encoded = await _run_off_loop_if_large(len(body), encode_request, job, tokenized)
-        stored = await gateway.insert_batcher.insert(job.model, encoded)
-        failpoint(Point.GATEWAY_INSERTED)
-    if stored.is_new:
-        _trace(gateway.tracer, job, began_s)
-    return AcceptedJob(
-        job_id=stored.job_id,
-        is_new=stored.is_new,
-        is_repeatable=is_named,
-        request=job,
-        prepared=prepared,
-        model=model,
+    async with request_body(gateway, request) as body:
+        (job,) = await read_jobs(body, request, caller, lambda document: (parse(document),))
+        if complete is not None and (completed := await complete(job)) is not job:
+            job = completed
+            # What was added may be long, however short the body is.
+            body.is_large = True
+        (accepted,) = await _store(
+            gateway,
+            body,
+            (job,),
+            lambda jobs, prepared: encode(jobs[0], _tokenized(prepared[0])),
+        )
+    _trace(gateway.tracer, [accepted], began_s)
+    return accepted
+
+
+async def submit_choices(
+    gateway: Gateway, request: Request, caller: Caller, parse: ParseChoices[RequestT_co]
+) -> tuple[AcceptedJob[RequestT_co], ...]:
+    """Store a request's choices, all of them or none, each as a job: as `submit`."""
+    began_s = monotonic_s()
+    async with request_body(gateway, request) as body:
+        jobs = await read_jobs(body, request, caller, parse)
+        gateway.admission.take_places(request, caller.tenant, len(jobs))
+        n = jobs[0].n if isinstance(jobs[0], OpenAiRequest) else 1
+        body.room.add_decoded(ROW_SHARE * len(body.data) * (n - 1))
+        accepted = await _store(gateway, body, jobs, _encode_choices)
+    _trace(gateway.tracer, accepted, began_s)
+    return accepted
+
+
+async def read_jobs(
+    body: RequestBody, request: Request, caller: Caller, parse: ParseChoices[RequestT_co]
+) -> tuple[RequestT_co, ...]:
+    """Parse a body as jobs of the caller's tenant. Raises Invalid, Forbidden."""
+    return await body.run(_parse, body.data, request, caller, parse)
+
+
+async def _store(
+    gateway: Gateway,
+    body: RequestBody,
+    jobs: tuple[RequestT_co, ...],
+    encode: Callable[[Sequence[RequestT_co], Sequence[PreparedPrompt]], EncodedRequest],
+) -> tuple[AcceptedJob[RequestT_co], ...]:
+    """Store jobs of one model, all of them or none."""
+    is_named = jobs[0].id is not None or jobs[0].idempotency_key is not None
+    model = await gateway.catalog.get(jobs[0].address)
+    jobs = tuple(
+        replace_fields(job, id=job.id or new_id(), model=model.name, adapter=model.adapter)
+        for job in jobs
+    )
+    # A grammar may take a second to judge.
+    body.is_large |= jobs[0].structured_outputs is not None or bool(jobs[0].tools)
+    prepared = await body.run(_prepare_all, model, jobs)
+    encoded = await body.run(encode, jobs, prepared)
+    stored = await gateway.insert_batcher.insert(model.name, encoded)
+    failpoint(Point.GATEWAY_INSERTED)
+    return tuple(
+        AcceptedJob(
+            job_id=job_id,
+            is_new=stored.is_new,
+            is_repeatable=is_named,
+            request=job,
+            prepared=one,
+            model=model,
+        )
+        for job_id, job, one in zip((stored.job_id, *stored.others), jobs, prepared, strict=True)
     )
 
 
-def _trace(tracer: Tracer, job: JobRequest, began_s: float) -> None:
-    """The door's span in the job's trace. A repeat of a request has none: the job's row knows its
+def _encode_choices(
+    jobs: Sequence[JobRequest], prepared: Sequence[PreparedPrompt]
+) -> EncodedRequest:
+    stored = jobs[0].stored if isinstance(jobs[0], OpenAiRequest) else None
+    return encode_choices(jobs, [_tokenized(one) for one in prepared], stored=stored)
+
+
+def _tokenized(prepared: PreparedPrompt) -> Tokenized:
+    return prepared.prompt_ids, prepared.max_tokens
+
+
+def _trace(tracer: Tracer, accepted: Sequence[AcceptedJob[JobRequest]], began_s: float) -> None:
+    """The door's span in each job's trace. A repeat of a request has none: the job's row knows its
     first caller only."""
-    if tracer.is_on and job.id is not None:
-        about = {genai.JOB_ID: str(job.id), genai.REQUEST_MODEL: job.model}
+    for one in accepted:
+        if not (tracer.is_on and one.is_new):
+            continue
+        about = {genai.JOB_ID: str(one.job_id), genai.REQUEST_MODEL: one.request.model}
         phase = TracedPhase(
             name="accept",
             began_s=began_s,
@@ -98,41 +166,49 @@ def _trace(tracer: Tracer, job: JobRequest, began_s: float) -> None:
             attributes=about,
             kind=SpanKind.SERVER,
         )
-        tracer.phase(JobTrace.of(job.id, job.traceparent), phase)
+        tracer.phase(JobTrace.of(one.job_id, one.request.traceparent), phase)
 
 
-def _check_is_json(request: Request) -> None:
-    """Refuse a body that any web page could make its reader's browser send."""
-    kind = request.headers.get("content-type", "")
-    if kind.partition(";")[0].strip().lower() != JSON:
-        raise NotJson("content-type", f"{kind[:64]!r} is not {JSON}", f"Send Content-Type: {JSON}")
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("", "identity"):
-        raise NotJson(
-            "content-encoding", f"{encoding[:64]!r} is not supported", "Send the body unpacked"
-        )
-
-
-def _parse(body: bytes, request: Request, caller: Caller, parse: Parse[RequestT_co]) -> RequestT_co:
+def _parse(
+    body: bytes, request: Request, caller: Caller, parse: ParseChoices[RequestT_co]
+) -> tuple[RequestT_co, ...]:
     document = read_object(body)
     _take_tenant(document, caller)
     _take_header(document, "idempotency_key", request.headers.get("idempotency-key"))
     try:
-        job = parse(document)
+        jobs = parse(document)
     except RecursionError as error:
         raise Invalid("body", "it is nested too deep", "Nest less") from error
     header = request.headers.get("traceparent")
-    if job.traceparent is None and is_traceparent(header):
-        job = msgspec.structs.replace(job, traceparent=header)
-    return job
+    if jobs[0].traceparent is None and is_traceparent(header):
+        return tuple(replace_fields(job, traceparent=header) for job in jobs)
+    return jobs
+
+
+def _prepare_all(model: RegisteredModel, jobs: Sequence[JobRequest]) -> tuple[PreparedPrompt, ...]:
+    """Prepares each prompt once: its choices stand side by side."""
+    found: list[PreparedPrompt] = []
+    for before, job in zip((None, *jobs), jobs, strict=False):
+        is_same = before is not None and before.prompt is job.prompt
+        found.append(found[-1] if is_same else _prepare(model, job))
+    return tuple(found)
 
 
 def _prepare(model: RegisteredModel, job: JobRequest) -> PreparedPrompt:
-    prepared = model.tokens.prepare(prompt=job.prompt, messages=job.messages, params=job.params())
-    if not isinstance(job, CompletionRequest) or job.length is not None:
+    params = job.params()
+    most: int | None = None
+    if isinstance(job, CompletionRequest) and job.length is None:
+        most = max(DEFAULT_COMPLETION_TOKENS, job.min_tokens)
+        if job.truncate_prompt_tokens == ALL_THAT_FIT:
+            # What fits leaves room for the usual length.
+            params = replace_fields(params, max_tokens=most)
+    elif isinstance(job, OpenAiRequest) and job.takes_what_fits:
+        most = params.max_tokens
+        params = replace_fields(params, max_tokens=None)
+    prepared = model.tokens.prepare(prompt=job.prompt, messages=job.messages, params=params)
+    if most is None:
         return prepared
-    max_tokens = min(prepared.max_tokens, max(DEFAULT_COMPLETION_TOKENS, job.min_tokens))
-    return replace(prepared, max_tokens=max_tokens)
+    return replace(prepared, max_tokens=min(prepared.max_tokens, most))
 
 
 def _take_tenant(document: Document, caller: Caller) -> None:
@@ -148,10 +224,3 @@ def _take_tenant(document: Document, caller: Caller) -> None:
 def _take_header(document: Document, name: str, value: str | None) -> None:
     if value is not None and document.setdefault(name, value) != value:
         raise Invalid(name, "it differs from the Idempotency-Key header", "Send one of the two")
-
-
-async def _run_off_loop_if_large(num_bytes: int, work: Callable[..., Any], *arguments: Any) -> Any:
-    """Run short work at once, and long work on a thread, so that other requests proceed."""
-    return (
-        await asyncio.to_thread(work, *arguments) if num_bytes >= LARGE_BYTES else work(*arguments)
-    )

@@ -129,15 +129,11 @@ class Head:
         self.meter.watch(self._scheduler, self._pipeline)
 
     def _make_lease_manager(self) -> LeaseManager:
-        info = self._loaded.info
         return LeaseManager(
             database=self._database,
             engine=self._engine,
             requests=EngineRequests(
-                tokenizer=Tokens.from_row(self._model_row).tokenizer,
-                eos_ids=info.eos_ids,
-                context_length=info.context_length,
-                vocab_size=info.vocab_size,
+                tokens=Tokens.from_row(self._model_row),
                 adapters=self._loaded.executor.adapters,
                 spans=self._spans,
             ),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         Unavailable,
     )
     from shardline.client import AsyncClient, Client, JobFields
-    from shardline.contract.chat import Message
+    from shardline.contract.chat import FunctionDefinition, Message, Tool, ToolCall
     from shardline.contract.job import (
         DEFAULT_PRIORITY,
         INTERACTIVE_PRIORITY,
@@ -55,6 +55,7 @@ __all__ = [
     "Delta",
     "Diverged",
     "FinishReason",
+    "FunctionDefinition",
     "Invalid",
     "Job",
     "JobCancelled",
@@ -72,6 +73,8 @@ __all__ = [
     "SamplingParams",
     "ShardlineError",
     "TokenLogprob",
+    "Tool",
+    "ToolCall",
     "Unavailable",
     "Usage",
     "__version__",

@@ -41,6 +41,8 @@ from shardline_scheduler.sequence import (
 from shardline_scheduler.step_cutter import StepCutter
 from shardline_scheduler.step_plan import StepPlan, StepResult
 
+NOT_FINITE = "the model's logits were not finite"
+
 
 class Scheduler:
     """The hot loop is `schedule` → stages → `apply`. A sequence that leaves gets one close, in the
@@ -142,24 +144,27 @@ class Scheduler:
     def apply(self, result: StepResult) -> list[Event]:
         """The tail's answer to the oldest step in flight. Raises ProtocolError on any other."""
         plan, sequences = self._land(result)
-        answers = zip(result.tokens, result.logprobs or repeat(()), strict=False)
+        answers = zip(
+            result.tokens, result.logprobs or repeat(()), result.forced or repeat(()), strict=False
+        )
         events: list[Event] = []
         refused = dict(result.refused)
         for row, sequence in zip(plan.rows, sequences, strict=True):
             sequence.num_in_flight -= 1
-            if row.seq in refused and sequence.state is not State.ENDED:
-                events.append(self._fail(sequence, refused[row.seq]))
+            reason = refused.get(row.seq, "")
+            # Before a bad row there may be tokens that end it.
+            if reason and row.seq not in result.bad and sequence.state is not State.ENDED:
+                events.append(self._fail(sequence, reason))
             if row.wants:
-                tokens, logprobs = next(answers)
-                if row.drafts:
-                    sequence.lookup.learn(len(tokens) - 1)
+                tokens, logprobs, forced = next(answers)
+                sequence.learn(row, len(tokens) - 1, forced)
                 is_bad = row.seq in result.bad
                 if sequence.state is not State.ENDED and (
                     good := tokens[:-1] if is_bad else tokens
                 ):
                     self._take(sequence, good, logprobs, events)
                 if sequence.state is not State.ENDED and is_bad:
-                    events.append(self._fail(sequence, "the model's logits were not finite"))
+                    events.append(self._fail(sequence, reason or NOT_FINITE))
             self._batch.settle(sequence)
         return events
 

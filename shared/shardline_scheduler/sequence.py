@@ -16,7 +16,7 @@ from typing import Protocol
 from shardline.contract.job import DEFAULT_PRIORITY, FinishReason, SamplingParams, TokenLogprob
 from shardline_scheduler.kv_blocks import blocks_for
 from shardline_scheduler.prompt_lookup import PromptLookup
-from shardline_scheduler.step_plan import MAX_DRAFTS
+from shardline_scheduler.step_plan import MAX_DRAFTS, Row
 
 Key = tuple[str, int]
 """(job id, fence): one attempt."""
@@ -67,6 +67,8 @@ class Request:
     """The fingerprint of its adapter: KV is shared with the same one of the same name only."""
     trace: str = ""
     """The traceparent of the attempt; empty: it is not traced."""
+    banned: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that must not be in its output: those of its bad words."""
     refusal: str = ""
     """Why it can never run here, if it cannot."""
 
@@ -89,6 +91,7 @@ class Sequence:
         "blocks",
         "called",
         "digests",
+        "forced",
         "ids",
         "logprobs",
         "lookup",
@@ -121,6 +124,8 @@ class Sequence:
         self.most_blocks = blocks_for(self.most_tokens)
         self.ids = list(request.prompt_ids)
         self.lookup = PromptLookup()
+        self.forced: tuple[int, ...] = ()
+        """What its grammar most likely has follow its ids."""
         self.logprobs: list[TokenLogprob] = []
         self.state = State.WAITING
         self.quarantined = request.quarantined
@@ -168,9 +173,14 @@ class Sequence:
 
     def draft(self, most: int) -> tuple[int, ...]:
         """Returns at most `most` guesses of its next tokens. The one after them can be its last."""
-        return self.lookup.draft(
-            self.ids, min(most, MAX_DRAFTS, self.most_tokens - len(self.ids) - 1)
-        )
+        most = max(0, min(most, MAX_DRAFTS, self.most_tokens - len(self.ids) - 1))
+        return self.forced[:most] or self.lookup.draft(self.ids, most)
+
+    def learn(self, row: Row, num_accepted: int, forced: tuple[int, ...]) -> None:
+        """Learns how many drafts of a row came true, and which tokens its grammar has follow."""
+        if row.drafts and not self.forced:
+            self.lookup.learn(num_accepted)
+        self.forced = forced
 
     def replay(self) -> FinishReason | None:
         """Runs the finish rules over the checkpoint; tokens past the end are dropped."""

@@ -33,6 +33,7 @@ class StepBuilder:
                 num_cached=sequence.num_computed,
                 adapter=request.adapter,
                 trace=request.trace,
+                banned=request.banned,
             )
         )
 

@@ -45,6 +45,8 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
     """The fingerprint of its parameters' adapter; empty: it has none."""
     trace: Name = ""
     """The traceparent of its attempt; empty: it is not traced."""
+    banned: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens with a last one that never follows the others in the output."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -124,6 +126,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
             raise ProtocolError(
                 f"step {self.step} wants {len(wanting)} tokens, got {len(result.tokens)}"
             )
+        if len(result.forced) not in (0, len(wanting)):
+            raise ProtocolError(f"step {self.step} has forced tokens of {len(result.forced)} rows")
         for row, tokens, logprobs in zip(
             wanting, result.tokens, result.logprobs or result.tokens, strict=True
         ):
@@ -153,6 +157,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     compute_s: float = 0.0
     refused: tuple[Refusal, ...] = ()
     """As the plan had them at the tail: they fail, their neighbors go on."""
+    forced: tuple[tuple[Number, ...], ...] = ()
+    """For each of `tokens` what its grammar most likely has follow, as drafts of the next row; or
+    empty."""
 
 
 _encoder = msgspec.msgpack.Encoder()

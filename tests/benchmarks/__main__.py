@@ -309,6 +309,29 @@ def doors(_options: argparse.Namespace) -> list[Figure]:
     ]
 
 
+def structured(options: argparse.Namespace) -> list[Figure]:
+    """Rows held to a schema beside free ones, on the real model: alone, where forced tokens are
+    drafts, and in a batch, where masks cost time."""
+    run, command = call("structured", "--runs", str(options.runs))
+    rows = (
+        ("structured-json-alone", "json_alone", "free_alone", ">= 1.2"),
+        ("structured-masks-batch", "prose_batch", "free_batch", ">= 0.95"),
+        ("structured-json-batch", "json_batch", "free_batch", ">= 0.95"),
+    )
+    return [
+        compare(
+            name,
+            run[ours],
+            run[theirs],
+            peer="free text",
+            unit="tokens/s",
+            target=target,
+            command=command,
+        )
+        for name, ours, theirs, target in rows
+    ]
+
+
 GROUPS = {
     "doors": doors,
     "lookup": lookup,
@@ -317,6 +340,7 @@ GROUPS = {
     "service": service,
     "stages": stages,
     "step": step,
+    "structured": structured,
 }
 
 if __name__ == "__main__":

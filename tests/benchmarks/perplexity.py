@@ -3,7 +3,7 @@ float32.
 
     python -m tests.benchmarks.perplexity [--model DIR] [--text FILE ...] [--dtype bfloat16 int8]
 
-The model is SmolLM2-135M-Instruct (`make real-model`), the texts are the licence, prose of the
+The model is SmolLM2-135M-Instruct (`make real-model`), the texts are the license, prose of the
 documents, and a module of Python's library, 24 kB of each. One stage reads windows of 256 tokens.
 """
 

@@ -352,6 +352,7 @@ def _claimed(tables: Tables, job: Job, tokens: tuple[int, ...]) -> dict[str, Any
         "tokens": tokens,
         "logprobs": None,
         "traceparent": None,
+        "is_chat": False,
         "queued_s": tables.now_s - job.created_s,
         "due_s": tables.now_s - max(job.created_s, job.not_before_s),
         "age_s": tables.now_s - job.created_s,

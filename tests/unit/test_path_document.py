@@ -28,24 +28,26 @@ OFF_THE_PATH = {
     "errors, settings, metrics, clocks, connections: of any module": """
         shardline/__init__ shardline/base/aio shardline/base/clock shardline/base/config
         shardline/base/errors shardline/base/failpoints shardline/contract/ids
-        shardline/contract/keys shardline/base/log shardline/base/metrics shardline/base/redis
-        shardline/base/rounding shardline/contract/tables shardline/store/connection/database
-        shardline/client/base_client shardline/client/database gateway/errors stage/metrics
-        stage/job_telemetry stage/engine/step_clock shardline_scheduler/step_times
-        stage/jobs/outage
+        shardline/contract/keys shardline/base/log shardline/base/metrics
+        shardline/base/redis shardline/base/rounding shardline/contract/tables
+        shardline/store/connection/database shardline/client/base_client
+        shardline/client/database gateway/errors stage/metrics stage/job_telemetry
+        stage/engine/step_clock shardline_scheduler/step_times stage/jobs/outage
     """,
     "types alone": """
         gateway/bodies gateway/openai/bodies gateway/schemas shardline/client/fields
-        shardline/contract/chat shardline/contract/job
-        stage/hop/__init__ stage/jobs/job_engine stage/jobs/lease_host stage/pipeline/hosts
+        shardline/contract/chat shardline/contract/job stage/hop/__init__
+        stage/jobs/job_engine stage/jobs/lease_host stage/pipeline/hosts
         stage/pipeline/status
     """,
     "at start": """
-        gateway/context gateway/settings stage/backends stage/runtime stage/device/device
-        stage/engine/memory shardline_scheduler/scheduler_config stage/engine/exactness
-        stage/engine/accelerator_options stage/engine/decode_graphs stage/model/cpu_parts
-        stage/engine/loading stage/engine/split_trial stage/products/experts stage/model/model_info
-        stage/model/pieces stage/products/packing stage/model/refusal stage/model/weights
+        gateway/context gateway/settings stage/backends stage/runtime
+        stage/device/device stage/engine/memory shardline_scheduler/scheduler_config
+        stage/engine/exactness stage/engine/accelerator_options
+        stage/engine/decode_graphs stage/model/cpu_parts stage/engine/loading
+        stage/engine/split_trial stage/products/experts stage/model/model_info
+        stage/model/pieces stage/products/packing stage/model/refusal
+        stage/model/weights
     """,
     "where ranks divide a stage": """
         stage/engine/ranked_runner stage/ranks/group stage/ranks/messages
@@ -62,8 +64,23 @@ OFF_THE_PATH = {
         stage/pipeline/pipeline stage/pipeline/energy_writer shardline/store/models
         shardline/store/pipelines
     """,
+    "for a request of several choices, or with another name of its priority": """
+        gateway/openai/choice_answers gateway/openai/service_tier
+        shardline/store/choices
+    """,
+    "for stored completions, which are read later": """
+        gateway/routes/stored_completions shardline/store/stored_completions
+    """,
     "for a job with structured output": """
-        shardline/contract/structured_output shardline/tokenize/folder shardline/tokenize/grammar
+        shardline/contract/structured_output shardline/tokenize/grammar
+        shardline/tokenize/grammar_judge shardline/tokenize/grammar_load
+        shardline/tokenize/grammar_trial shardline/tokenize/reply_grammar
+    """,
+    "for a chat, not for a prompt": """
+        shardline/tokenize/chat_format stage/jobs/chat_replies
+    """,
+    "for a job that limits its tokens, or continues a message": """
+        shardline/tokenize/bad_words shardline/tokenize/continuation
     """,
     "for a job with an adapter": """
         stage/engine/adapter_pool stage/adapters/peft
@@ -72,14 +89,18 @@ OFF_THE_PATH = {
         shardline/contract/plain_json shardline/base/trace_context
     """,
     "for other requests": """
-        gateway/http/answers gateway/routes/costs gateway/routes/health gateway/routes/jobs
-        shardline/client/questions shardline/client/requests gateway/turns
-        shardline/store/statistics/costs shardline/store/dead_letters shardline/store/listing
-        shardline/store/idempotency shardline/store/statistics/reports shardline/tokenize/chat
-        shardline/tokenize/token_texts stage/attention/sdpa stage/attention/triton_backend
+        gateway/http/answers gateway/routes/costs gateway/routes/health
+        gateway/routes/jobs gateway/routes/responses gateway/anthropic/error_form
+        gateway/routes/messages gateway/routes/tokens shardline/client/questions
+        shardline/client/requests gateway/turns shardline/store/statistics/costs
+        shardline/store/dead_letters shardline/store/listing shardline/store/idempotency
+        shardline/store/responses shardline/store/statistics/reports
+        shardline/tokenize/token_texts stage/attention/sdpa
+        stage/attention/triton_backend
     """,
     "for a task of the Celery door, and for Celery's result backend": """
-        shardline/contract/celery_results shardline/store/celery_tasks stage/jobs/result_publisher
+        shardline/contract/celery_results shardline/store/celery_tasks
+        stage/jobs/result_publisher
     """,
 }
 """What modules of the path import and this prompt does not pass, by reason."""

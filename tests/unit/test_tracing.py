@@ -203,7 +203,8 @@ def test_stages_without_the_field_read_past_it_and_miss_nothing() -> None:
 
     written = msgspec.msgpack.encode(opened(1, "t"))
     assert msgspec.msgpack.decode(written, type=Before).ids == (5,)
-    old = msgspec.msgpack.encode(msgspec.msgpack.decode(written)[:-1])
+    fields = msgspec.msgpack.decode(written)[: Open.__struct_fields__.index("trace")]
+    old = msgspec.msgpack.encode(fields)
     assert msgspec.msgpack.decode(old, type=Open) == opened(1)
 
 

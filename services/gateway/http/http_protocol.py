@@ -19,7 +19,14 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from services.gateway.errors import HeadTooLarge, MalformedRequest, TooSlow, body_of, status_of
+from services.gateway.errors import (
+    HeadTooLarge,
+    MalformedRequest,
+    TooSlow,
+    advice,
+    body_of,
+    status_of,
+)
 from services.gateway.http.connections import ConnectionRegister
 from shardline.base.errors import Invalid
 from shardline.contract.ids import new_id
@@ -292,6 +299,7 @@ def _refusal(error: Invalid) -> bytes:
     """The answer to what never became a request, in OpenAI's form as any other."""
     body = msgspec.json.encode(body_of(error))
     lines = (
+        *(f"{name}: {value}" for name, value in advice(error).items()),
         "content-type: application/json",
         f"content-length: {len(body)}",
         "connection: close",

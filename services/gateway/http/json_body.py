@@ -18,7 +18,7 @@ Document = dict[str, Any]
 MAX_FIELD_BYTES = 64 << 10
 """Of each field but those in LARGE_FIELDS: refused before it is decoded."""
 
-LARGE_FIELDS = ("prompt", "messages")
+LARGE_FIELDS = ("prompt", "messages", "system", "tokens", "input", "instructions")
 
 OBJECT_BYTES: Mapping[bytes, int] = {b"{": 64, b"[": 96, b":": 168, b",": 64}
 """What the value behind each of these costs at most as a Python object (CPython 3.11 to 3.13)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, TypeVar
 
@@ -32,9 +32,14 @@ def described(kind: type[msgspec.Struct]) -> Mapping[str, Mapping[str, Any]]:
 def query(request: Request, kind: type[QueryT]) -> QueryT:
     """The query as its type, which has a default for each name. A misspelled filter would be
     ignored without a word. Raises Invalid, naming the parameter."""
+    return query_of(request.query_params.multi_items(), kind)
+
+
+def query_of(items: Iterable[tuple[str, str]], kind: type[QueryT]) -> QueryT:
+    """Reads the names and values of a query as `query` does."""
     schemas = described(kind)
     found: dict[str, Any] = {}
-    for name, text in request.query_params.multi_items():
+    for name, text in items:
         if name not in schemas:
             names = ", ".join(schemas)
             raise Invalid(name[:32], "there is no such query parameter", f"Use one of: {names}")

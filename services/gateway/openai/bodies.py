@@ -11,7 +11,9 @@ from msgspec import UNSET, Meta, UnsetType
 from services.gateway.bodies import CompletionUsage
 from services.gateway.openai.neutral_fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL
 from services.gateway.openai.response_format import ResponseFormat
-from shardline.contract.chat import Message
+from services.gateway.openai.service_tier import ServiceTier, tier_used
+from shardline.contract.chat import Message, ToolCall
+from shardline.contract.choices import MAX_CHOICES, NumChoices
 from shardline.contract.job import (
     INTERACTIVE_PRIORITY,
     MAX_TOKENS,
@@ -32,6 +34,18 @@ NO_LIMIT = -1
 Length = Annotated[int, Meta(ge=NO_LIMIT, le=MAX_TOKENS, description="-1: all that fit")]
 
 
+_TEXT = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+PROMPTS = {
+    "anyOf": [
+        _TEXT,
+        _IDS,
+        *({"type": "array", "items": one, "maxItems": MAX_CHOICES} for one in (_TEXT, _IDS)),
+    ]
+}
+"""The forms of a completion's prompt, for the API's description."""
+
+
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a stream has beside its chunks."""
 
@@ -43,14 +57,25 @@ class OpenAiRequest(JobRequest, frozen=True, kw_only=True):
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]]
     """Fields without effect, and their values."""
+    takes_what_fits: ClassVar[bool] = False
+    """A `max_tokens` over what the prompt leaves is lowered to it instead of refused."""
     max_tokens: Length | None = None
     max_completion_tokens: Length | None = None
     """Another name of `max_tokens`."""
+    n: NumChoices = 1
+    """Completions of each prompt; each is a job of its own."""
     priority: Priority = INTERACTIVE_PRIORITY
+    service_tier: ServiceTier | None = None
+    """A priority by OpenAI's names."""
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
     response_format: ResponseFormat | None = None
+
+    @property
+    def stored(self) -> Mapping[str, Any] | None:
+        """What a stored completion shows beside its row; None: it is not stored."""
+        return None
 
     @property
     def length(self) -> int | None:
@@ -72,8 +97,11 @@ class CompletionRequest(OpenAiRequest, frozen=True, kw_only=True):
     """The body of `POST /v1/completions`. `max_tokens` is 16 by default."""
 
     neutral = COMPLETION_NEUTRAL
-    prompt: Prompt
+    prompt: Annotated[Prompt, Meta(extra_json_schema=PROMPTS)]
+    """A list of prompts is a request for each of them."""
     messages: None = None
+    echo: bool = False
+    """The text begins with the prompt's."""
 
 
 class ChatCompletionRequest(OpenAiRequest, frozen=True, kw_only=True):
@@ -84,6 +112,15 @@ class ChatCompletionRequest(OpenAiRequest, frozen=True, kw_only=True):
     messages: tuple[Message, ...]
     logprobs: bool = False
     top_logprobs: NumLogprobs = 0
+    store: bool = False
+    """It is found under `GET /v1/chat/completions` until it is deleted there."""
+
+    @property
+    def stored(self) -> Mapping[str, Any] | None:
+        """What a stored completion shows beside its row; None: it is not stored."""
+        if not self.store:
+            return None
+        return {} if self.service_tier is None else {"service_tier": tier_used(self.service_tier)}
 
     def params(self) -> SamplingParams:
         """The sampling part alone, in a job's words."""
@@ -98,8 +135,11 @@ class AnswerHead(msgspec.Struct, frozen=True, kw_only=True, tag_field="object"):
     created: int
     model: str
     system_fingerprint: str
+    service_tier: ServiceTier | UnsetType = UNSET
+    """There if the request had one."""
 
 
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 TokenIds = tuple[int, ...] | UnsetType
 """There with `return_token_ids`; those of the prompt where vLLM's clients look for them."""
 
@@ -138,7 +178,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     """New text of a completion."""
 
-    index: Literal[0]
+    index: int
     finish_reason: FinishReason | None
     text: str
     logprobs: TextLogprobs | None
@@ -147,7 +187,7 @@ class CompletionChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionChoice(CompletionChunkChoice, frozen=True, kw_only=True):
-    """The only choice of a completion."""
+    """One choice of a completion."""
 
     finish_reason: FinishReason
 
@@ -171,15 +211,20 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
     """The model's message."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """None beside calls, if the model says nothing else."""
     refusal: None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    """The reasoning again, where other clients look for it."""
+    tool_calls: tuple[ToolCall, ...] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The only choice of a chat completion."""
+    """One choice of a chat completion."""
 
-    index: Literal[0]
-    finish_reason: FinishReason
+    index: int
+    finish_reason: ChatFinishReason
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     token_ids: TokenIds = UNSET
@@ -193,18 +238,37 @@ class ChatCompletion(AnswerHead, frozen=True, kw_only=True, tag="chat.completion
     usage: CompletionUsage
 
 
+class FunctionCallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """The name of a function, or the next part of its arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ChatToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """The next part of call number `index`; the first one has its id, type and name."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionCallDelta
+
+
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
     """The next part of the model's message; the first one has the role and no text."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: tuple[ChatToolCallDelta, ...] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     """New text of a chat completion."""
 
-    index: Literal[0]
-    finish_reason: FinishReason | None
+    index: int
+    finish_reason: ChatFinishReason | None
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     token_ids: TokenIds = UNSET

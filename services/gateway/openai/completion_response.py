@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any
 from uuid import UUID
 
 import structlog
 from fastapi import Request, Response
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from services.gateway.catalog import system_fingerprint
 from services.gateway.context import Gateway
@@ -25,15 +28,17 @@ from services.gateway.errors import (
     respond,
 )
 from services.gateway.http.sse import DONE, KEEP_ALIVE, EventStream, disconnected, event
-from services.gateway.openai.bodies import AnswerHead, OpenAiRequest
+from services.gateway.openai.bodies import AnswerHead, ChatCompletion, Completion, OpenAiRequest
+from services.gateway.openai.reply_reader import NOTHING
 from services.gateway.openai.responses import OpenAiResponses
+from services.gateway.openai.service_tier import tier_used
 from services.gateway.submit import AcceptedJob
 from shardline.base.aio import cancel_and_wait
 from shardline.base.errors import JobEnded, ShardlineError, Unavailable
 from shardline.base.log import job_context
 from shardline.base.tracing import JobTrace
 from shardline.client.requests import succeeded
-from shardline.contract.job import FinishReason, Job, JobState, Usage
+from shardline.contract.job import FinishReason, Job, JobRequest, JobState, Result, Usage
 from shardline.contract.wire import Delta
 
 log = structlog.get_logger(__name__)
@@ -46,33 +51,54 @@ async def complete(
     kind: type[OpenAiResponses],
 ) -> Response:
     """The answer in OpenAI's shape; its id is the job's, in the body and in `x-request-id`."""
-    head = AnswerHead(
-        id=f"{kind.prefix}-{accepted.job_id}",
-        created=int(time.time()),
-        model=accepted.model.address,
-        system_fingerprint=system_fingerprint(accepted.model),
-    )
-    responses = kind(
-        head=head,
-        request=accepted.request,
-        tokens=accepted.model.tokens,
-        prompt_ids=accepted.prepared.prompt_ids,
-    )
+    head = answer_head(accepted, kind)
+    responses = builder(head, accepted, kind)
     headers = {"x-request-id": head.id}
     if accepted.request.stream:
         events = completion_events(gateway, accepted, responses)
         return EventStream(
-            events, headers=headers, on_disconnect=lambda: _abandon(gateway, accepted)
+            events, headers=headers, on_disconnect=lambda: abandon(gateway, [accepted])
         )
     try:
-        job = await _wait(gateway, request, accepted)
+        jobs = await wait_for_ends(gateway, request, [accepted])
         response = (
-            Response(status_code=CLIENT_CLOSED_REQUEST) if job is None else _whole(responses, job)
+            Response(status_code=CLIENT_CLOSED_REQUEST)
+            if jobs is None
+            else json_response(whole(responses, *jobs))
         )
     except ShardlineError as error:
         response = respond(error)
     response.headers.update(headers)
     return response
+
+
+def answer_head(first: AcceptedJob[OpenAiRequest], kind: type[OpenAiResponses]) -> AnswerHead:
+    """Returns what all parts of an answer repeat; its id is that of its first job."""
+    tier = first.request.service_tier
+    return AnswerHead(
+        id=f"{kind.prefix}-{first.job_id}",
+        created=int(time.time()),
+        model=first.model.address,
+        system_fingerprint=system_fingerprint(first.model),
+        service_tier=UNSET if tier is None else tier_used(tier),
+    )
+
+
+def builder(
+    head: AnswerHead,
+    accepted: AcceptedJob[OpenAiRequest],
+    kind: type[OpenAiResponses],
+    index: int = 0,
+) -> OpenAiResponses:
+    """Returns what builds the answer of one job, which is choice `index`."""
+    return kind(
+        head=head,
+        request=accepted.request,
+        tokens=accepted.model.tokens,
+        prompt_ids=accepted.prepared.prompt_ids,
+        job_id=accepted.job_id,
+        index=index,
+    )
 
 
 async def completion_events(
@@ -81,21 +107,24 @@ async def completion_events(
     """The stream's chunks, the usage if wanted, and `[DONE]`. An error in the middle is the last
     event before it."""
     try:
-        async for chunk in _chunks(gateway, accepted, responses):
-            yield chunk
+        async for chunk in chunks(gateway, accepted, responses):
+            yield event(responses.usage_chunk(chunk)) if isinstance(chunk, Usage) else chunk
     except ShardlineError as error:
         log.warning("completion stream interrupted", job_id=str(accepted.job_id), error=str(error))
         yield event(body_of(error))
     yield DONE
 
 
-async def _chunks(
+async def chunks(
     gateway: Gateway, accepted: AcceptedJob[OpenAiRequest], responses: OpenAiResponses
-) -> AsyncIterator[bytes]:
+) -> AsyncIterator[bytes | Usage]:
+    """One job's chunks, then its usage if it was asked for. Raises the reason of an end without a
+    completion."""
     began_s = sent_s = time.monotonic()
     keep_alive_s = gateway.settings.http_keep_alive_s
     num_output = 0
     texts = responses.logprob_texts()
+    reply = responses.reply_reader()
     if (opening := responses.opening_chunk()) is not None:
         yield event(opening)
     text_rule = accepted.model.tokens.text_rule
@@ -114,19 +143,22 @@ async def _chunks(
         if num_output == 0:
             gateway.metrics.first_token_seconds.observe(now_s - began_s)
         has_ids = bool(delta.ids) and accepted.request.return_token_ids
-        if delta.text or texts.new(delta) is not None or has_ids:
-            yield event(responses.chunk(delta, texts))
+        said = reply.read(delta)
+        if said != NOTHING or texts.new(delta) is not None or has_ids:
+            yield event(responses.chunk(delta, texts, said))
         num_output += len(delta.ids)
         if delta.state is not None:
             if delta.state != JobState.SUCCEEDED:
                 raise await why(gateway, accepted.job_id)
             reason = FinishReason(delta.finish_reason or FinishReason.STOP)
-            yield event(responses.final_chunk(reason))
+            yield event(responses.final_chunk(reason, has_calls=reply.has_calls))
             if accepted.request.stream_options.include_usage:
-                yield event(responses.usage_chunk(await _usage(gateway, accepted, num_output)))
+                yield await committed_usage(gateway, accepted, num_output)
 
 
-async def _usage(gateway: Gateway, accepted: AcceptedJob[OpenAiRequest], num_output: int) -> Usage:
+async def committed_usage(
+    gateway: Gateway, accepted: AcceptedJob[JobRequest], num_output: int
+) -> Usage:
     """Returns the usage as it was committed, with what the prefix cache had. A Postgres that is
     away now holds up no stream's end."""
     try:
@@ -169,43 +201,62 @@ def merged(deltas: Sequence[Delta]) -> Delta:
     )
 
 
-async def _wait(
-    gateway: Gateway, request: Request, accepted: AcceptedJob[OpenAiRequest]
+async def ended_job(
+    gateway: Gateway, request: Request, accepted: AcceptedJob[JobRequest]
 ) -> Job | None:
-    """The ended job, or None when the caller left first. Raises Stopping."""
-    waiting = asyncio.create_task(gateway.client.until_ended(accepted.job_id))
+    """The job once it has ended, or None when the caller left first. Raises Stopping."""
+    jobs = await wait_for_ends(gateway, request, [accepted])
+    return None if jobs is None else jobs[0]
+
+
+async def wait_for_ends(
+    gateway: Gateway, request: Request, choices: Sequence[AcceptedJob[JobRequest]]
+) -> list[Job] | None:
+    """The jobs once all have ended, or None when the caller left first. Raises Stopping."""
+    ends = [asyncio.create_task(gateway.client.until_ended(one.job_id)) for one in choices]
+    waiting = asyncio.gather(*ends)
     leaving = asyncio.create_task(disconnected(request))
     stopping = asyncio.create_task(gateway.stopping.wait())
+    events: set[asyncio.Future[Any]] = {waiting, leaving, stopping}
     try:
-        await asyncio.wait({waiting, leaving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
         if waiting.done():
             return waiting.result()
         if not leaving.done():
-            raise Stopping(accepted.job_id)
-        await _abandon(gateway, accepted)
+            raise Stopping(choices[0].job_id)
+        await abandon(gateway, choices)
         return None
     finally:
-        for task in (waiting, leaving, stopping):
+        for task in (*ends, leaving, stopping):
             await cancel_and_wait(task)
 
 
-async def _abandon(gateway: Gateway, accepted: AcceptedJob[OpenAiRequest]) -> None:
-    """Cancel a job that no caller waits for or can ask for again."""
-    if accepted.is_repeatable:
+async def abandon(gateway: Gateway, choices: Sequence[AcceptedJob[JobRequest]]) -> None:
+    """Cancel jobs of a request that no caller waits for or can ask for again."""
+    first = choices[0]
+    if first.is_repeatable:
         return
-    trace = JobTrace.of(accepted.job_id, accepted.request.traceparent)
-    with job_context(accepted.job_id, trace_id=trace.trace):
-        gateway.metrics.abandoned.inc()
+    trace = JobTrace.of(first.job_id, first.request.traceparent)
+    with job_context(first.job_id, trace_id=trace.trace):
+        gateway.metrics.abandoned.inc(len(choices))
         try:
-            await gateway.client.cancel(accepted.job_id)
+            await gateway.client.cancel([one.job_id for one in choices])
         except Unavailable as error:
             log.warning("abandoned job continues: cancel failed", error=str(error))
 
 
-def _whole(responses: OpenAiResponses, job: Job) -> Response:
+def whole(responses: OpenAiResponses, job: Job) -> Completion | ChatCompletion:
+    """The answer for a job that has ended. Raises the reason why it has no completion."""
+    # As the row says, so that a repeat gets the same answer.
+    created = int(job.created_at.timestamp())
+    return replace(responses.whole(result_of(job)), created=created)
+
+
+def result_of(job: Job) -> Result:
+    """The result of an ended job. Raises JobEnded for one that has not succeeded."""
     try:
         result = succeeded(job).result
     except JobEnded as ended:
         raise error_of_job(job, ended) from ended
     assert result is not None, "a succeeded job has a result"
-    return json_response(responses.whole(result))
+    return result

@@ -18,22 +18,18 @@ from shardline.contract.request_parsing import MAX_SHOWN_CHARS
 OFF = (False,)
 ON = (True,)
 ANY_TEXT = "any text"
+ANY_OBJECT = "any object"
 
 COMMON_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     # OpenAI's.
-    "n": (1,),
     "best_of": (1,),
-    "logit_bias": ({},),
-    "store": (False, True),  # every job is kept and found under /v1/jobs
-    "service_tier": ("auto", "default", "flex", "priority", "scale"),
     "prompt_cache_retention": ("in-memory", "in_memory", "24h"),
+    "prompt_cache_options": (ANY_OBJECT,),  # equal beginnings are found without being marked
     "user": (ANY_TEXT,),
     "safety_identifier": (ANY_TEXT,),
     "prompt_cache_key": (ANY_TEXT,),
-    "echo": OFF,
     # vLLM's and SGLang's.
     "spaces_between_special_tokens": ON,
-    "include_stop_str_in_output": OFF,
     "no_stop_trim": OFF,
     "return_tokens_as_token_ids": OFF,
     "return_hidden_states": OFF,
@@ -41,8 +37,6 @@ COMMON_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "early_stopping": OFF,
     "length_penalty": (1.0,),
     "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
-    "bad_words": ([],),
     "logits_processors": ([],),
     "vllm_xargs": ({},),
     "stop_regex": ([], ""),
@@ -60,33 +54,21 @@ COMMON_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "timings_per_token": OFF,
     "return_progress": OFF,
 }
-COMPLETION_NEUTRAL = {**COMMON_NEUTRAL, "suffix": ("",), "add_special_tokens": ON}
+COMPLETION_NEUTRAL = {
+    **COMMON_NEUTRAL,
+    "store": (False, True),  # every job is kept and found under /v1/jobs
+    "suffix": ("",),
+}
 CHAT_NEUTRAL = {
     **COMMON_NEUTRAL,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
+    "echo": OFF,
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
+    "prediction": (ANY_OBJECT,),  # of the answer, which is the same without it
     "web_search_options": (),
-    "reasoning_effort": ("none", "medium"),
     "verbosity": ("medium",),
-    "add_generation_prompt": ON,
-    "continue_final_message": OFF,
-    "add_special_tokens": OFF,
     "documents": ([],),
     "mm_processor_kwargs": ({},),
-}
-MESSAGE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "refusal": ("",),
-    "audio": (),
-    "tool_calls": ([],),
-    "function_call": (),
-    "annotations": ([],),
-    "reasoning_content": ("",),
 }
 STREAM_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "include_obfuscation": OFF,
@@ -101,8 +83,14 @@ def drop_neutral(
     for name in [name for name in fields if name in neutral]:
         value = fields.pop(name)
         values = neutral[name]
-        if not _is_one_of(value, values) and not (ANY_TEXT in values and isinstance(value, str)):
+        if not _is_one_of(value, values) and not _is_any(value, values):
             raise Invalid(prefix + name, f"{_short(value)} is not supported", _remedy(values))
+
+
+def _is_any(value: Any, values: tuple[Any, ...]) -> bool:
+    return (ANY_TEXT in values and isinstance(value, str)) or (
+        ANY_OBJECT in values and isinstance(value, dict)
+    )
 
 
 def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
@@ -112,7 +100,8 @@ def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
 
 def _remedy(values: tuple[Any, ...]) -> str:
     allowed = " or ".join(
-        one if one is ANY_TEXT else msgspec.json.encode(one).decode() for one in values
+        one if one in (ANY_TEXT, ANY_OBJECT) else msgspec.json.encode(one).decode()
+        for one in values
     )
     return f"Leave it out, or send {allowed}" if allowed else "Leave it out"
 

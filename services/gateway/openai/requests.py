@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from services.gateway.http.json_body import Document
 from services.gateway.openai.bodies import ChatCompletionRequest, CompletionRequest, OpenAiRequest
-from services.gateway.openai.neutral_fields import MESSAGE_NEUTRAL, STREAM_NEUTRAL, drop_neutral
+from services.gateway.openai.neutral_fields import STREAM_NEUTRAL, drop_neutral
+from services.gateway.openai.service_tier import PRIORITIES
 from shardline.base.errors import Invalid
 from shardline.contract.request_parsing import check_request, parse_fields
 
@@ -18,33 +19,27 @@ RequestT = TypeVar("RequestT", bound=OpenAiRequest)
 
 
 def completion_request(document: Document) -> CompletionRequest:
-    """Parse the body of `POST /v1/completions`. Raises Invalid.
-
-    A list of one prompt is that prompt; several are several requests. `logprobs` of a chat's form
-    means none."""
-    fields = _kept(document, CompletionRequest.neutral)
+    """Parse the body of `POST /v1/completions` with one prompt. Raises Invalid. `logprobs` of a
+    chat's form means none."""
+    fields = _kept(_without_best_of(document), CompletionRequest.neutral)
     if "messages" in fields:
         remedy = "Send prompt, or use /v1/chat/completions"
         raise Invalid("messages", "completions take a prompt", remedy)
     if fields.get("logprobs") is False:
         del fields["logprobs"]
-    prompt = fields.get("prompt")
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        if len(prompt) > 1:
-            problem = f"it holds {len(prompt)} prompts; one is the limit"
-            raise Invalid("prompt", problem, "Send one request for each prompt")
-        fields["prompt"] = prompt[0]
-    return _parse(fields, CompletionRequest)
+    request = _parse(fields, CompletionRequest)
+    if request.echo and request.logprobs is not None:
+        problem = "there are no log-probabilities of a prompt's tokens"
+        raise Invalid("echo", problem, "Leave out echo or logprobs")
+    return request
 
 
 def chat_request(document: Document) -> ChatCompletionRequest:
     """Parse the body of `POST /v1/chat/completions`. Raises Invalid."""
-    fields = _kept(document, ChatCompletionRequest.neutral)
+    fields = _kept(_without_best_of(document), ChatCompletionRequest.neutral)
     if "prompt" in fields:
         remedy = "Send messages, or use /v1/completions"
         raise Invalid("prompt", "chat completions take messages", remedy)
-    if isinstance(messages := fields.get("messages"), list):
-        fields["messages"] = [_message(message, place) for place, message in enumerate(messages)]
     request = _parse(fields, ChatCompletionRequest)
     if request.top_logprobs and not request.logprobs:
         remedy = "Set logprobs to true, or leave it out"
@@ -57,6 +52,9 @@ def _parse(fields: Document, kind: type[RequestT]) -> RequestT:
         fields["stop"] = [stop] if stop else []
     if isinstance(options := fields.get("stream_options"), dict):
         fields["stream_options"] = _kept(options, STREAM_NEUTRAL, "stream_options.")
+    tier = fields.get("service_tier")
+    if isinstance(tier, str) and tier in PRIORITIES:
+        fields.setdefault("priority", PRIORITIES[tier])
     request = parse_fields(fields, kind)
     if request.max_completion_tokens not in (None, request.length):
         remedy = "Send one of max_completion_tokens and max_tokens"
@@ -73,33 +71,16 @@ def _parse(fields: Document, kind: type[RequestT]) -> RequestT:
     return request
 
 
+def _without_best_of(document: Document) -> Document:
+    """Drops it where it is `n`: then no choice is left out."""
+    best_of = document.get("best_of")
+    if best_of != (document.get("n") or 1) or isinstance(best_of, bool):
+        return document
+    return {name: value for name, value in document.items() if name != "best_of"}
+
+
 def _kept(document: Document, neutral: Mapping[str, tuple[Any, ...]], prefix: str = "") -> Document:
     """Returns the fields that have a value and an effect."""
     fields = {name: value for name, value in document.items() if value is not None}
     drop_neutral(fields, neutral, prefix)
     return fields
-
-
-def _message(message: Any, place: int) -> Any:
-    """Join content that comes in parts of text, by lines as vLLM does. `parse_fields` refuses what
-    is no object."""
-    if not isinstance(message, dict):
-        return message
-    fields = _kept(message, MESSAGE_NEUTRAL, f"messages[{place}].")
-    parts = fields.get("content")
-    if isinstance(parts, list):
-        fields["content"] = "\n".join(
-            _text_part(part, f"messages[{place}].content[{index}]")
-            for index, part in enumerate(parts)
-        )
-    return fields
-
-
-def _text_part(part: Any, field: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise Invalid(
-        field,
-        "only parts of type text are supported",
-        'Send {"type": "text", "text": …} or a string',
-    )

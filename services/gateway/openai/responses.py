@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from uuid import UUID
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from services.gateway.bodies import CompletionUsage
 from services.gateway.openai import bodies
+from services.gateway.openai.reply_reader import ReplyReader
+from shardline.contract.chat import Reply, ReplyDelta, ToolCallDelta
 from shardline.contract.job import FinishReason, Result, TokenLogprob, Usage
 from shardline.contract.wire import Delta
 from shardline.tokenize import BROKEN, Piece, Tokens, TokenText, TokenTexts
@@ -52,6 +55,9 @@ class ResponseParts:
     request: bodies.OpenAiRequest
     tokens: Tokens
     prompt_ids: tuple[int, ...]
+    job_id: UUID
+    index: int = 0
+    """Of this one among the choices of its request."""
     chunk_kind: ClassVar[type[bodies.CompletionChunk | bodies.ChatChunk]]
     no_text: ClassVar[Any]
     """The choice of a chunk without new tokens."""
@@ -60,16 +66,20 @@ class ResponseParts:
         """What the chunks of one stream go on with: the texts and places of its tokens."""
         return LogprobTexts(self.tokens.token_texts(self.request.params(), self.prompt_ids))
 
-    def final_chunk(self, reason: FinishReason) -> msgspec.Struct:
+    def reply_reader(self) -> ReplyReader:
+        """What the chunks of one stream say; of a prompt's completion, its text."""
+        return ReplyReader(None)
+
+    def final_chunk(self, reason: FinishReason, *, has_calls: bool = False) -> msgspec.Struct:
         """The chunk with the finish reason."""
-        return self._chunk(finish_reason=reason)
+        return self._chunk(finish_reason=_finish_reason(reason, has_calls=has_calls))
 
     def usage_chunk(self, usage: Usage) -> msgspec.Struct:
-        """The chunk after the last one, if it was asked for."""
+        """The chunk after the last one of all choices, if it was asked for."""
         return self.chunk_kind(**self._head(), choices=[], usage=CompletionUsage.of(usage))
 
     def _chunk(self, token_ids: tuple[int, ...] = (), **fields: Any) -> msgspec.Struct:
-        choice = replace(self.no_text, token_ids=self._asked(token_ids), **fields)
+        choice = replace(self.no_text, index=self.index, token_ids=self._asked(token_ids), **fields)
         usage = None if self.request.stream_options.include_usage else UNSET
         return self.chunk_kind(**self._head(), choices=[choice], usage=usage)
 
@@ -91,9 +101,9 @@ class CompletionResponses(ResponseParts):
     def whole(self, result: Result) -> bodies.Completion:
         """The answer to a request that does not stream."""
         choice = bodies.CompletionChoice(
-            index=0,
+            index=self.index,
             finish_reason=result.finish_reason,
-            text=result.text,
+            text=self._echoed() + result.text,
             logprobs=_text_logprobs(result.logprobs, self.logprob_texts()),
             token_ids=self._asked(result.token_ids),
             prompt_token_ids=self._asked(self.prompt_ids),
@@ -102,14 +112,26 @@ class CompletionResponses(ResponseParts):
         return bodies.Completion(**self._head(), choices=[choice], usage=usage)
 
     def opening_chunk(self) -> msgspec.Struct | None:
-        """The chunk before the first token: the prompt's ids, or nothing."""
-        is_asked = self.request.return_token_ids
-        return self._chunk(prompt_token_ids=self.prompt_ids) if is_asked else None
+        """The chunk before the first token: the prompt's text or ids, or nothing."""
+        echoed = self._echoed()
+        if not echoed and not self.request.return_token_ids:
+            return None
+        return self._chunk(text=echoed, prompt_token_ids=self._asked(self.prompt_ids))
 
-    def chunk(self, delta: Delta, texts: LogprobTexts) -> msgspec.Struct:
+    def _echoed(self) -> str:
+        """The prompt as it was sent, where it was sent as a text and is read whole; else that of
+        its tokens."""
+        request = self.request
+        if not isinstance(request, bodies.CompletionRequest) or not request.echo:
+            return ""
+        if isinstance(request.prompt, str) and request.truncate_prompt_tokens is None:
+            return request.prompt
+        return self.tokens.text_of(self.prompt_ids, request.params())
+
+    def chunk(self, delta: Delta, texts: LogprobTexts, said: ReplyDelta) -> msgspec.Struct:
         """A chunk of new tokens; `texts` has had those of the chunks before."""
         logprobs = _text_logprobs(texts.new(delta), texts, is_end=delta.state is not None)
-        return self._chunk(delta.ids, text=delta.text, logprobs=logprobs)
+        return self._chunk(delta.ids, text=said.content, logprobs=logprobs)
 
 
 class ChatResponses(ResponseParts):
@@ -122,10 +144,13 @@ class ChatResponses(ResponseParts):
 
     def whole(self, result: Result) -> bodies.ChatCompletion:
         """The answer to a request that does not stream."""
+        params = self.request.params()
+        reply = self.tokens.chat.reply(result.text, params, self.job_id, self.prompt_ids)
+        has_calls = bool(reply.tool_calls)
         choice = bodies.ChatChoice(
-            index=0,
-            finish_reason=result.finish_reason,
-            message=bodies.AssistantMessage(role="assistant", content=result.text, refusal=None),
+            index=self.index,
+            finish_reason=_finish_reason(result.finish_reason, has_calls=has_calls),
+            message=self._message(reply),
             logprobs=_chat_logprobs(result.logprobs, self.logprob_texts()),
             token_ids=self._asked(result.token_ids),
         )
@@ -134,16 +159,60 @@ class ChatResponses(ResponseParts):
         head = {**self._head(), "prompt_token_ids": ids}
         return bodies.ChatCompletion(**head, choices=[choice], usage=usage)
 
+    def _message(self, reply: Reply) -> bodies.AssistantMessage:
+        reasoning = self._told(reply.reasoning)
+        return bodies.AssistantMessage(
+            role="assistant",
+            content=reply.content or (None if reply.tool_calls else ""),
+            refusal=None,
+            reasoning=reasoning,
+            reasoning_content=reasoning,
+            tool_calls=reply.tool_calls or UNSET,
+        )
+
+    def _told(self, reasoning: str | None) -> str | UnsetType:
+        return reasoning if reasoning and self.request.include_reasoning else UNSET
+
+    def reply_reader(self) -> ReplyReader:
+        """What the chunks of one stream say."""
+        params = self.request.params()
+        return ReplyReader(
+            self.tokens.chat.parser(params, self.job_id, self.prompt_ids),
+            with_reasoning=params.include_reasoning,
+        )
+
     def opening_chunk(self) -> msgspec.Struct:
         """The chunk before the first token: the role, and the prompt's ids."""
         opening = self._chunk(delta=bodies.ChatDelta(role="assistant", content=""))
         return replace(opening, prompt_token_ids=self._asked(self.prompt_ids))
 
-    def chunk(self, delta: Delta, texts: LogprobTexts) -> msgspec.Struct:
+    def chunk(self, delta: Delta, texts: LogprobTexts, said: ReplyDelta) -> msgspec.Struct:
         """A chunk of new tokens; `texts` has had those of the chunks before."""
         logprobs = _chat_logprobs(texts.new(delta), texts, is_end=delta.state is not None)
-        said = bodies.ChatDelta(content=delta.text)
-        return self._chunk(delta.ids, delta=said, logprobs=logprobs)
+        reasoning = self._told(said.reasoning)
+        told = bodies.ChatDelta(
+            content=said.content or UNSET,
+            reasoning=reasoning,
+            reasoning_content=reasoning,
+            tool_calls=tuple(_call_delta(call) for call in said.tool_calls) or UNSET,
+        )
+        return self._chunk(delta.ids, delta=told, logprobs=logprobs)
+
+
+def _finish_reason(reason: FinishReason, *, has_calls: bool) -> bodies.ChatFinishReason:
+    if reason is FinishReason.LENGTH:
+        return "length"
+    return "tool_calls" if has_calls else "stop"
+
+
+def _call_delta(call: ToolCallDelta) -> bodies.ChatToolCallDelta:
+    is_first = call.id is not None
+    return bodies.ChatToolCallDelta(
+        index=call.index,
+        id=call.id or UNSET,
+        type="function" if is_first else UNSET,
+        function=bodies.FunctionCallDelta(name=call.name or UNSET, arguments=call.arguments),
+    )
 
 
 OpenAiResponses = CompletionResponses | ChatResponses
@@ -154,7 +223,15 @@ def _chat_logprobs(
 ) -> bodies.ChatLogprobs | None:
     if logprobs is None:
         return None
-    content = [
+    content = content_logprobs(texts.push(logprobs, is_end=is_end), texts)
+    return bodies.ChatLogprobs(content=content, refusal=None)
+
+
+def content_logprobs(
+    told: Iterable[tuple[TokenLogprob, TokenText]], texts: LogprobTexts
+) -> list[bodies.ContentLogprob]:
+    """Log-probabilities with the texts that `texts` has told, as chats show them."""
+    return [
         bodies.ContentLogprob(
             token=token.text,
             logprob=entry.logprob,
@@ -166,9 +243,8 @@ def _chat_logprobs(
                 for token_id, value in entry.top
             ],
         )
-        for entry, token in texts.push(logprobs, is_end=is_end)
+        for entry, token in told
     ]
-    return bodies.ChatLogprobs(content=content, refusal=None)
 
 
 def _text_logprobs(

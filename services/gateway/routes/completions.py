@@ -7,11 +7,11 @@ from fastapi import APIRouter, Request, Response
 from services.gateway.context import GatewayDep
 from services.gateway.guard import SubmitCaller
 from services.gateway.openai import bodies
-from services.gateway.openai.completion_response import complete
-from services.gateway.openai.requests import chat_request, completion_request
+from services.gateway.openai.choice_answers import complete_choices
+from services.gateway.openai.choice_requests import chat_choices, completion_choices
 from services.gateway.openai.responses import ChatResponses, CompletionResponses
 from services.gateway.schemas import GUARDED, REQUEST_ID, TAKING, answer, body, chunks, errors
-from services.gateway.submit import submit
+from services.gateway.submit import submit_choices
 
 router = APIRouter(
     tags=["OpenAI"], default_response_class=Response, responses=errors(*GUARDED, *TAKING, 504)
@@ -34,9 +34,9 @@ CHAT_COMPLETION = answer(STREAMED, bodies.ChatCompletion, chunks(bodies.ChatChun
 async def create_completion(
     request: Request, gateway: GatewayDep, caller: SubmitCaller
 ) -> Response:
-    """Complete a prompt (text or token ids), whole or as a stream."""
-    accepted = await submit(gateway, request, caller, completion_request)
-    return await complete(gateway, request, accepted, CompletionResponses)
+    """Complete one prompt or several (text or token ids), whole or as a stream."""
+    choices = await submit_choices(gateway, request, caller, completion_choices)
+    return await complete_choices(gateway, request, choices, CompletionResponses)
 
 
 @router.post(
@@ -48,5 +48,5 @@ async def create_chat_completion(
     request: Request, gateway: GatewayDep, caller: SubmitCaller
 ) -> Response:
     """Answer messages, whole or as a stream."""
-    accepted = await submit(gateway, request, caller, chat_request)
-    return await complete(gateway, request, accepted, ChatResponses)
+    choices = await submit_choices(gateway, request, caller, chat_choices)
+    return await complete_choices(gateway, request, choices, ChatResponses)

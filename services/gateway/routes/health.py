@@ -7,12 +7,20 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from services.gateway.bodies import Health, ModelCard, ModelList, ModelReadiness, Readiness
+from services.gateway.bodies import (
+    Health,
+    ModelCard,
+    ModelList,
+    ModelReadiness,
+    Readiness,
+    Version,
+)
 from services.gateway.catalog import system_fingerprint
 from services.gateway.context import GatewayDep
 from services.gateway.errors import json_response
 from services.gateway.guard import SCHEME, AdminCaller, ReadCaller
 from services.gateway.schemas import GUARDED, TEXT, Content, answer, errors
+from shardline import __version__
 from shardline.base.errors import Unavailable
 from shardline.store.pipelines import LivePipeline
 from shardline.tokenize import RegisteredModel
@@ -82,6 +90,12 @@ async def get_model(name: str, gateway: GatewayDep, _caller: ReadCaller) -> Resp
 async def metrics(gateway: GatewayDep, _caller: AdminCaller) -> Response:
     """Metrics in Prometheus's text format."""
     return Response(generate_latest(gateway.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/version", responses={200: answer("Shardline's version", Version), **errors(*GUARDED)})
+async def version(_caller: ReadCaller) -> Response:
+    """The version of this gateway."""
+    return json_response(Version(version=__version__))
 
 
 @router.get(

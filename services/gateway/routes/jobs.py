@@ -37,7 +37,7 @@ from shardline.streams.cursor import PLACE
 router = APIRouter(tags=["jobs"], default_response_class=Response, responses=errors(*GUARDED, 400))
 
 NAMED = ("Location", REQUEST_ID)
-JOB_ID = r"^(chatcmpl-|cmpl-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
+JOB_ID = r"^(chatcmpl-|cmpl-|msg_|resp_)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
 JobIdPath = Annotated[str, Path(json_schema_extra={"pattern": JOB_ID})]
 """Described only: `parse_id` reports better what is wrong."""
 
@@ -164,5 +164,7 @@ async def follow_job(
 
 
 def _job_id(text: str, field: str = "id") -> UUID:
-    """Completions carry their job's id behind a prefix."""
-    return parse_id(text.removeprefix("chatcmpl-").removeprefix("cmpl-"), field)
+    """Completions and messages carry their job's id behind a prefix."""
+    for prefix in ("chatcmpl-", "cmpl-", "msg_", "resp_"):
+        text = text.removeprefix(prefix)
+    return parse_id(text, field)

@@ -7,7 +7,8 @@ Letters of shapes: T packed rows of the step, H the hidden size.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -35,8 +36,8 @@ from services.stage.model.weights import fingerprint
 from services.stage.ranks.messages import PassKind
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import Invalid, ProtocolError
-from shardline.tokenize import tokenizer_json
 from shardline.tokenize.grammar import Grammars
+from shardline.tokenize.grammar_load import GrammarLoad
 from shardline_scheduler.open_sequences import OpenSequences
 from shardline_scheduler.step_plan import StepPlan, StepResult
 
@@ -55,6 +56,7 @@ class Executor:
         *,
         exact: bool,
         fingerprint: str,
+        grammars: Callable[[], Grammars] | None = None,
     ) -> None:
         forward = self.forward = runner.forward
         shard = forward.shard
@@ -81,7 +83,7 @@ class Executor:
             vocab_size=self.info.vocab_size,
             eos_ids=self.info.eos_ids,
             device=shard.output_device,
-            grammars=cache(partial(_grammars, self.info)),
+            grammars=grammars,
         )
         self._sampled: dict[int, SampledSequence] = {}
 
@@ -107,6 +109,7 @@ class Executor:
         if len(layers) < info.num_layers:
             _check_frames(limits.token_budget, info.hidden_size * device.dtype(dtype).itemsize)
         check_split(info.config, cache_folder)
+        grammars = _grammars(info) if layers.stop == info.num_layers else None
         memory = StageMemory(limits, device)
         load = ForwardLoad(
             info=info,
@@ -137,7 +140,8 @@ class Executor:
             num_threads=device.num_threads,
             device=device.identity(),
         )
-        return cls(runner, limits, device, adapters, exact=loaded.exact, fingerprint=name)
+        make = partial(cls, runner, limits, device, adapters, grammars=grammars)
+        return make(exact=loaded.exact, fingerprint=name)
 
     @property
     def blocks_used(self) -> int:
@@ -269,6 +273,7 @@ class Executor:
                 found.bad,
                 monotonic_s() - began_s,
                 (*plan.refused, *found.refused),
+                found.forced,
             )
         if spans:
             self._runner.run(Pass(kind=PassKind.WRITE, spans=spans, adapters=adapters), x)
@@ -317,5 +322,6 @@ def _packing(load: ForwardLoad, loaded: LoadedForward) -> str:
     return name if loaded.num_ranks == 1 else f"{name} {loaded.num_ranks} ranks"
 
 
-def _grammars(info: ModelInfo) -> Grammars:
-    return Grammars(tokenizer_json(info.path), vocab_size=info.vocab_size, eos_ids=info.eos_ids)
+def _grammars(info: ModelInfo) -> Callable[[], Grammars]:
+    """Begins to read the vocabulary, beside the weights."""
+    return GrammarLoad(info.path, vocab_size=info.vocab_size, eos_ids=info.eos_ids).result

@@ -8,14 +8,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import takewhile
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from services.stage.engine.token_limits import limits_of
 from shardline.contract.job import SamplingParams
 from shardline.tokenize.grammar import GrammarError, GrammarMatcher
-from shardline_scheduler.step_plan import Open
+from shardline_scheduler.step_plan import MAX_DRAFTS, Open
+
+NONE_IS_LEFT = (
+    "no token may be next: allowed_token_ids, bad_words, min_tokens and structured_outputs "
+    "exclude all of them"
+)
 
 
 class SampledSequence:
@@ -26,7 +33,9 @@ class SampledSequence:
     """
 
     __slots__ = (
+        "_eos_ids",
         "_grammar",
+        "_limits",
         "_masked",
         "_num_prompt",
         "_penalties",
@@ -46,6 +55,7 @@ class SampledSequence:
         self.seed = record.seed
         self.params = params
         self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
         self.index = 0
         """The output index of the token that is sampled next."""
         self._num_prompt = record.num_prompt
@@ -57,9 +67,10 @@ class SampledSequence:
             self._penalties = _Penalties(
                 params, record.ids[: record.num_prompt], torch.zeros(vocab_size, device=device)
             )
+        self._limits = limits_of(record, vocab_size=vocab_size, device=device)
         self._grammar: GrammarMatcher | None = None
         self.refusal = ""
-        """Why its grammar cannot be followed; its tokens mean nothing then."""
+        """Why it cannot go on, by its grammar or its limits; its tokens mean nothing then."""
 
     @property
     def num_known(self) -> int:
@@ -69,7 +80,12 @@ class SampledSequence:
     @property
     def is_adjusted(self) -> bool:
         """Whether logits change before a token is chosen."""
-        return self._penalties is not None or self._grammar is not None or self._is_masked
+        return (
+            self._penalties is not None
+            or self._grammar is not None
+            or self._limits is not None
+            or self._is_masked
+        )
 
     @property
     def _is_masked(self) -> bool:
@@ -84,11 +100,17 @@ class SampledSequence:
         self.refusal = f"structured_outputs: it cannot be followed: {reason}"
         self._grammar = None
 
+    def refuse_all_tokens(self) -> None:
+        """Lets it fail: what it asks for leaves no token to be next."""
+        self.refusal = self.refusal or NONE_IS_LEFT
+
     def extend(self, ids: Sequence[int]) -> None:
         """Adds output tokens to the history."""
         self.index += len(ids)
         if self._penalties is not None and ids:
             self._penalties.extend(ids)
+        if self._limits is not None:
+            self._limits.extend(ids)
         if self._grammar is not None:
             try:
                 self._grammar.take(ids)
@@ -96,28 +118,46 @@ class SampledSequence:
                 self.refuse(str(error))
 
     def adjusted(self, row: Tensor) -> Tensor:
-        """Returns the logits [V], float32, with penalties, with the tokens masked that its grammar
-        does not allow, and with stop tokens masked until `min_tokens`.
+        """Returns the logits [V], float32, with bias and penalties, with the tokens masked that its
+        limits or its grammar do not allow, and with stop tokens masked until `min_tokens`.
 
         The given row is not changed.
         """
+        if self._limits is not None:
+            row = self._limits.biased(row)
         if self._penalties is not None:
             row = self._penalties.applied(row)
         if self._grammar is not None:
             row = self._by_grammar(row, self._grammar)
-        if self._is_masked:
-            masked = row.clone()
-            masked[self._masked] = -math.inf
-            # A grammar that can only end ends before `min_tokens`.
-            if self._grammar is None or math.isfinite(float(masked.max())):
-                row = masked
+        if self._limits is not None:
+            row = self._limits.masked(row)
+        if self._is_masked and self._grammar is None:
+            row = row.clone()
+            row[self._masked] = -math.inf
         return row
+
+    def forced_after(self, token_id: int) -> tuple[int, ...]:
+        """Returns the tokens that its grammar most likely has follow this one, which was sampled
+        last."""
+        if self._grammar is None or token_id in self._eos_ids:
+            return ()
+        try:
+            forced = self._grammar.forced_after(token_id)
+        except GrammarError as error:
+            self.refuse(str(error))
+            return ()
+        return tuple(takewhile(lambda each: each not in self._eos_ids, forced))[:MAX_DRAFTS]
+
+    def ends_with(self, token_id: int) -> bool:
+        """Whether its text ends with this token, whatever follows."""
+        return self._grammar is not None and token_id in self._eos_ids
 
     def takes_greedily(self, token_id: int) -> bool:
         """Whether its grammar alone decides about the likeliest token, and allows it."""
         return (
             self._grammar is not None
             and self._penalties is None
+            and self._limits is None
             and not self._is_masked
             and self._grammar.allows(token_id)
         )
@@ -128,8 +168,13 @@ class SampledSequence:
         except GrammarError as error:
             self.refuse(str(error))
             return row
-        is_allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
-        mask = torch.from_numpy(is_allowed == 0).to(row.device)
+        is_masked = np.unpackbits(bits, count=self._vocab_size, bitorder="little") == 0
+        if self._is_masked:
+            with_ends = is_masked.copy()
+            with_ends[self._masked] = True
+            # A grammar that can only end ends before `min_tokens`.
+            is_masked = is_masked if with_ends.all() else with_ends
+        mask = torch.from_numpy(is_masked).to(row.device)
         return row.masked_fill(mask, -math.inf)
 
 

@@ -58,7 +58,10 @@ class Sample(NamedTuple):
     logprobs: tuple[tuple[TokenLogprob | None, ...], ...]
     bad: tuple[int, ...]
     refused: tuple[Refusal, ...] = ()
-    """The sequences whose grammar cannot be followed, and why: their tokens mean nothing."""
+    """The sequences that cannot go on by their grammar or limits, and why: their tokens mean
+    nothing."""
+    forced: tuple[tuple[int, ...], ...] = ()
+    """For each sequence the tokens that its grammar has follow; empty if there are none."""
 
 
 class _Run(NamedTuple):
@@ -81,8 +84,8 @@ class Sampler:
         device: torch.device | str = "cpu",
         grammars: Callable[[], Grammars] | None = None,
     ) -> None:
-        """`grammars` gives those of the model, and is asked when the first sequence needs one:
-        their vocabulary takes up to seconds to read. None: the model has no tokenizer."""
+        """`grammars` gives those of the model when a sequence needs one. None: the model has no
+        tokenizer."""
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
         self._device = torch.device(device)
@@ -145,6 +148,10 @@ class Sampler:
                 sequences, drafts, pairwise(starts), strict=True
             )
         ]
+        forced = tuple(
+            sequence.forced_after(run.tokens[-1]) if run.is_good else ()
+            for sequence, run in zip(sequences, runs, strict=True)
+        )
         return Sample(
             tokens=tuple(run.tokens for run in runs),
             logprobs=_logprobs(sequences, runs),
@@ -154,6 +161,7 @@ class Sampler:
                 if not run.is_good
             ),
             refused=tuple((one.seq, one.refusal) for one in sequences if one.refusal),
+            forced=forced if any(forced) else (),
         )
 
     def _run(
@@ -173,9 +181,9 @@ class Sampler:
             if token == NO_TOKEN:
                 return _Run(rows, (*tokens, 0), is_good=False)
             tokens.append(token)
-            if tokens[-1] != draft:
+            if token != draft or sequence.ends_with(token):
                 break
-            sequence.extend(tokens[-1:])
+            sequence.extend((token,))
         return _Run(rows, tuple(tokens), is_good=True)
 
     def _choose(self, row: Tensor, sequence: SampledSequence, greedy: int) -> int:
@@ -185,7 +193,10 @@ class Sampler:
             row = sequence.adjusted(row)
             # A small divisor overflows, and a mask may leave nothing: this sequence fails, and no
             # other.
-            if not math.isfinite(float(row.max())):
+            peak = float(row.max())
+            if peak == -math.inf:
+                sequence.refuse_all_tokens()
+            if not math.isfinite(peak):
                 return NO_TOKEN
         if sequence.params.temperature == 0:
             return first_largest(row.unsqueeze(0))[0]

@@ -6,33 +6,48 @@ from __future__ import annotations
 from itertools import chain
 
 import msgspec
-from tokenizers import Tokenizer
 
 from services.stage.adapters.peft import AdapterFolder
 from services.stage.jobs.attempt_spans import AttemptSpans
+from services.stage.jobs.chat_replies import ChatReplies
 from shardline.base.errors import Invalid
+from shardline.contract.job import SamplingParams
 from shardline.store.claims import ClaimedJob
-from shardline.tokenize import CompletionText, Vocabulary
+from shardline.tokenize import CompletionText, Tokens
+from shardline.tokenize.bad_words import BannedIds, banned_ids
 from shardline_scheduler.sequence import Request
+
+OF_TEXTS = frozenset(
+    {
+        "add_generation_prompt",
+        "add_special_tokens",
+        "bad_words",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "include_reasoning",
+        "include_stop_str_in_output",
+        "parallel_tool_calls",
+        "reasoning_effort",
+        "skip_special_tokens",
+        "thinking_token_budget",
+        "tool_choice",
+        "tools",
+        "truncate_prompt_tokens",
+    }
+)
+"""Parameters that no stage needs: they decide a prompt's ids and a text alone, or are ids by
+now."""
+
+OF_SAMPLING = tuple(name for name in SamplingParams.__struct_fields__ if name not in OF_TEXTS)
 
 
 class EngineRequests:
-    """Builds the requests of one model by its tokenizer, end-of-sequence ids, limits and
-    adapters."""
+    """Builds the requests of one model by its tokenizer, limits and adapters. `replies` reads what
+    came of them."""
 
-    def __init__(
-        self,
-        *,
-        tokenizer: Tokenizer,
-        eos_ids: tuple[int, ...],
-        context_length: int,
-        vocab_size: int,
-        adapters: AdapterFolder,
-        spans: AttemptSpans,
-    ) -> None:
-        self._vocabulary = Vocabulary(tokenizer, eos_ids)
-        self._context_length = context_length
-        self._vocab_size = vocab_size
+    def __init__(self, *, tokens: Tokens, adapters: AdapterFolder, spans: AttemptSpans) -> None:
+        self._tokens = tokens
+        self.replies = ChatReplies(tokens)
         self.adapters = adapters
         self._spans = spans
 
@@ -42,13 +57,12 @@ class EngineRequests:
         scheduler."""
         params = msgspec.structs.replace(row.params, max_tokens=row.max_tokens, seed=row.seed)
         adapter, refusal = self._adapter(row)
+        held, cannot = self._held(row)
+        banned, ban_refusal = self._banned(row)
         request = Request(
             key=(str(row.job_id), row.fence),
             prompt_ids=row.prompt_ids,
-            # Stages need nothing of what decides texts alone.
-            params=msgspec.structs.replace(
-                params, chat_template_kwargs={}, skip_special_tokens=True
-            ),
+            params=held,
             seed=row.seed,
             output_ids=row.output_ids,
             output_logprobs=row.logprobs or (),
@@ -58,24 +72,48 @@ class EngineRequests:
             tenant=row.tenant_id,
             adapter=adapter,
             trace=self._spans.traceparent(row),
-            refusal=refusal or self._foreign_id(row),
+            banned=banned,
+            refusal=refusal or cannot or ban_refusal or self._foreign_id(row),
         )
-        room = self._context_length - len(row.prompt_ids)
-        return request, CompletionText(
-            self._vocabulary, params, room=room, prompt_ids=row.prompt_ids
-        )
+        room = self._tokens.context_length - len(row.prompt_ids)
+        return request, self._tokens.completion(params, room, row.prompt_ids)
+
+    def _held(self, row: ClaimedJob) -> tuple[SamplingParams, str]:
+        """The parameters for the stages, which need nothing of what decides texts alone: of tools
+        the grammar of the calls that must be made. Or why there are none."""
+        output = row.params.structured_outputs
+        refusal = ""
+        if row.is_chat:
+            try:
+                output = self._tokens.chat.output_of(row.params, row.prompt_ids)
+            except Invalid as error:
+                refusal = str(error)
+        held = {name: getattr(row.params, name) for name in OF_SAMPLING}
+        sampled = SamplingParams(**held)
+        return msgspec.structs.replace(
+            sampled, max_tokens=row.max_tokens, seed=row.seed, structured_outputs=output
+        ), refusal
 
     def _foreign_id(self, row: ClaimedJob) -> str:
         """Why its ids are none of the model's, if so. Doors check them, but a row can be written by
         hand, or be prepared for other weights of this name; such an id would end everybody's
         epoch."""
-        for token_id in chain(row.prompt_ids, row.output_ids):
-            if token_id is None or not 0 <= token_id < self._vocab_size:
+        asked = (*row.params.logit_bias, *(row.params.allowed_token_ids or ()))
+        for token_id in chain(row.prompt_ids, row.output_ids, asked):
+            if token_id is None or not 0 <= token_id < self._tokens.vocab_size:
                 return (
-                    f"token id {token_id} is not in the vocabulary of {self._vocab_size}. "
+                    f"token id {token_id} is not in the vocabulary of {self._tokens.vocab_size}. "
                     "Submit the job again"
                 )
         return ""
+
+    def _banned(self, row: ClaimedJob) -> tuple[BannedIds, str]:
+        """The sequences of tokens that its bad words make, or why there are none."""
+        words = row.params.bad_words
+        try:
+            return banned_ids(self._tokens.tokenizer, words, vocab_size=self._tokens.vocab_size), ""
+        except Invalid as error:
+            return (), f"{error.field}: {error.problem}. {error.remedy}"
 
     def _adapter(self, row: ClaimedJob) -> tuple[str, str]:
         """The fingerprint of its adapter, or why there is none. The claim's counts: files that

@@ -14,6 +14,7 @@ import structlog
 from sqlalchemy import Connection
 from sqlalchemy import Engine as Database
 
+from services.stage.jobs.chat_replies import ChatReplies
 from services.stage.jobs.delta_publisher import DeltaPublisher
 from services.stage.jobs.identity import Identity
 from services.stage.jobs.lease_host import LeaseHost
@@ -41,12 +42,14 @@ class Finisher:
         *,
         database: Database,
         jobs: LiveJobs,
+        replies: ChatReplies,
         publisher: DeltaPublisher,
         host: LeaseHost,
         times: Times,
     ) -> None:
         self._database = database
         self._jobs = jobs
+        self._replies = replies
         self._publisher = publisher
         self._host = host
         self._times = times
@@ -66,7 +69,8 @@ class Finisher:
         elif isinstance(event, KvExceeded):
             self._outgrown.append(event)
         else:
-            self._outcomes.append(JobOutcome(job=self._jobs.remove(event.key), event=event))
+            job = self._jobs.remove(event.key)
+            self._outcomes.append(JobOutcome(job=job, event=event, replies=self._replies))
 
     def commit_outcomes(self) -> bool:
         """Every result that waits, in one transaction. Returns whether there was any: seats are

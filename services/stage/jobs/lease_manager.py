@@ -93,7 +93,12 @@ class LeaseManager(threading.Thread):
             times=times,
         )
         self._finisher = Finisher(
-            database=database, jobs=self._jobs, publisher=publisher, host=host, times=times
+            database=database,
+            jobs=self._jobs,
+            replies=requests.replies,
+            publisher=publisher,
+            host=host,
+            times=times,
         )
         self._outage = Outage()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import structlog
 
+from services.stage.jobs.chat_replies import ChatReplies
 from services.stage.jobs.live_job import LiveJob
 from shardline.base.tracing import JobTrace
 from shardline.contract.celery_results import completion
@@ -32,6 +33,8 @@ class JobOutcome:
 
     job: LiveJob
     event: SequenceFinished | SequenceFailed
+    replies: ChatReplies
+    """Reads the text of a chat."""
 
     @property
     def state(self) -> JobState:
@@ -58,6 +61,7 @@ class JobOutcome:
         if isinstance(event, SequenceFailed):
             error = {"code": "engine", "problem": event.reason}
             return End(job_id=claimed.job_id, fence=claimed.fence, state=self.state, error=error)
+        reply = self.replies.read(claimed, event.text, event.output_ids)
         result = Result(
             job_id=claimed.job_id,
             text=event.text,
@@ -66,10 +70,13 @@ class JobOutcome:
                 prompt_tokens=len(claimed.prompt_ids),
                 completion_tokens=len(event.output_ids),
                 cached_tokens=event.num_cached,
+                reasoning_tokens=reply.num_reasoning_tokens,
             ),
             finish_reason=event.reason,
             exact=job.exact,
             logprobs=event.logprobs,
+            reasoning=reply.reasoning,
+            tool_calls=reply.tool_calls,
             timings=job.timings(),
             provenance=job.provenance(),
         )

@@ -20,13 +20,14 @@ from shardline.cli.cost import cost
 from shardline.cli.database import transaction
 from shardline.cli.dead import dead
 from shardline.cli.exits import HELP, Reporting
-from shardline.cli.fields import held_to, parse_fields, prompt_fields, read_prompt
+from shardline.cli.fields import callable_tools, held_to, parse_fields, prompt_fields, read_prompt
 from shardline.cli.keys import keys
 from shardline.cli.local_stack import use_local_stack
 from shardline.cli.trace import trace
 from shardline.client import Client
 from shardline.client.requests import request_of, succeeded
 from shardline.contract.job import DEFAULT_TENANT, JobState
+from shardline.contract.request_parsing import OF_CHATS
 from shardline.store.models import ModelChoice, get_models, model_choices
 from shardline.store.pipelines import live_pipelines
 
@@ -79,6 +80,9 @@ def submit(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")] = None,
     priority: Annotated[int | None, typer.Option(help="0 is served first, 9 last.")] = None,
+    tool: Annotated[
+        list[Path] | None, typer.Option(help="A file with a tool that the model may call.")
+    ] = None,
     schema: Annotated[
         Path | None, typer.Option(help="A file with the JSON schema of the completion.")
     ] = None,
@@ -97,7 +101,7 @@ def submit(
     """Store one job and print its id, or wait for its completion."""
     given = _given(max_tokens=max_tokens, temperature=temperature, seed=seed, priority=priority)
     text = read_prompt(prompt)
-    fields = {**given, **held_to(schema), **parse_fields(field or ())}
+    fields = {**given, **held_to(schema), **callable_tools(tool or ()), **parse_fields(field or ())}
     _check(text, fields)
     chosen = _choose_model(model)
     is_chat = chosen.has_chat_template if chat is None and system is None else chat
@@ -233,7 +237,7 @@ def _stream(client: Client, job_id: UUID, *, json: bool) -> None:
 
 def _check(text: str, fields: Mapping[str, Any]) -> None:
     """Raises Invalid for what no model takes, before Postgres is asked about the model."""
-    of_texts = {name: value for name, value in fields.items() if name != "chat_template_kwargs"}
+    of_texts = {name: value for name, value in fields.items() if name not in OF_CHATS}
     request_of("any", text, of_texts, DEFAULT_TENANT)
 
 

@@ -55,6 +55,20 @@ def held_to(schema: Path | None) -> dict[str, Any]:
         raise Invalid("--schema", f"{schema}: {error}", "Give a file with a JSON schema") from error
 
 
+def callable_tools(files: Iterable[Path]) -> dict[str, Any]:
+    """The field with the tools of these files: each has one in OpenAI's form, or a list of them.
+    Raises Invalid."""
+    tools: list[Any] = []
+    for file in files:
+        try:
+            document = msgspec.json.decode(file.read_bytes())
+        except (OSError, msgspec.DecodeError, RecursionError) as error:
+            remedy = "Give a file with a tool in OpenAI's form"
+            raise Invalid("--tool", f"{file}: {error}", remedy) from error
+        tools += document if isinstance(document, list) else [document]
+    return {"tools": tools} if tools else {}
+
+
 def _value(text: str) -> Any:
     try:
         return msgspec.json.decode(text)

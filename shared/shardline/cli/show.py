@@ -119,6 +119,8 @@ def job_details(job: Job) -> None:
     if job.result is not None:
         typer.echo()
         completion(job.result.text)
+        for call in job.result.tool_calls:
+            completion(f"{call.function.name}({call.function.arguments})")
 
 
 def dead_table(jobs: Iterable[JobSummary]) -> None:
@@ -208,6 +210,7 @@ def _result(job: Job) -> dict[str, object]:
         "finish reason": result.finish_reason,
         "tokens": f"{result.usage.prompt_tokens} in{_cached(result.usage)}, "
         f"{result.usage.completion_tokens} out",
+        "reasoning": f"{result.usage.reasoning_tokens} tokens" if result.reasoning else None,
         "exact": "yes" if result.exact else "no",
         "worker": result.provenance.get("worker"),
         "timings": ", ".join(

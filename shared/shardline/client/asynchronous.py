@@ -77,13 +77,15 @@ class AsyncClient(BaseClient[AsyncEngine]):
         self,
         requests: Iterable[AnyRequest],
         *,
+        n: int = 1,
         session: AsyncSession | AsyncConnection | None = None,
     ) -> Ids:
-        """Store all of them in one transaction, or none; ids in the same order.
+        """Store all of them in one transaction, or none; ids in the same order. Each request has
+        `n` choices, whose ids stand side by side.
 
         A type checker knows the fields of `JobRequest(model=…, …)`, not those of a mapping.
         """
-        return await self._ask(questions.insert(checked(requests, self.tenant)), session)
+        return await self._ask(questions.insert(checked(requests, self.tenant), n), session)
 
     async def get(self, job_id: JobId) -> Job:
         """The job, with its result if it has one. Raises NotFound."""

@@ -13,12 +13,14 @@ from uuid import UUID
 
 from sqlalchemy import Connection
 
-from shardline.base.errors import NotFound
-from shardline.client.requests import succeeded
+from shardline.base.errors import Invalid, NotFound
+from shardline.client.requests import MAX_REQUESTS, succeeded
+from shardline.contract.choices import check_n, choices_of
 from shardline.contract.ids import JobId, as_id, as_ids, one_or_many
 from shardline.contract.job import Job, JobRequest, JobState, JobSummary
 from shardline.store import dead_letters, jobs, listing
 from shardline.store.dead_letters import DeadLetter
+from shardline.store.inserts import encode_choices, insert_all
 from shardline.store.listing import PageEnd
 from shardline.store.statistics.reports import states
 
@@ -34,9 +36,18 @@ Summaries = list[JobSummary]
 States = dict[UUID, JobState]
 
 
-def insert(requests: Sequence[JobRequest]) -> Question[Ids]:
-    """Store all of them, or none; ids in the same order. Raises Conflict."""
-    return lambda connection: [one.job_id for one in jobs.insert_jobs(connection, requests)]
+def insert(requests: Sequence[JobRequest], n: int = 1) -> Question[Ids]:
+    """Store `n` choices of each of them, or none at all; ids in the same order, the choices of a
+    request side by side. Raises Invalid, Conflict."""
+    if n == 1:
+        return lambda connection: [one.job_id for one in jobs.insert_jobs(connection, requests)]
+    check_n(n)
+    if len(requests) * n > MAX_REQUESTS:
+        raise Invalid("n", f"it makes over {MAX_REQUESTS} jobs", "Send them in several calls")
+    encoded = [encode_choices(choices_of(request, n)) for request in requests]
+    return lambda connection: [
+        job_id for one in insert_all(connection, encoded) for job_id in (one.job_id, *one.others)
+    ]
 
 
 def get_many(ids: Iterable[JobId]) -> Question[Jobs]:

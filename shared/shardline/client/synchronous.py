@@ -66,13 +66,18 @@ class Client(BaseClient[Engine]):
         return self._ask(questions.insert([request]), session)[0]
 
     def submit_many(
-        self, requests: Iterable[AnyRequest], *, session: Session | Connection | None = None
+        self,
+        requests: Iterable[AnyRequest],
+        *,
+        n: int = 1,
+        session: Session | Connection | None = None,
     ) -> Ids:
-        """Store all of them in one transaction, or none; ids in the same order.
+        """Store all of them in one transaction, or none; ids in the same order. Each request has
+        `n` choices, whose ids stand side by side.
 
         A type checker knows the fields of `JobRequest(model=…, …)`, not those of a mapping.
         """
-        return self._ask(questions.insert(checked(requests, self.tenant)), session)
+        return self._ask(questions.insert(checked(requests, self.tenant), n), session)
 
     def get(self, job_id: JobId) -> Job:
         """The job, with its result if it has one. Raises NotFound."""

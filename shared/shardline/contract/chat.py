@@ -7,29 +7,86 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import force_setattr
+
+ASSISTANT = "assistant"
+TOOL = "tool"
+
+MAX_TOOL_CALLS = 128
+"""Of one message."""
 
 
-class FunctionCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A function's name, and its arguments as JSON text."""
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A function's name, and its arguments as JSON text. Clients add fields of their own, which
+    change nothing."""
 
-    name: str
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
     arguments: str
 
 
-class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A call that the model has made; the answer to it names its id."""
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that the model has made; the answer to it names its id. Clients that have put it
+    together from a stream send its index too."""
 
-    id: str
+    id: Annotated[str, Meta(max_length=256)]
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One chat message."""
+class TextPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a message's content."""
 
-    role: str
-    content: str
-    name: str | None = None
+    type: str
+    text: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse images, sound and files, by the name of their type."""
+        if self.type != "text" or self.text is None:
+            shown = self.type[:64]
+            problem = f"it is of type {shown!r} without text" if self.type == "text" else shown
+            raise ValueError(f"only parts of type text are supported, not {problem}")
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One chat message.
+
+    Parts of text are joined by lines, as vLLM joins them, and `reasoning_content` is `reasoning`:
+    a message has one form once it is made. What clients send back of an answer's message without
+    its meaning anything is dropped. Raises ValueError.
+    """
+
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str | tuple[TextPart, ...] | None = None
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    tool_calls: Annotated[tuple[ToolCall, ...], Meta(max_length=MAX_TOOL_CALLS)] | None = None
+    tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+    """Of a tool's answer: the call that it answers."""
+    reasoning: str | None = None
+    """What the model thought before it said the content."""
+    reasoning_content: str | None = None
+    refusal: Literal[""] | None = None
+    annotations: tuple[dict[str, Any], ...] | None = None
+    audio: None = None
+    function_call: None = None
+
+    def __post_init__(self) -> None:
+        """Give the message its one form."""
+        if isinstance(self.content, tuple | list):
+            text = "\n".join(part.text or "" for part in self.content)
+            force_setattr(self, "content", text)
+        if self.content is None and self.role != ASSISTANT:
+            raise ValueError("content is missing: send a text")
+        if self.tool_calls and self.role != ASSISTANT:
+            raise ValueError("tool_calls belong to messages of role assistant")
+        force_setattr(self, "reasoning", self.reasoning or self.reasoning_content or None)
+        force_setattr(self, "tool_calls", self.tool_calls or None)
+        for name in ("reasoning_content", "refusal", "annotations"):
+            force_setattr(self, name, None)
+
+    @property
+    def text(self) -> str:
+        """The content; empty for calls alone."""
+        return self.content if isinstance(self.content, str) else ""
 
 
 class FunctionDefinition(

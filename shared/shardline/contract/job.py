@@ -14,8 +14,9 @@ from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from shardline.base.trace_context import MAX_TRACEPARENT_CHARS, TRACEPARENT
-from shardline.contract.chat import Message
+from shardline.contract.chat import Message, ToolCall
 from shardline.contract.structured_output import StructuredOutput
+from shardline.contract.tool_choice import ToolChoice, Tools
 
 PRIORITIES = range(10)
 """0 is served first."""
@@ -41,6 +42,9 @@ MAX_METADATA_BYTES = 64 << 10
 """As JSON. It is kept with every job, and read with every look at it."""
 
 MAX_SEED = 2**63 - 1
+ALL_THAT_FIT = -1
+"""Of `truncate_prompt_tokens`."""
+
 NO_TOP_K = -1
 """No limit, as other servers write it."""
 
@@ -84,6 +88,8 @@ class FinishReason(StrEnum):
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=128)]
 VariableName = Annotated[str, Meta(min_length=1, max_length=64)]
 Variable = (
     bool
@@ -92,6 +98,7 @@ Variable = (
     | None
 )
 AdapterName = Annotated[str, Meta(pattern=ADAPTER_NAME, max_length=128)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Priority = Annotated[int, Meta(ge=0, le=9)]
 
@@ -121,13 +128,43 @@ class SamplingParams(
         tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=16)
     ] = ()
     stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
+    include_stop_str_in_output: bool = False
+    """The stop string, or the stop token's text, ends the text."""
     ignore_eos: bool = False
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] = {}
+    """Added to the tokens' logits before penalties."""
+    allowed_token_ids: (
+        Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=1024)] | None
+    ) = None
+    """No other token is chosen, not even one that would end the completion."""
+    bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=64)] = ()
+    """Texts whose tokens never follow each other in the completion."""
     skip_special_tokens: bool = True
     """False: the text has the special tokens too, all but the one that ends it."""
     chat_template_kwargs: Annotated[dict[VariableName, Variable], Meta(max_length=16)] = {}
     """Variables of the model's chat template, such as `enable_thinking`."""
+    add_generation_prompt: bool = True
+    """False: rendered messages do not end with the beginning of an answer."""
+    continue_final_message: bool = False
+    """The completion goes on with the last message, which is the assistant's."""
+    add_special_tokens: bool | None = None
+    """The tokenizer's around the prompt; None: around a text, but not around rendered messages."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=ALL_THAT_FIT, le=MAX_TOKENS)] | None = None
+    """Only the prompt's last ones are read."""
     structured_outputs: StructuredOutput | None = None
     """What the text must be; it ends where it can only end."""
+    tools: Tools = ()
+    """What the model may call. With messages alone, as all that follows up to `logprobs`."""
+    tool_choice: ToolChoice | None = None
+    """None: auto."""
+    parallel_tool_calls: bool = True
+    """False: one call at most."""
+    reasoning_effort: ReasoningEffort | None = None
+    """A variable of the chat template; none: no thinking, where the template can leave it out."""
+    thinking_token_budget: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
+    """Tokens of thinking, after which its end is forced. Not every model has a token for that."""
+    include_reasoning: bool = True
+    """False: answers leave the reasoning out; the row has it."""
     logprobs: NumLogprobs | None = None
     seed: Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     exact: bool = False
@@ -204,6 +241,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     cached_tokens: int | None = None
     """Prompt tokens that were not computed: their KV was there. None where it is not known."""
+    reasoning_tokens: int | None = None
+    """Of a chat's completion: those before its reasoning ends. None where it is not known."""
 
     @property
     def total_tokens(self) -> int:
@@ -226,11 +265,16 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     job_id: UUID
     text: str
+    """As generated, with the marks of reasoning and calls."""
     token_ids: tuple[int, ...]
     usage: Usage
     finish_reason: FinishReason
     exact: bool
     logprobs: tuple[TokenLogprob, ...] | None = None
+    reasoning: str | None = None
+    """What the model thought, of a chat."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The calls in the text of a chat."""
     timings: dict[str, float] = {}
     provenance: dict[str, Any] = {}
 

@@ -4,6 +4,7 @@ no door."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,12 +13,32 @@ from shardline.base.errors import Invalid
 from shardline.contract.job import MAX_METADATA_BYTES, MAX_TOKENS, JobRequest, SamplingParams
 from shardline.contract.structured_output import FIELD as STRUCTURED_OUTPUTS
 from shardline.contract.structured_output import check_structured_output
+from shardline.contract.tool_choice import callable_tools, check_tools
 
 MAX_METADATA_DEPTH = 32
 MAX_SHOWN_CHARS = 64
 """Of a name that a caller made up, in an error."""
 
-RequestT = TypeVar("RequestT", bound=SamplingParams)
+OF_CHATS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "tools",
+    "tool_choice",
+    "reasoning_effort",
+    "thinking_token_budget",
+)
+REPLACED = {"functions": "tools", "function_call": "tool_choice"}
+"""OpenAI's first form of tools, and what has taken its place."""
+REMEDIES: Mapping[str, str] = MappingProxyType(
+    {
+        "n": "Send one request for each completion, under seeds of their own; "
+        "OpenAI's routes and submit_many of the Python client take n"
+    }
+)
+"""For fields of other doors."""
+
+RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 
 
 def check_request(request: JobRequest) -> JobRequest:
@@ -32,10 +53,8 @@ def check_request(request: JobRequest) -> JobRequest:
         )
     if request.messages is not None and not request.messages:
         raise Invalid("messages", "the list is empty", "Send at least one message")
-    if request.chat_template_kwargs and request.messages is None:
-        raise Invalid(
-            "chat_template_kwargs", "a prompt is not rendered", "Send messages, or leave it out"
-        )
+    if request.messages is None:
+        check_is_no_chat(request)
     if request.min_tokens and request.min_tokens > (
         longest := request.params().max_tokens or MAX_TOKENS
     ):
@@ -53,14 +72,40 @@ def check_request(request: JobRequest) -> JobRequest:
     return request
 
 
+def check_is_no_chat(params: SamplingParams) -> None:
+    """Refuses, for a prompt, what only the rendering of messages reads. Raises Invalid."""
+    default = SamplingParams()
+    for name in OF_CHATS:
+        if getattr(params, name) != getattr(default, name):
+            raise Invalid(name, "a prompt is not rendered", "Send messages, or leave it out")
+
+
 def check_params(params: SamplingParams) -> None:
     """Checks what the types of parameters cannot express. Raises Invalid."""
-    if params.structured_outputs is None:
-        return
-    check_structured_output(params.structured_outputs)
-    for name in ("ignore_eos", "min_tokens"):
+    if params.truncate_prompt_tokens == 0:
+        remedy = "Send how many of the last tokens to keep, or -1 for all that fit"
+        raise Invalid("truncate_prompt_tokens", "it is 0: nothing would be left", remedy)
+    if params.continue_final_message and params.add_generation_prompt:
+        problem = "it goes on with the last message, add_generation_prompt begins a new one"
+        raise Invalid("continue_final_message", problem, "Set add_generation_prompt to false too")
+    check_tools(params.tools, params.tool_choice)
+    called = callable_tools(params.tools, params.tool_choice, parallel=params.parallel_tool_calls)
+    if called.is_required:
+        for name in ("structured_outputs", "ignore_eos", "min_tokens"):
+            if getattr(params, name):
+                problem = "a call that must be made is all that the model says"
+                raise Invalid(name, problem, "Leave it out, or send tool_choice auto")
+    if params.structured_outputs is not None:
+        check_structured_output(params.structured_outputs)
+        _check_may_end(params, STRUCTURED_OUTPUTS, ("ignore_eos",))
+    if params.thinking_token_budget is not None:
+        _check_may_end(params, "thinking_token_budget", ("ignore_eos", "min_tokens"))
+
+
+def _check_may_end(params: SamplingParams, holder: str, names: tuple[str, ...]) -> None:
+    for name in names:
         if getattr(params, name):
-            problem = f"{STRUCTURED_OUTPUTS} end a completion where it can only end"
+            problem = f"with {holder} a completion ends where it can only end"
             raise Invalid(name, problem, "Leave one of the two out")
 
 
@@ -111,8 +156,11 @@ def parse_request(document: object) -> JobRequest:
 def parse_fields(document: object, kind: type[RequestT]) -> RequestT:
     """A JSON-like object as the struct of its door. Raises Invalid for what the types do not
     allow."""
+    for name, remedy in REPLACED.items():
+        if isinstance(document, Mapping) and document.get(name) is not None:
+            raise Invalid(name, "it is OpenAI's first form of tools", f"Send {remedy}")
     try:
-        return msgspec.convert(_plain(document, kind), kind)
+        return msgspec.convert(_plain(document, kind), kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise invalid_from(error) from error
     except UnicodeEncodeError as error:
@@ -123,7 +171,7 @@ def parse_fields(document: object, kind: type[RequestT]) -> RequestT:
         raise Invalid("request", "it is nested too deeply", "Send a flatter object") from error
 
 
-def _half_a_character(document: object, kind: type[SamplingParams]) -> str:
+def _half_a_character(document: object, kind: type[msgspec.Struct]) -> str:
     """Returns the field with half a character in its value."""
     for name, value in document.items() if isinstance(document, Mapping) else ():
         try:
@@ -139,10 +187,10 @@ def _half_a_character(document: object, kind: type[SamplingParams]) -> str:
 def parse_params(document: object) -> SamplingParams:
     """What a row holds as `params`, which a hand may have written. Raises
     msgspec.ValidationError."""
-    return msgspec.convert(_plain(document, SamplingParams), SamplingParams)
+    return msgspec.convert(_plain(document, SamplingParams), SamplingParams, str_keys=True)
 
 
-def _plain(document: object, kind: type[SamplingParams]) -> object:
+def _plain(document: object, kind: type[msgspec.Struct]) -> object:
     """Without nulls, which mean the same as leaving a field out, and with whole numbers as
     integers: some languages write 5 as 5.0. A field of fractions takes an integer too."""
     if not isinstance(document, Mapping):
@@ -157,15 +205,16 @@ def _plain(document: object, kind: type[SamplingParams]) -> object:
 def invalid_from(error: msgspec.ValidationError) -> Invalid:
     """msgspec's message, which names the limit and the path (`… - at `$.top_p``), as our error."""
     problem, _, path = str(error).partition(" - at `")
-    field = path.rstrip("`").removeprefix("$").removeprefix(".")
+    field = path.removeprefix("key` in `").rstrip("`").removeprefix("$").removeprefix(".")
+    remedy = "See docs/jobs.md or /openapi.json for fields and limits"
     if problem.startswith(("Object contains unknown field", "Object missing required field")):
         what, name, *_ = problem.split("`")
         problem = f"{what}`{shown(name)}`"
+        remedy = REMEDIES.get(name, remedy)
         field = f"{field}.{name}" if field else name
     elif field == "traceparent" and "regex" in problem:
         problem = "it is not the traceparent of a W3C trace context"
     problem = problem[:1].lower() + problem[1:]
-    remedy = "See docs/jobs.md or /openapi.json for fields and limits"
     return Invalid(shown(field) or "request", problem, remedy)
 
 

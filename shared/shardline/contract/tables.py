@@ -7,10 +7,7 @@ and the view `job_costs` are in the migrations.
 
 from __future__ import annotations
 
-from typing import Any
-
 from sqlalchemy import (
-    TIMESTAMP,
     BigInteger,
     Boolean,
     CheckConstraint,
@@ -20,7 +17,6 @@ from sqlalchemy import (
     Index,
     Integer,
     LargeBinary,
-    MetaData,
     SmallInteger,
     Table,
     Text,
@@ -32,6 +28,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB, UUID
 
 from shardline.contract.api_key import Scope
+from shardline.contract.fleet_tables import pipelines, plans, workers
 from shardline.contract.job import (
     DEFAULT_PRIORITY,
     DEFAULT_TENANT,
@@ -39,6 +36,18 @@ from shardline.contract.job import (
     FinishReason,
     JobState,
 )
+from shardline.contract.table_parts import (
+    checks,
+    created,
+    json_object,
+    metadata,
+    one_of,
+    partial_index,
+    time_of,
+)
+
+# Of other modules, and found here with the tables of jobs.
+__all__ = ["metadata", "pipelines", "plans", "workers"]
 
 JOBS_CHANNEL = "shardline_jobs"
 """NOTIFY, empty payload: rows for the relay were inserted, requeued or asked to cancel."""
@@ -66,41 +75,7 @@ of the attempt."""
 RATE_KINDS = ("price", "carbon")
 """Of energy: money, and grams of CO2 equivalent, for each kWh."""
 
-metadata = MetaData(
-    naming_convention={
-        "pk": "%(table_name)s_pkey",
-        "fk": "%(table_name)s_%(column_0_name)s_fkey",
-        "uq": "%(table_name)s_%(column_0_N_name)s_key",
-        "ck": "%(table_name)s_%(constraint_name)s",
-    }
-)
-
-
-def _one_of(column: str, values: tuple[str, ...]) -> str:
-    return f"{column} IN ({', '.join(repr(str(value)) for value in values)})"
-
-
-def _time(name: str, **options: Any) -> Column[Any]:
-    return Column(name, TIMESTAMP(timezone=True), **options)
-
-
-def _created(name: str) -> Column[Any]:
-    return _time(name, nullable=False, server_default=text("now()"))
-
-
-def _object(name: str) -> Column[Any]:
-    return Column(name, JSONB, nullable=False, server_default=text("'{}'"))
-
-
-def _checks(**rules: str) -> list[CheckConstraint]:
-    return [CheckConstraint(rule, name=name) for name, rule in rules.items()]
-
-
-def _index(name: str, *columns: Column[Any], where: str) -> Index:
-    return Index(name, *columns, postgresql_where=text(where))
-
-
-tenants = Table("tenants", metadata, Column("id", Text, primary_key=True), _created("created_at"))
+tenants = Table("tenants", metadata, Column("id", Text, primary_key=True), created("created_at"))
 
 api_keys = Table(
     "api_keys",
@@ -111,12 +86,12 @@ api_keys = Table(
     Column("tenant_id", Text, ForeignKey("tenants.id"), nullable=False),
     Column("digest", LargeBinary, nullable=False),
     Column("scopes", ARRAY(Text), nullable=False),
-    _created("created_at"),
-    _time("expires_at"),
-    _time("replaced_at"),
-    _time("revoked_at"),
-    _time("last_used_at"),
-    *_checks(
+    created("created_at"),
+    time_of("expires_at"),
+    time_of("replaced_at"),
+    time_of("revoked_at"),
+    time_of("last_used_at"),
+    *checks(
         name_is_1_to_64_characters=f"length(name) BETWEEN 1 AND {MAX_NAME_CHARS}",
         digest_is_a_sha256="octet_length(digest) = 32",
         scopes_are_known=f"scopes <@ ARRAY[{', '.join(repr(str(scope)) for scope in Scope)}]",
@@ -137,11 +112,11 @@ models = Table(
     Column("eos_token_ids", ARRAY(Integer), nullable=False, server_default=text("'{}'")),
     Column("tokenizer", Text, nullable=False),
     Column("chat_template", Text),
-    _object("special_tokens"),
+    json_object("special_tokens"),
     Column("fingerprint", Text, nullable=False),
     # Of heads: fingerprints of LoRA adapters by name, for doors to know them.
-    _object("adapters"),
-    _created("updated_at"),
+    json_object("adapters"),
+    created("updated_at"),
     CheckConstraint("length(name) BETWEEN 1 AND 256", name="name_is_1_to_256_characters"),
     CheckConstraint("context_length > 0 AND vocab_size > 0", name="sizes_are_positive"),
 )
@@ -157,41 +132,47 @@ jobs = Table(
     Column("prompt", Text),
     Column("messages", JSONB(none_as_null=True)),
     Column("prompt_ids", ARRAY(Integer)),
-    _object("params"),
+    json_object("params"),
     Column("seed", BigInteger, nullable=False, server_default=text(RANDOM_SEED)),
     Column("priority", SmallInteger, nullable=False, server_default=text(str(DEFAULT_PRIORITY))),
     Column("idempotency_key", Text),
-    _object("metadata"),
+    json_object("metadata"),
     Column("traceparent", Text),
     Column("replay_of", UUID(as_uuid=True), ForeignKey("jobs.id", ondelete="SET NULL")),
+    # One of several choices of a request: the id of the first one, and its place. None: it is the
+    # only one.
+    Column("choice_of", UUID(as_uuid=True)),
+    Column("choice_index", SmallInteger),
+    # What a stored chat completion shows beside its row; None: OpenAI's lists do not have it.
+    Column("stored", JSONB(none_as_null=True)),
     # When it may run.
-    _created("created_at"),
-    _time("not_before", nullable=False, server_default=text("now()")),
-    _time("deadline_at"),
-    _time("cancel_requested_at"),
+    created("created_at"),
+    time_of("not_before", nullable=False, server_default=text("now()")),
+    time_of("deadline_at"),
+    time_of("cancel_requested_at"),
     # Preparation and sending, by relays.
-    _time("preparing_until"),
-    _time("prepared_at"),
+    time_of("preparing_until"),
+    time_of("prepared_at"),
     Column("max_tokens", Integer),
-    _time("sent_at"),
+    time_of("sent_at"),
     Column("num_sends", Integer, nullable=False, server_default=text("0")),
     # Running.
     Column("state", Text, nullable=False, server_default=text(f"'{JobState.QUEUED}'")),
     Column("fence", BigInteger, nullable=False, server_default=text("0")),
-    _time("lease_until"),
+    time_of("lease_until"),
     Column("worker", Text),
     Column("pipeline", Text),
-    _time("requeued_at"),
+    time_of("requeued_at"),
     Column("crashes", Integer, nullable=False, server_default=text("0")),
     Column("max_crashes", Integer, nullable=False, server_default=text("3")),
     Column("exactness", Text),
     Column("exact", Boolean, nullable=False, server_default=true()),
     # The end.
     Column("error", JSONB(none_as_null=True)),
-    _time("finished_at"),
+    time_of("finished_at"),
     UniqueConstraint("tenant_id", "idempotency_key"),
-    *_checks(
-        state_is_known=_one_of("state", tuple(JobState)),
+    *checks(
+        state_is_known=one_of("state", tuple(JobState)),
         needs_a_prompt_or_messages_or_prompt_ids=(
             "state = 'failed' OR (num_nonnulls(prompt, messages) <= 1 "
             "AND num_nonnulls(prompt, messages, prompt_ids) >= 1)"
@@ -209,11 +190,14 @@ jobs = Table(
         priority_is_0_to_9=f"priority BETWEEN {PRIORITIES[0]} AND {PRIORITIES[-1]}",
         idempotency_key_is_1_to_256_characters="length(idempotency_key) BETWEEN 1 AND 256",
         traceparent_is_at_most_256_characters="length(traceparent) <= 256",
+        choice_of_has_an_index="num_nonnulls(choice_of, choice_index) <> 1",
+        choice_index_is_not_negative="choice_index >= 0",
+        stored_is_an_object="jsonb_typeof(stored) = 'object'",
         max_crashes_is_0_to_100="max_crashes BETWEEN 0 AND 100",
         counters_are_not_negative="crashes >= 0 AND fence >= 0 AND num_sends >= 0",
         a_lease_belongs_to_running="(state = 'running') = (lease_until IS NOT NULL)",
         finished_at_belongs_to_an_end=(
-            f"({_one_of('state', TERMINAL)}) = (finished_at IS NOT NULL)"
+            f"({one_of('state', TERMINAL)}) = (finished_at IS NOT NULL)"
         ),
         prepared_means_tokenized=(
             "prepared_at IS NULL "
@@ -224,24 +208,48 @@ jobs = Table(
 )
 
 _WAITING = "state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL"
-_index("jobs_to_prepare", jobs.c.created_at, where="state = 'queued' AND prepared_at IS NULL")
+partial_index(
+    "jobs_to_prepare", jobs.c.created_at, where="state = 'queued' AND prepared_at IS NULL"
+)
 # not_before last: delayed jobs are passed over inside the index.
 _TO_SEND = ("model", "priority", "created_at", "id", "not_before")
-_index("jobs_to_send", *(jobs.c[name] for name in _TO_SEND), where=_WAITING)
+partial_index("jobs_to_send", *(jobs.c[name] for name in _TO_SEND), where=_WAITING)
 _SENT = "state = 'queued' AND sent_at IS NOT NULL"
-_index("jobs_sent", jobs.c.model, jobs.c.priority, where=_SENT)
+partial_index("jobs_sent", jobs.c.model, jobs.c.priority, where=_SENT)
 # Without lease_until: a heartbeat must not touch an index.
-_index("jobs_active", jobs.c.state, jobs.c.model, where=_one_of("state", ACTIVE))
-_index("jobs_deadlines", jobs.c.deadline_at, where="state = 'queued' AND deadline_at IS NOT NULL")
-_index("jobs_cancels", jobs.c.id, where="state = 'queued' AND cancel_requested_at IS NOT NULL")
+partial_index("jobs_active", jobs.c.state, jobs.c.model, where=one_of("state", ACTIVE))
+partial_index(
+    "jobs_deadlines", jobs.c.deadline_at, where="state = 'queued' AND deadline_at IS NOT NULL"
+)
+partial_index(
+    "jobs_cancels", jobs.c.id, where="state = 'queued' AND cancel_requested_at IS NOT NULL"
+)
 # Lists, newest first: each filter has its own order.
 Index("jobs_listing", jobs.c.created_at, jobs.c.id)
 Index("jobs_by_state", jobs.c.tenant_id, jobs.c.state, jobs.c.created_at, jobs.c.id)
 Index("jobs_by_model", jobs.c.tenant_id, jobs.c.model, jobs.c.state, jobs.c.created_at, jobs.c.id)
-_index("jobs_dead", jobs.c.finished_at, jobs.c.id, where=DEAD)
-_index("jobs_dead_by_model", jobs.c.model, jobs.c.finished_at, jobs.c.id, where=DEAD)
+partial_index("jobs_dead", jobs.c.finished_at, jobs.c.id, where=DEAD)
+partial_index("jobs_dead_by_model", jobs.c.model, jobs.c.finished_at, jobs.c.id, where=DEAD)
 # Without it, deleting old jobs would read the whole table once for each of them.
-_index("jobs_replays", jobs.c.replay_of, where="replay_of IS NOT NULL")
+partial_index("jobs_replays", jobs.c.replay_of, where="replay_of IS NOT NULL")
+Index(
+    "jobs_choices",
+    jobs.c.choice_of,
+    jobs.c.choice_index,
+    unique=True,
+    postgresql_where=text("choice_of IS NOT NULL"),
+)
+_STORED = "stored IS NOT NULL"
+partial_index("jobs_stored", jobs.c.tenant_id, jobs.c.created_at, jobs.c.id, where=_STORED)
+_BY_MODEL = ("tenant_id", "model", "created_at", "id")
+partial_index("jobs_stored_by_model", *(jobs.c[name] for name in _BY_MODEL), where=_STORED)
+Index(
+    "jobs_stored_metadata",
+    jobs.c.metadata,
+    postgresql_using="gin",
+    postgresql_ops={"metadata": "jsonb_path_ops"},
+    postgresql_where=text(_STORED),
+)
 
 attempts = Table(
     "attempts",
@@ -255,9 +263,9 @@ attempts = Table(
     Column("worker", Text, nullable=False),
     Column("fingerprint", Text, nullable=False),
     Column("exactness", Text, nullable=False),
-    _created("started_at"),
-    _created("heartbeat_at"),
-    _time("ended_at"),
+    created("started_at"),
+    created("heartbeat_at"),
+    time_of("ended_at"),
     Column("outcome", Text),
     Column("num_resumed", Integer, nullable=False, server_default=text("0")),
     Column("tokens", ARRAY(Integer), nullable=False, server_default=text("'{}'")),
@@ -267,7 +275,7 @@ attempts = Table(
     # Of attempts before `pipeline_energy`: joules, and how the power of their stages was known.
     Column("energy_j", Double),
     Column("energy_source", Text),
-    CheckConstraint(_one_of("outcome", OUTCOMES), name="outcome_is_known"),
+    CheckConstraint(one_of("outcome", OUTCOMES), name="outcome_is_known"),
 )
 
 results = Table(
@@ -284,11 +292,16 @@ results = Table(
     Column("cached_tokens", Integer),
     Column("finish_reason", Text, nullable=False),
     Column("logprobs", JSONB(none_as_null=True)),
+    # Of chats, as their heads read them in the text: what the model thought, how many tokens that
+    # took, and its calls in OpenAI's form.
+    Column("reasoning", Text),
+    Column("reasoning_tokens", Integer),
+    Column("tool_calls", JSONB(none_as_null=True)),
     Column("exact", Boolean, nullable=False),
-    _object("timings"),
-    _object("provenance"),
-    _created("created_at"),
-    CheckConstraint(_one_of("finish_reason", tuple(FinishReason)), name="finish_reason_is_known"),
+    json_object("timings"),
+    json_object("provenance"),
+    created("created_at"),
+    CheckConstraint(one_of("finish_reason", tuple(FinishReason)), name="finish_reason_is_known"),
 )
 
 # Tasks of the Celery door by their senders' ids. Several may have one job: repeats under others.
@@ -303,21 +316,21 @@ celery_tasks = Table(
     Column("request", Text),
     # Why a request has no job.
     Column("error", JSONB(none_as_null=True)),
-    _created("created_at"),
+    created("created_at"),
     # Celery's `expires`: a job not begun by then does not begin. None once relays have seen to it.
-    _time("expires_at"),
-    _time("revoked_at"),
+    time_of("expires_at"),
+    time_of("revoked_at"),
     # When relays settle it: set by a trigger as the job ends, put off while one does it, then None.
-    _time("due_at"),
+    time_of("due_at"),
     Column("num_failures", Integer, nullable=False, server_default=text("0")),
-    _time("settled_at"),
+    time_of("settled_at"),
     CheckConstraint("length(task_id) BETWEEN 1 AND 256", name="task_id_is_1_to_256_characters"),
 )
 
 Index("celery_tasks_jobs", celery_tasks.c.job_id)
-_index("celery_tasks_due", celery_tasks.c.due_at, where="due_at IS NOT NULL")
-_index("celery_tasks_expiring", celery_tasks.c.expires_at, where="expires_at IS NOT NULL")
-_index("celery_tasks_without_job", celery_tasks.c.created_at, where="job_id IS NULL")
+partial_index("celery_tasks_due", celery_tasks.c.due_at, where="due_at IS NOT NULL")
+partial_index("celery_tasks_expiring", celery_tasks.c.expires_at, where="expires_at IS NOT NULL")
+partial_index("celery_tasks_without_job", celery_tasks.c.created_at, where="job_id IS NULL")
 
 # What energy costs, in money and in carbon. A rate holds from its moment until the next one of its
 # kind. Relays write those that SHARDLINE_ENERGY_PRICE and SHARDLINE_ENERGY_CARBON name; anybody may
@@ -326,10 +339,10 @@ energy_rates = Table(
     "energy_rates",
     metadata,
     Column("kind", Text, primary_key=True),
-    _time("begins_at", primary_key=True),
+    time_of("begins_at", primary_key=True),
     # Money of any one currency for a kWh, or grams of CO2 equivalent.
     Column("per_kwh", Double, nullable=False),
-    CheckConstraint(_one_of("kind", RATE_KINDS), name="kind_is_known"),
+    CheckConstraint(one_of("kind", RATE_KINDS), name="kind_is_known"),
 )
 
 # What the devices of a pipeline have drawn in an epoch while they computed, and for how many token
@@ -343,57 +356,9 @@ pipeline_energy = Table(
     Column("source", Text, nullable=False),
     Column("energy_j", Double, nullable=False),
     Column("num_rows", BigInteger, nullable=False),
-    _created("updated_at"),
+    created("updated_at"),
     CheckConstraint("num_rows > 0", name="rows_were_computed"),
 )
 
 # What relays have announced before they do it, and when: a restart must not begin the time again.
-notices = Table("notices", metadata, Column("name", Text, primary_key=True), _created("made_at"))
-
-pipelines = Table(
-    "pipelines",
-    metadata,
-    Column("id", Text, primary_key=True),
-    Column("model", Text, nullable=False),
-    Column("fingerprint", Text, nullable=False),
-    Column("epoch", BigInteger, nullable=False, server_default=text("1")),
-    Column("head", Text, nullable=False),
-    _time("lease_until", nullable=False),
-    _time("ready_at"),
-    Column("seats", Integer, nullable=False, server_default=text("0")),
-    # The longest sequence that the KV of all its stages holds; null until it was ready once.
-    Column("kv_tokens", BigInteger),
-    Column("stages", JSONB, nullable=False, server_default=text("'[]'")),
-    Column("exact", Boolean, nullable=False, server_default=false()),
-)
-
-# Stages that take their layers from a plan.
-workers = Table(
-    "workers",
-    metadata,
-    Column("worker", Text, primary_key=True),
-    Column("model", Text, nullable=False),
-    # What the model's layers weigh and take here: ModelCosts, DeviceProfile. None until it joined.
-    Column("shapes", JSONB),
-    Column("profile", JSONB),
-    # By name: shapes and profile of other models that it may serve in place of this one.
-    Column("further", JSONB, nullable=False, server_default=text("'{}'")),
-    # Where it answers others that measure the link to its machine.
-    Column("machine", Text),
-    Column("address", Text),
-    _created("joined_at"),
-    _time("lease_until", nullable=False),
-)
-
-plans = Table(
-    "plans",
-    metadata,
-    Column("model", Text, primary_key=True),
-    Column("version", BigInteger, nullable=False, server_default=text("1")),
-    # The layers of each stage, as pairs of first and stop, one pipeline after the other; a pipeline
-    # begins at layer 0. And for each worker the place of its stage among them.
-    Column("split", JSONB, nullable=False),
-    Column("stages", JSONB, nullable=False),
-    Column("tokens_per_s", Double),
-    _created("made_at"),
-)
+notices = Table("notices", metadata, Column("name", Text, primary_key=True), created("made_at"))

@@ -96,7 +96,7 @@ attempt AS (
     RETURNING job_id, tokens, logprobs
 )
 SELECT claimed.id, claimed.fence, tenant_id, prompt_ids, params, max_tokens, seed, priority,
-    crashes, exact, tokens, logprobs, traceparent,
+    crashes, exact, tokens, logprobs, traceparent, messages IS NOT NULL AS is_chat,
     extract(epoch FROM now() - greatest(created_at, not_before, requeued_at))::float8 AS queued_s,
     extract(epoch FROM now() - greatest(created_at, not_before))::float8 AS due_s,
     extract(epoch FROM now() - created_at)::float8 AS age_s
@@ -153,6 +153,8 @@ class ClaimedJob:
     """The caller's span, as it came with the job."""
     adapter: str | None = None
     """The fingerprint of its adapter, if the claimant knew it."""
+    is_chat: bool = False
+    """Its prompt was rendered from messages: its text is read as a reply."""
     parked: bool = False
     """It waits here for KV: nothing of it is computed before `begin_held`."""
 
@@ -267,4 +269,5 @@ def _claimed(row: Row[Any], adapters: Mapping[str, str]) -> ClaimedJob:
         age_s=row.age_s,
         traceparent=row.traceparent,
         adapter=adapters.get(params.adapter or ""),
+        is_chat=row.is_chat,
     )

@@ -27,7 +27,8 @@ WITH ends AS (
     SELECT * FROM jsonb_to_recordset(CAST(:ends AS jsonb)) AS ends(
         job_id uuid, fence bigint, state text, error jsonb, text text, token_ids int[],
         prompt_tokens int, completion_tokens int, cached_tokens int, finish_reason text,
-        logprobs jsonb, exact bool, timings jsonb, provenance jsonb)
+        logprobs jsonb, reasoning text, reasoning_tokens int, tool_calls jsonb,
+        exact bool, timings jsonb, provenance jsonb)
 ),
 -- Jobs that are still in the state that they are to leave, under the same fence, locked in
 -- order of id.
@@ -56,9 +57,11 @@ attempt AS (
 result AS (
     INSERT INTO results (
         job_id, fence, text, token_ids, prompt_tokens, completion_tokens, cached_tokens,
-        finish_reason, logprobs, exact, timings, provenance)
+        finish_reason, logprobs, reasoning, reasoning_tokens, tool_calls, exact, timings,
+        provenance)
     SELECT ended.id, ended.fence, ends.text, ends.token_ids, ends.prompt_tokens,
         ends.completion_tokens, ends.cached_tokens, ends.finish_reason, ends.logprobs,
+        ends.reasoning, ends.reasoning_tokens, ends.tool_calls,
         ends.exact AND ended.exact, ends.timings, ends.provenance
     FROM ended JOIN ends ON ends.job_id = ended.id WHERE ends.finish_reason IS NOT NULL
 )

@@ -7,7 +7,7 @@ in one order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import UUID
 
@@ -20,6 +20,7 @@ from shardline.contract import plain_json
 from shardline.contract.ids import new_id
 from shardline.contract.job import DEFAULT_TENANT, JobRequest
 from shardline.contract.tables import MAX_PROMPT_BYTES, RANDOM_SEED
+from shardline.store.choices import repeated_choices
 from shardline.store.connection.database import failure_of, is_over_limit
 from shardline.store.connection.encoding import dump, place_of_unstorable, storable, unstorable
 from shardline.store.idempotency import repeated
@@ -42,18 +43,20 @@ WITH new AS (
         id uuid, tenant_id text, model text, prompt text, messages jsonb, prompt_ids int[],
         params jsonb, seed bigint, priority smallint, idempotency_key text, metadata jsonb,
         traceparent text, delay_s float8, deadline_s float8, flexible text, max_tokens int,
-        max_crashes int)
+        max_crashes int, choice_of uuid, choice_index smallint, stored jsonb)
 )
 INSERT INTO jobs (
     id, tenant_id, model, prompt, messages, prompt_ids, params, seed, priority, idempotency_key,
-    metadata, traceparent, not_before, deadline_at, max_tokens, max_crashes, prepared_at)
+    metadata, traceparent, not_before, deadline_at, max_tokens, max_crashes, choice_of,
+    choice_index, stored, prepared_at)
 SELECT
     id, tenant_id, model, prompt, messages, prompt_ids, params, coalesce(seed, {RANDOM_SEED}),
     priority, idempotency_key, metadata, traceparent,
     CASE WHEN flexible IS NULL THEN now() + make_interval(secs => delay_s)
         ELSE shardline_cheapest_moment(flexible, now() + make_interval(secs => delay_s),
             now() + make_interval(secs => {FLEXIBLE_SHARE} * deadline_s)) END,
-    now() + make_interval(secs => deadline_s), max_tokens, max_crashes,
+    now() + make_interval(secs => deadline_s), max_tokens, max_crashes, choice_of,
+    choice_index, stored,
     CASE WHEN max_tokens IS NOT NULL THEN now() END
 FROM new ON CONFLICT DO NOTHING RETURNING id
 """)  # noqa: S608 (a constant of ours)
@@ -91,6 +94,8 @@ class StoredRequest:
 
     job_id: UUID
     is_new: bool
+    others: tuple[UUID, ...] = ()
+    """The rows of its further choices, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +106,39 @@ class EncodedRequest:
     order: tuple[str, str, str]
     fields: str
     """A JSON object."""
+    others: tuple[EncodedRequest, ...] = ()
+    """Its further choices, which are stored with it or not at all."""
+
+    @property
+    def num_bytes(self) -> int:
+        """About the size of its rows."""
+        return len(self.fields) + sum(len(other.fields) for other in self.others)
 
 
 def encode_request(request: JobRequest, tokenized: Tokenized | None = None) -> EncodedRequest:
     """Needs no connection, and for a long prompt some milliseconds: callers with others to serve do
     it elsewhere. Raises Invalid when Postgres cannot hold the request."""
-    row = _row(request, tokenized)
+    return _encoded(_row(request, tokenized))
+
+
+def encode_choices(
+    choices: Sequence[JobRequest],
+    prepared: Sequence[Tokenized | None] | None = None,
+    *,
+    stored: Mapping[str, Any] | None = None,
+) -> EncodedRequest:
+    """Encodes the choices of one request, as `encode_request` each: the first has its id and key,
+    and what OpenAI's lists show of it (`stored`). Raises Invalid."""
+    rows = [_row(request, tokenized) for request, tokenized in _pairs(choices, prepared)]
+    if len(rows) > 1:
+        for index, row in enumerate(rows):
+            row |= {"choice_of": rows[0]["id"], "choice_index": index}
+    rows[0]["stored"] = stored
+    first, *others = map(_encoded, rows)
+    return replace(first, others=tuple(others))
+
+
+def _encoded(row: Mapping[str, Any]) -> EncodedRequest:
     return EncodedRequest(job_id=row["id"], order=_order(row), fields=dump(row))
 
 
@@ -125,8 +157,13 @@ def insert_jobs(
     encoded = [
         encode_request(request, tokenized) for request, tokenized in _pairs(requests, prepared)
     ]
+    return insert_all(connection, encoded)
+
+
+def insert_all(connection: Connection, requests: Sequence[EncodedRequest]) -> list[StoredRequest]:
+    """Inserts as `insert_jobs`, which raises what `insert_encoded` gives for one of them."""
     stored: list[StoredRequest] = []
-    for outcome in insert_encoded(connection, encoded):
+    for outcome in insert_encoded(connection, requests):
         if isinstance(outcome, ShardlineError):
             raise outcome
         stored.append(outcome)
@@ -139,12 +176,50 @@ def insert_encoded(
     """Inserts as `insert_jobs`, for requests that have nothing to do with each other: what one of
     them asks for that cannot be is its own outcome (Conflict, Busy), and the others are stored.
     Raises Invalid for a row against a rule of the table, which stores none."""
+    pairs = list(zip(requests, _insert_firsts(connection, requests), strict=True))
+    new = [request for request, outcome in pairs if _is_new(outcome)]
+    others = [other for request in new for other in request.others]
+    for outcome in _insert_firsts(connection, others):
+        # Their ids were drawn for them.
+        if isinstance(outcome, ShardlineError):
+            raise outcome
+    again = [
+        (outcome.job_id, [other.fields for other in request.others])
+        for request, outcome in pairs
+        if isinstance(outcome, StoredRequest) and not outcome.is_new
+    ]
+    there = iter(repeated_choices(connection, again) if again else ())
+    return [_with_choices(request, outcome, there) for request, outcome in pairs]
+
+
+def _insert_firsts(
+    connection: Connection, requests: Sequence[EncodedRequest]
+) -> list[StoredRequest | ShardlineError]:
+    """Inserts them without their further choices."""
     stored: dict[int, StoredRequest | ShardlineError] = {}
     for numbers, encoded in _chunks(requests):
         stored |= _insert(
             connection, {number: requests[number].job_id for number in numbers}, encoded
         )
     return [stored[number] for number in range(len(requests))]
+
+
+def _is_new(outcome: StoredRequest | ShardlineError) -> bool:
+    return isinstance(outcome, StoredRequest) and outcome.is_new
+
+
+def _with_choices(
+    request: EncodedRequest,
+    outcome: StoredRequest | ShardlineError,
+    there: Iterator[tuple[UUID, ...] | ShardlineError],
+) -> StoredRequest | ShardlineError:
+    """Adds the ids of further choices: the request's own, or those that were there before."""
+    if isinstance(outcome, ShardlineError):
+        return outcome
+    if outcome.is_new:
+        return replace(outcome, others=tuple(other.job_id for other in request.others))
+    others = next(there)
+    return others if isinstance(others, ShardlineError) else replace(outcome, others=others)
 
 
 def insert_plainly(connection: Connection, requests: Sequence[JobRequest]) -> None:

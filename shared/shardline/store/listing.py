@@ -65,7 +65,8 @@ SELECT jobs.id, jobs.tenant_id, jobs.model, jobs.state, jobs.priority, jobs.crea
         CASE WHEN pg_column_size(jobs.messages) <= {max_chat_bytes}
             THEN substr(jobs.messages -> -1 ->> 'content', 1, {max_prompt_chars}) END
     ) AS prompt_start,
-    results.prompt_tokens, results.completion_tokens, results.cached_tokens, results.finish_reason
+    results.prompt_tokens, results.completion_tokens, results.cached_tokens,
+    results.reasoning_tokens, results.finish_reason
 FROM page JOIN jobs ON jobs.id = page.id LEFT JOIN results ON results.job_id = page.id
 ORDER BY page.{column} DESC, page.id DESC
 """
@@ -196,4 +197,5 @@ def _usage(row: Row[Any]) -> Usage:
         prompt_tokens=row.prompt_tokens,
         completion_tokens=row.completion_tokens,
         cached_tokens=row.cached_tokens,
+        reasoning_tokens=row.reasoning_tokens,
     )

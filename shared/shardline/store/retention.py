@@ -99,6 +99,10 @@ sizes AS MATERIALIZED (
         + coalesce((
             SELECT sum(pg_column_size(tokens) + coalesce(pg_column_size(logprobs), 0))
             FROM attempts WHERE job_id = old.id
+        ), 0)
+        + coalesce((
+            SELECT pg_column_size(input) + coalesce(pg_column_size(instructions), 0)
+            FROM responses WHERE job_id = old.id
         ), 0) AS num_bytes
     FROM old
 ),

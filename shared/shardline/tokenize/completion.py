@@ -136,14 +136,18 @@ class StopFinder:
     """Finds the stop string that is complete first, however tokens cut the text. Linear in the text
     (KMP)."""
 
-    __slots__ = ("_borders", "_held", "_matched", "_stops")
+    __slots__ = ("_borders", "_held", "_keeps_stop", "_matched", "_stops", "found")
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: tuple[str, ...], *, keeps_stop: bool = False) -> None:
+        """`keeps_stop`: the text before a complete one ends with it."""
         self._stops = stops
+        self._keeps_stop = keeps_stop
         self._borders = [_borders(stop) for stop in stops]
         self._matched = [0] * len(stops)
         """For each stop string, how much of its beginning ends the text."""
         self._held = ""
+        self.found: str | None = None
+        """The stop string that is complete."""
 
     def push(self, delta: str, *, may_stop: bool) -> tuple[str, bool]:
         """Text that can be no part of a stop string, and whether one is complete: then the text
@@ -155,7 +159,9 @@ class StopFinder:
             length = self._advance(text[position])
             if length and may_stop:
                 self._held = ""
-                return text[: position + 1 - length], True
+                end = position + 1
+                self.found = text[end - length : end]
+                return text[: end if self._keeps_stop else end - length], True
         num_held = max(self._matched)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held], False
@@ -198,13 +204,16 @@ class CompletionText:
 
     The EOS or stop token is an output token like any other, but has no text. A stop string is not
     part of the text. One that is a special token ends the completion at that token, which has no
-    text for it to be found in.
+    text for it to be found in. With `include_stop_str_in_output` the text ends with the stop string
+    or with what the last token has of text.
     """
 
     __slots__ = (
         "_detokenizer",
+        "_ends",
         "_finder",
         "_has_ended",
+        "_includes_stop",
         "_is_cut",
         "_limit",
         "_min_tokens",
@@ -212,6 +221,7 @@ class CompletionText:
         "_parts",
         "_stop_ids",
         "_string_stop_ids",
+        "_token_stop",
     )
 
     def __init__(
@@ -225,15 +235,20 @@ class CompletionText:
         self._detokenizer = Detokenizer(
             vocabulary, prompt_ids=prompt_ids, with_special=not params.skip_special_tokens
         )
-        self._finder = StopFinder(params.stop)
+        self._includes_stop = params.include_stop_str_in_output
+        self._finder = StopFinder(params.stop, keeps_stop=self._includes_stop)
         self._limit = room if params.max_tokens is None else min(params.max_tokens, room)
         self._min_tokens = params.min_tokens
         self._stop_ids = params.stop_ids(vocabulary.eos_ids)
+        # It is drawn where its grammar ends, before `min_tokens` only if it can only end.
+        self._ends = vocabulary.eos_ids if params.structured_outputs is not None else frozenset()
         special = vocabulary.special_tokens
         # A template's line break behind such a token is no part of it.
-        self._string_stop_ids = frozenset(
-            special[stop.strip()] for stop in params.stop if stop.strip() in special
-        )
+        self._string_stop_ids = {
+            special[stop.strip()]: stop for stop in params.stop if stop.strip() in special
+        }
+        self._token_stop: str | None = None
+        """The stop string that is the last token."""
         self._num_tokens = 0
         self._has_ended = False
         self._is_cut = False
@@ -245,6 +260,11 @@ class CompletionText:
         """All text given out so far."""
         return "".join(self._parts)
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text; None when something else did, or nothing yet."""
+        return self._finder.found or self._token_stop
+
     def push(self, token_id: int) -> tuple[str, FinishReason | None]:
         """The text that this token settles, and the reason if it is the last: then with all that
         was held back."""
@@ -253,6 +273,9 @@ class CompletionText:
         reason = None
         if self._is_stop(token_id):
             reason = FinishReason.STOP
+            self._token_stop = self._string_stop_ids.get(token_id)
+            if self._includes_stop:
+                text = self._settle(self._detokenizer.push(token_id))
         else:
             text = self._settle(self._detokenizer.push(token_id))
             if self._is_cut:
@@ -282,6 +305,8 @@ class CompletionText:
         return text
 
     def _is_stop(self, token_id: int) -> bool:
+        if token_id in self._ends:
+            return True
         if token_id in self._stop_ids and self._num_tokens > self._min_tokens:
             return True
         return token_id in self._string_stop_ids and self._num_tokens >= self._min_tokens

@@ -11,21 +11,24 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from shardline.base.errors import ContextExceeded, Invalid
-from shardline.contract.chat import Message
-from shardline.contract.job import Prompt, SamplingParams
-from shardline.contract.request_parsing import check_params
+from shardline.contract.chat import Message, Tool
+from shardline.contract.job import ALL_THAT_FIT, Prompt, SamplingParams
+from shardline.contract.request_parsing import check_is_no_chat, check_params
 from shardline.contract.structured_output import FIELD as STRUCTURED_OUTPUTS
 from shardline.contract.structured_output import StructuredOutput
-from shardline.tokenize.chat import ChatTemplate
+from shardline.tokenize.bad_words import FIELD as BAD_WORDS
+from shardline.tokenize.bad_words import banned_ids
+from shardline.tokenize.chat_format import ChatFormat, called_by
 from shardline.tokenize.completion import CompletionText
-from shardline.tokenize.grammar import check_grammar
+from shardline.tokenize.continuation import up_to_end_mark, with_end_mark
+from shardline.tokenize.grammar_judge import Question
+from shardline.tokenize.grammar_trial import TRIAL
+from shardline.tokenize.reply_grammar import arguments_schema
 from shardline.tokenize.token_texts import TokenTexts
-from shardline.tokenize.vocabulary import Vocabulary
 
 MAX_CHARS_PER_TOKEN = 128
 """No tokenizer in use has longer tokens: text of more than that times the context is refused
@@ -69,8 +72,13 @@ class Tokens:
         self.eos_ids = tuple(eos_ids)
         self.has_tokenizer = bool(tokenizer_json)
         self.tokenizer = _load(tokenizer_json)
-        self.vocabulary = Vocabulary(self.tokenizer, self.eos_ids)
-        self._template = ChatTemplate(chat_template, special_tokens) if chat_template else None
+        self.chat = ChatFormat(
+            self.tokenizer,
+            eos_ids=self.eos_ids,
+            chat_template=chat_template,
+            special_tokens=special_tokens,
+        )
+        self.vocabulary = self.chat.vocabulary
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Tokens:
@@ -105,13 +113,16 @@ class Tokens:
             raise Invalid(
                 "prompt", "it is empty; at least one token is needed", "Send some text or token ids"
             )
+        check_params(params)
+        if not messages:
+            check_is_no_chat(params)
         if messages:
-            text = self.render(messages, params.chat_template_kwargs)
             field = "messages"
-            ids = self._encode(text, field="messages", add_special_tokens=False)
+            ids = self.chat_ids(messages, params)
         elif isinstance(prompt, str):
             field = "prompt"
-            ids = self._encode(prompt, field="prompt", add_special_tokens=True)
+            with_special = params.add_special_tokens is not False
+            ids = self.encode(prompt, field="prompt", add_special_tokens=with_special)
         else:
             field = "prompt"
             ids = self._checked("prompt", prompt or ())
@@ -119,39 +130,88 @@ class Tokens:
             raise Invalid(
                 field, "it is empty; at least one token is needed", "Send some text or token ids"
             )
+        self._check_tokens(params)
+        self._check_output(params, ids, is_chat=messages is not None)
+        ids = self._kept(ids, params)
+        return PreparedPrompt(prompt_ids=ids, max_tokens=self._max_tokens(field, len(ids), params))
+
+    def _rendered(self, messages: Sequence[Message], params: SamplingParams) -> str:
+        """The text of the messages, up to where the completion begins. Raises Invalid."""
+        if params.continue_final_message:
+            messages = with_end_mark(messages)
+        text = self.render(messages, params)
+        return up_to_end_mark(text) if params.continue_final_message else text
+
+    def _check_tokens(self, params: SamplingParams) -> None:
+        """Raises Invalid for tokens and texts that the vocabulary does not have."""
         if params.stop and not self.has_tokenizer:
             raise Invalid(
                 "stop",
                 f"{self.model} has no tokenizer, so its completions have no text",
                 "Use stop_token_ids",
             )
+        if params.bad_words and not self.has_tokenizer:
+            raise Invalid(
+                BAD_WORDS, f"{self.model} has no tokenizer", "Use logit_bias, -100 for each id"
+            )
         self._checked("stop_token_ids", params.stop_token_ids)
-        check_params(params)
+        self._checked("allowed_token_ids", params.allowed_token_ids or ())
+        self._checked("logit_bias", tuple(params.logit_bias))
+        banned_ids(self.tokenizer, params.bad_words, vocab_size=self.vocab_size)
+
+    def _kept(self, ids: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
+        """The last tokens of the prompt, as many as the request reads of it."""
+        num_kept = params.truncate_prompt_tokens
+        if num_kept == ALL_THAT_FIT:
+            least = max(params.min_tokens, 1) if params.max_tokens is None else params.max_tokens
+            num_kept = max(self.longest - least, 1)
+        return ids if num_kept is None else ids[-num_kept:]
+
+    def _check_output(self, params: SamplingParams, ids: Sequence[int], *, is_chat: bool) -> None:
+        called = called_by(params)
+        for place, tool in enumerate(params.tools):
+            if called.is_required or tool.function.strict:
+                self._check_tool(place, tool)
+        output = self.chat.checked_output(params, ids) if is_chat else params.structured_outputs
+        if output is None:
+            return
+        self._check_can_be_held("tool_choice" if called.is_required else STRUCTURED_OUTPUTS)
         if params.structured_outputs is not None:
             self._check_grammar(params.structured_outputs)
-        return PreparedPrompt(prompt_ids=ids, max_tokens=self._max_tokens(field, len(ids), params))
+        if output != params.structured_outputs:
+            try:
+                self._check_grammar(output)
+            except Invalid as error:
+                raise Invalid("tools", error.problem, "Send simpler tools or schemas") from error
 
-    def _check_grammar(self, output: StructuredOutput) -> None:
+    def _check_tool(self, place: int, tool: Tool) -> None:
+        self._check_can_be_held(f"tools[{place}]")
+        try:
+            self._check_grammar(StructuredOutput(json=arguments_schema(tool.function)))
+        except Invalid as error:
+            field = f"tools[{place}].function.parameters"
+            raise Invalid(field, error.problem, error.remedy) from error
+
+    def _check_can_be_held(self, field: str) -> None:
         lacks = "tokenizer" if not self.has_tokenizer else "" if self.eos_ids else "end token"
         if lacks:
-            raise Invalid(
-                STRUCTURED_OUTPUTS, f"{self.model} has no {lacks}", "Leave it out for this model"
-            )
-        check_grammar(output)
+            raise Invalid(field, f"{self.model} has no {lacks}", "Leave it out for this model")
 
-    def render(
-        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
-    ) -> str:
-        """Messages as the text that the model was trained on, with variables of its template.
-        Raises Invalid."""
-        if self._template is None:
+    def _check_grammar(self, output: StructuredOutput) -> None:
+        # Grammars alone can name tokens.
+        special = self.vocabulary.special_tokens if output.kind == "grammar" else {}
+        vocab_size = self.vocab_size if output.kind == "grammar" else 0
+        TRIAL.check(Question(output=output, special=special, vocab_size=vocab_size))
+
+    def render(self, messages: Sequence[Message], params: SamplingParams) -> str:
+        """Messages and tools as the text that the model was trained on. Raises Invalid."""
+        if not self.chat.has_template:
             raise Invalid(
                 "messages",
                 f"{self.model} has no chat template",
                 "Send a prompt to /v1/completions instead",
             )
-        given = msgspec.to_builtins(messages)
-        text = self._template.render(given, limit_chars=self._limit_chars, variables=variables)
+        text = self.chat.render(messages, params, limit_chars=self._limit_chars)
         if text is None:
             problem = f"they render to more than {self._limit_chars} characters"
             raise ContextExceeded(
@@ -172,6 +232,13 @@ class Tokens:
         """The text of output tokens as a head streams it, for a reader of a job's stream."""
         return self.completion(params, max_tokens, prompt_ids).say
 
+    def text_of(self, ids: Sequence[int], params: SamplingParams) -> str:
+        """The text of tokens that begin a text, such as a prompt's."""
+        vocabulary = self.vocabulary
+        with_special = not params.skip_special_tokens
+        told = [each for each in ids if vocabulary.has_text(each, with_special=with_special)]
+        return str(vocabulary.decode(told)) if told else ""
+
     def token_texts(self, params: SamplingParams, prompt_ids: Sequence[int]) -> TokenTexts:
         """A completion's tokens one by one, for log-probabilities."""
         return TokenTexts(
@@ -182,7 +249,15 @@ class Tokens:
     def _limit_chars(self) -> int:
         return self.context_length * MAX_CHARS_PER_TOKEN
 
-    def _encode(self, text: str, *, field: str, add_special_tokens: bool) -> tuple[int, ...]:
+    def chat_ids(self, messages: Sequence[Message], params: SamplingParams) -> tuple[int, ...]:
+        """The prompt that messages make, which may be somewhat longer than the context. Raises
+        Invalid."""
+        text = self._rendered(messages, params)
+        with_special = params.add_special_tokens is True
+        return self.encode(text, field="messages", add_special_tokens=with_special)
+
+    def encode(self, text: str, *, field: str, add_special_tokens: bool) -> tuple[int, ...]:
+        """The tokens of a text, at most twice the context. Raises Invalid, naming `field`."""
         if not self.has_tokenizer:
             raise Invalid(
                 field, f"{self.model} has no tokenizer", "Send the prompt as a list of token ids"
@@ -205,6 +280,13 @@ class Tokens:
                 "Leave this text out",
             )
         return ids
+
+    def decode(self, ids: Sequence[int], *, field: str) -> str:
+        """The text of tokens, special ones included. Raises Invalid, naming `field`."""
+        if not self.has_tokenizer:
+            raise Invalid(field, f"{self.model} has no tokenizer", "Keep the text of its prompts")
+        text: str = self.vocabulary.decode(self._checked(field, ids))
+        return text
 
     def _check_beginnings(self, text: str, field: str) -> None:
         """Raises ContextExceeded if a part of the text is far over the context: what is behind it

@@ -7,7 +7,7 @@ Knows no completion: a sequence of tokens becomes text in `completion`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
@@ -34,15 +34,22 @@ class Piece(NamedTuple):
 class Vocabulary:
     """A tokenizer as completions use it. One per model."""
 
-    def __init__(self, tokenizer: Tokenizer, eos_ids: Iterable[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, eos_ids: Iterable[int], *, markers: Collection[str] = ()
+    ) -> None:
+        """`markers` are texts of special tokens that are text in any case: they mark the parts of a
+        reply."""
         self.eos_ids = frozenset(eos_ids)
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.added_tokens = {token.content: token_id for token_id, token in added}
+        """Ids by text of the tokens that no text is split into by chance."""
         self.special_tokens = {
-            token.content: token_id
-            for token_id, token in tokenizer.get_added_tokens_decoder().items()
-            if token.special
+            token.content: token_id for token_id, token in added if token.special
         }
         """Ids by text of the tokens that are marked as special."""
-        self._special_ids = frozenset(self.special_tokens.values())
+        self._special_ids = frozenset(
+            token_id for text, token_id in self.special_tokens.items() if text not in markers
+        )
         # A model without a tokenizer has no text at all.
         self.num_ids = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.decode = partial(tokenizer.decode, skip_special_tokens=False)

@@ -12,6 +12,7 @@ from tests.chaos.faults.fault import Fault
 from tests.chaos.judge import audit, growth, remains, secrecy
 from tests.chaos.judge.canvas import followed
 from tests.chaos.judge.checker import judge
+from tests.chaos.judge.choices import torn_choices
 from tests.chaos.judge.emissions import stale_deltas
 from tests.chaos.load.journal import Asked, Watched
 from tests.chaos.load.load import Load
@@ -133,6 +134,7 @@ def _broken_promises(
     return [
         *target.journal.complaints(),
         *judge(target.database_url, asked, readers, expected),
+        *torn_choices(target.database_url),
         *audit.stale_writes(target.database_url),
         *stale_deltas(target.database_url, target.redis_url, ids, lease_s=lease_s),
     ]

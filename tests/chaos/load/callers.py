@@ -86,7 +86,7 @@ class Caller:
 
     def _is_over(self, asked: Asked, answer: httpx.Response) -> bool:
         """The job has ended without a completion. Whether it may have, the judge knows."""
-        code = _code(answer)
+        code = code_of(answer)
         if code in ENDED:
             return True
         if answer.status_code == httpx.codes.CONFLICT:
@@ -147,7 +147,8 @@ def hear(watched: Watched, chunk: Mapping[str, Any]) -> None:
             watched.end_tokens = list(watched.tokens)
 
 
-def _code(answer: httpx.Response) -> str:
+def code_of(answer: httpx.Response) -> str:
+    """Returns the code of an error; empty for what is none of the gateway's."""
     try:
         return str(answer.json()["error"]["code"])
     except (ValueError, KeyError, TypeError):

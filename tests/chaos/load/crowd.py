@@ -1,5 +1,5 @@
-"""The rest of the users' load: callers, a Celery app with a canvas, a bulk load, cancels, readers
-in Python, bad messages, requests beyond limits, a look at dead letters.
+"""The rest of the users' load: callers, a chooser, a Celery app with a canvas, a bulk load,
+cancels, readers in Python, bad messages, requests beyond limits, a look at dead letters.
 
 Knows no fault and no invariant. Nobody of it comes with the lab's load.
 """
@@ -27,6 +27,7 @@ from tests.chaos.load.batch import ROWS_MAX, ROWS_PER_MINUTE, Batch
 from tests.chaos.load.callers import Caller
 from tests.chaos.load.canvas import DOOR, by_canvas, dress
 from tests.chaos.load.canvas_worker import CanvasWorker
+from tests.chaos.load.chooser import Chooser
 from tests.chaos.load.doors import PATIENCE_S, gateway_client
 from tests.chaos.load.journal import Asked, Journal
 from tests.chaos.load.limit_prober import LimitProber
@@ -96,17 +97,7 @@ def crowd(
         stopping=stopping,
         drained=drained,
     )
-    people: dict[str, Work] = {
-        f"caller {index}": Caller(
-            urls=target.urls,
-            journal=target.journal,
-            workload=target.workload,
-            stopping=stopping,
-            drained=drained,
-            rng=random.Random(f"{seed} caller {index}"),
-        ).run
-        for index in range(NUM_CALLERS)
-    }
+    people = _callers(target, stopping, drained, seed)
     people["canceller"] = partial(
         _cancel, target, client, random.Random(f"{seed} canceller"), stopping, drained
     )
@@ -154,6 +145,27 @@ def _canvas_producer(
         lasts=False,
         rng=random.Random(f"{seed} {DOOR}"),
     )
+
+
+def _callers(
+    target: Target, stopping: threading.Event, drained: threading.Event, seed: int
+) -> dict[str, Work]:
+    """Those of OpenAI's routes, for one completion or for several."""
+    kinds: Mapping[str, type[Caller] | type[Chooser]] = {
+        **{f"caller {index}": Caller for index in range(NUM_CALLERS)},
+        "chooser": Chooser,
+    }
+    return {
+        name: kind(
+            urls=target.urls,
+            journal=target.journal,
+            workload=target.workload,
+            stopping=stopping,
+            drained=drained,
+            rng=random.Random(f"{seed} {name}"),
+        ).run
+        for name, kind in kinds.items()
+    }
 
 
 def _cancel(

@@ -93,6 +93,7 @@ def _of(model: Speaks) -> Iterator[Request]:
         _stopped(model),
         _sampled(model),
         _held(model),
+        _limited(model),
         _extreme(model),
     )
     for kind in kinds:
@@ -218,6 +219,34 @@ def _held(model: Speaks) -> Iterator[dict[str, Any]]:
             "temperature": 0.9 if index % 2 else 0.0,
             **way,
         }
+
+
+def _limited(model: Speaks) -> Iterator[dict[str, Any]]:
+    """With tokens that are favored, allowed and banned, and with a prompt that is cut."""
+    ids = sorted(set(_ids(model, 40)))
+    ways: tuple[dict[str, Any], ...] = (
+        {"logit_bias": {str(token): 4.0 for token in ids}, "frequency_penalty": 0.4},
+        {"allowed_token_ids": ids, "logprobs": 2},
+        {"bad_words": ["1", ", 3", "a"], "stop": [model.stops[0]], "ignore_eos": True},
+        {"stop": list(model.stops), "include_stop_str_in_output": True},
+        {"truncate_prompt_tokens": 5, "add_special_tokens": False},
+    )
+    for index, way in enumerate(ways):
+        yield {
+            "prompt": model.questions[index % 4],
+            "max_tokens": 60 + 40 * (index % 3),
+            "temperature": 0.9 if index % 2 else 0.0,
+            **way,
+        }
+    yield {
+        "messages": [
+            {"role": "user", "content": model.questions[0]},
+            {"role": "assistant", "content": "It is"},
+        ],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "max_tokens": 80,
+    }
 
 
 def _extreme(model: Speaks) -> Iterator[Request]:

@@ -272,7 +272,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(
                 file=SAMPLER,
                 within="Sampler._run",
-                old="if tokens[-1] != draft:",
+                old="if token != draft or sequence.ends_with(token):",
                 new="if draft is None:",
             ),
         ),
@@ -283,9 +283,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         name="prompt lookup: history lacks the guesses that came true",
         patches=(
-            Patch(
-                file=SAMPLER, within="Sampler._run", old="sequence.extend(tokens[-1:])", new="pass"
-            ),
+            Patch(file=SAMPLER, within="Sampler._run", old="sequence.extend((token,))", new="pass"),
         ),
         tests=(
             f"{SAMPLED}::test_drafts_are_sampled_as_if_one_by_one_up_to_the_first_that_is_wrong",

@@ -33,6 +33,8 @@ from tests.integration.gateway.api_document import check_answer
 from tests.tiny_head import Sequence, TinyHead
 
 JOBS = "/v1/jobs"
+CHATS = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 PROMPT = "sum: 1 + 2 ="
 COMMENT = "a comment"
 
@@ -46,6 +48,24 @@ def gateway_server(database_url: str, redis_url: str, **settings: Any) -> Gatewa
         **settings,
     }
     return GatewayServer(GatewaySettings(**values))
+
+
+async def one_of_each(http: httpx.AsyncClient, head: TinyHead) -> dict[str, str]:
+    """A value for each parameter in the paths of routes: of a job that waits, a stored completion,
+    a response in the background that waits, and the model."""
+    chat = {"model": "clerk", "messages": [{"role": "user", "content": PROMPT}], "store": True}
+    with head.serving():
+        stored = await http.post(CHATS, json=chat)
+    background = {"model": "clerk", "input": PROMPT, "background": True}
+    response = await http.post(RESPONSES, json=background)
+    job = await http.post(JOBS, json={"model": "clerk", "prompt": PROMPT})
+    assert [reply.is_success for reply in (stored, response, job)] == [True] * 3
+    return {
+        "job_id": job.json()["id"],
+        "completion_id": stored.json()["id"],
+        "response_id": response.json()["id"],
+        "name": "clerk",
+    }
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from uuid import UUID
@@ -36,14 +36,6 @@ SETTINGS = {
     "HTTP_HEAD_TIMEOUT_S": "2",
     "LOG_LEVEL": "error",
 }
-
-
-@pytest.fixture
-def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
-    head = TinyHead(database_url, redis_url)
-    head.ready()
-    yield head
-    head.close()
 
 
 def large_job(head: TinyHead) -> UUID:

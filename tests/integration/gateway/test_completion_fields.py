@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
 import pytest
 from sqlalchemy import text
 
-from tests.integration.gateway.running_gateway import PROMPT, claimed, running_gateway
-from tests.tiny_head import TinyHead, tiny_head
+from tests.integration.gateway.running_gateway import PROMPT, claimed
+from tests.tiny_head import TinyHead
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": PROMPT}]
-
-
-@pytest.fixture
-def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
-    with tiny_head(database_url, redis_url) as head:
-        yield head
-
-
-@pytest.fixture
-async def http(
-    database_url: str, redis_url: str, head: TinyHead
-) -> AsyncIterator[httpx.AsyncClient]:
-    async with running_gateway(database_url, redis_url) as http:
-        yield http
 
 
 NEUTRAL: dict[str, Any] = {

@@ -4,7 +4,6 @@ leave."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -12,26 +11,12 @@ import httpx
 import pytest
 
 from shardline.contract.job import JobState
-from tests.integration.gateway.running_gateway import PROMPT, claimed, events_of, running_gateway
-from tests.tiny_head import NUM_CACHED, TinyHead, tiny_head
+from tests.integration.gateway.running_gateway import PROMPT, claimed, events_of
+from tests.tiny_head import NUM_CACHED, TinyHead
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": PROMPT}]
-
-
-@pytest.fixture
-def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
-    with tiny_head(database_url, redis_url) as head:
-        yield head
-
-
-@pytest.fixture
-async def http(
-    database_url: str, redis_url: str, head: TinyHead
-) -> AsyncIterator[httpx.AsyncClient]:
-    async with running_gateway(database_url, redis_url) as http:
-        yield http
 
 
 async def test_a_completion_has_openais_shape(http: httpx.AsyncClient, head: TinyHead) -> None:

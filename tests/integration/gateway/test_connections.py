@@ -4,7 +4,7 @@ answers."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
@@ -18,22 +18,6 @@ BODY = b'{"model": "clerk", "prompt": "sum: 1 + 2 ="}'
 ROUND_B = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-@pytest.fixture
-def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
-    head = TinyHead(database_url, redis_url)
-    head.ready()
-    yield head
-    head.close()
-
-
-@pytest.fixture
-async def http(
-    database_url: str, redis_url: str, head: TinyHead
-) -> AsyncIterator[httpx.AsyncClient]:
-    async with running_gateway(database_url, redis_url) as http:
-        yield http
 
 
 @asynccontextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 
 import httpx
@@ -14,26 +13,11 @@ from shardline.contract.api_key import bearer
 from tests.integration.gateway.running_gateway import (
     PROMPT,
     make_key,
-    running_gateway,
     until_one_waits,
 )
-from tests.tiny_head import TinyHead, energy_j, tiny_head
+from tests.tiny_head import TinyHead, energy_j
 
 BODY = {"model": "clerk", "prompt": PROMPT}
-
-
-@pytest.fixture
-def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
-    with tiny_head(database_url, redis_url) as head:
-        yield head
-
-
-@pytest.fixture
-async def http(
-    database_url: str, redis_url: str, head: TinyHead
-) -> AsyncIterator[httpx.AsyncClient]:
-    async with running_gateway(database_url, redis_url) as http:
-        yield http
 
 
 async def test_costs_are_those_of_the_callers_tenant(

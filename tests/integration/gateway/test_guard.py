@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator
+import re
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import iscoroutinefunction
 from typing import Any
@@ -25,19 +26,18 @@ from shardline.contract.api_key import Scope, bearer, new_key, parse_key
 from shardline.store import api_keys
 from shardline.store.connection.database import connect
 from tests.integration.gateway.app_routes import GUARDED, calls_of, routes, scopes_of
-from tests.integration.gateway.running_gateway import PROMPT, make_key, running_gateway
-from tests.tiny_head import TinyHead, tiny_head
+from tests.integration.gateway.route_requests import BODY, CHAT, ask, check_refusal, status_of
+from tests.integration.gateway.running_gateway import (
+    PROMPT,
+    make_key,
+    one_of_each,
+    running_gateway,
+)
+from tests.tiny_head import TinyHead
 
 JOBS = "/v1/jobs"
-BODY = {"model": "clerk", "prompt": PROMPT}
-CHAT = {"model": "clerk", "messages": [{"role": "user", "content": "a"}]}
 OTHER_TENANT = "other"
-
-
-@pytest.fixture
-def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
-    with tiny_head(database_url, redis_url) as head:
-        yield head
+UUID_TEXT = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 @pytest.fixture
@@ -84,9 +84,9 @@ def with_another_secret(key: str) -> str:
     return key[: -len(new_key().rpartition("-")[2])] + new_key()[-43:]
 
 
-def path_of(template: str, job_id: str) -> str:
+def path_of(template: str, values: Mapping[str, str]) -> str:
     """One that exists."""
-    return template.replace("{job_id}", job_id).replace("{name:path}", "clerk")
+    return template.replace(":path}", "}").format_map(values)
 
 
 def test_no_route_hops_to_a_thread() -> None:
@@ -114,9 +114,10 @@ def test_every_route_but_the_probes_wants_a_scope() -> None:
 
 
 async def test_each_route_says_why_it_refuses_a_key_and_nothing_else(
-    http: httpx.AsyncClient, database_url: str
+    http: httpx.AsyncClient, head: TinyHead, database_url: str
 ) -> None:
-    mine = await job_of(http)
+    mine = await one_of_each(http, head)
+    num_jobs = len((await http.get(JOBS)).json()["data"])
     valid = make_key(database_url)
     nobodies = {
         "no key": {"Authorization": ""},
@@ -134,16 +135,16 @@ async def test_each_route_says_why_it_refuses_a_key_and_nothing_else(
         reply = await ask(http, method, path_of(template, mine), headers)
         check_refusal(reply, 401, "invalid_api_key", f"{method} {template} with {name}")
         assert ("invalid_token" in reply.headers["www-authenticate"]) == (name != "no key")
-    assert len((await http.get(JOBS)).json()["data"]) == 1
+    assert len((await http.get(JOBS)).json()["data"]) == num_jobs
 
 
 async def test_each_route_is_forbidden_without_its_scope_and_allowed_with_it(
-    http: httpx.AsyncClient, database_url: str
+    http: httpx.AsyncClient, head: TinyHead, database_url: str
 ) -> None:
     for method, template, route in GUARDED:
         (wanted,) = scopes_of(route.dependant)
         others = make_key(database_url, scopes=tuple(scope for scope in Scope if scope != wanted))
-        mine = await job_of(http)
+        mine = await one_of_each(http, head)
         reply = await ask(http, method, path_of(template, mine), bearer(others))
         check_refusal(reply, 403, "permission_denied", f"{method} {template} without {wanted}")
         assert f'scope="{wanted}"' in reply.headers["www-authenticate"]
@@ -170,20 +171,20 @@ async def test_readiness_tells_details_only_to_a_caller_with_a_key(
 
 
 async def test_another_tenants_job_is_not_there_by_any_route(
-    http: httpx.AsyncClient, database_url: str
+    http: httpx.AsyncClient, head: TinyHead, database_url: str
 ) -> None:
-    mine = await job_of(http)
+    each = await one_of_each(http, head)
     theirs = bearer(make_key(database_url, tenant=OTHER_TENANT))
-    with_id = [(method, path) for method, path, _ in GUARDED if "{job_id}" in path]
-    assert len(with_id) == 3
+    with_id = [(method, path) for method, path, _ in GUARDED if "_id}" in path]
+    assert len(with_id) == 11
     for method, template in with_id:
+        nothing = {name: UUID_TEXT.sub(str(uuid4()), value) for name, value in each.items()}
         seen, absent = [
-            await ask(http, method, path_of(template, job), theirs) for job in (mine, str(uuid4()))
+            await ask(http, method, path_of(template, values), theirs) for values in (each, nothing)
         ]
         check_refusal(seen, 404, "not_found", f"{method} {template}")
-        assert seen.text.replace(mine, "") == absent.text.replace(
-            absent.request.url.path.split("/")[3], ""
-        )
+        assert UUID_TEXT.sub("", seen.text) == UUID_TEXT.sub("", absent.text)
+    mine = each["job_id"]
     assert (await http.get(JOBS, headers=theirs)).json()["data"] == []
     assert (await http.get(f"{JOBS}/{mine}")).json()["state"] == "queued", "it was not cancelled"
     own = await job_of(http, headers=theirs)
@@ -329,10 +330,14 @@ async def test_the_gateway_answers_under_its_configured_names(
 @pytest.mark.parametrize(
     "kind", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonp"]
 )
-async def test_a_body_that_a_form_could_send_is_refused(http: httpx.AsyncClient, kind: str) -> None:
+async def test_a_body_that_a_form_could_send_is_refused(
+    http: httpx.AsyncClient, head: TinyHead, kind: str
+) -> None:
     content = b'{"model": "clerk", "prompt": "a"}'
-    for method, path, _ in GUARDED:
-        if method == "POST":
+    mine = await one_of_each(http, head)
+    for _, template, route in GUARDED:
+        if "requestBody" in (route.openapi_extra or {}):
+            path = path_of(template, mine)
             reply = await http.post(path, content=content, headers={"Content-Type": kind})
             check_refusal(reply, 415, "unsupported_media_type", path)
     good = await http.post(
@@ -346,37 +351,3 @@ async def job_of(http: httpx.AsyncClient, headers: dict[str, str] | None = None)
     reply = await http.post(JOBS, json=BODY, headers=headers)
     assert reply.status_code == 202, reply.text
     return str(reply.json()["id"])
-
-
-async def ask(
-    http: httpx.AsyncClient, method: str, path: str, headers: dict[str, str]
-) -> httpx.Response:
-    """With a body that would do."""
-    body = (CHAT if "chat" in path else BODY) if method == "POST" else None
-    request = http.build_request(method, path, json=body, headers=headers)
-    if headers.get("Authorization") == "":
-        del request.headers["Authorization"]
-    return await http.send(request)
-
-
-async def status_of(
-    http: httpx.AsyncClient, method: str, path: str, headers: dict[str, str]
-) -> int:
-    """Of an answer that may never end: only its beginning is waited for. Completions are asked for
-    as streams."""
-    body = {**(CHAT if "chat" in path else BODY), **({} if path == JOBS else {"stream": True})}
-    async with http.stream(
-        method, path, json=body if method == "POST" else None, headers=headers
-    ) as reply:
-        return reply.status_code
-
-
-def check_refusal(reply: httpx.Response, status: int, code: str, what: str) -> None:
-    """In OpenAI's form, and with what HTTP wants beside it."""
-    assert reply.status_code == status, f"{what}: {reply.status_code} {reply.text}"
-    error = reply.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}, what
-    assert (error["code"], bool(error["message"])) == (code, True), what
-    assert reply.headers.get("www-authenticate", "").startswith("Bearer ") == (
-        status in (401, 403)
-    ), what

@@ -27,14 +27,6 @@ def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
 
 
 @pytest.fixture
-async def http(
-    database_url: str, redis_url: str, head: TinyHead
-) -> AsyncIterator[httpx.AsyncClient]:
-    async with running_gateway(database_url, redis_url) as http:
-        yield http
-
-
-@pytest.fixture
 async def nobody(http: httpx.AsyncClient) -> AsyncIterator[httpx.AsyncClient]:
     """A caller without a key."""
     async with httpx.AsyncClient(base_url=http.base_url, timeout=60) as nobody:

@@ -3,7 +3,7 @@ for."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,21 +25,7 @@ from tests.integration.gateway.running_gateway import (
     running_gateway,
     submit,
 )
-from tests.tiny_head import TinyHead, tiny_head
-
-
-@pytest.fixture
-def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
-    with tiny_head(database_url, redis_url) as head:
-        yield head
-
-
-@pytest.fixture
-async def http(
-    database_url: str, redis_url: str, head: TinyHead
-) -> AsyncIterator[httpx.AsyncClient]:
-    async with running_gateway(database_url, redis_url) as http:
-        yield http
+from tests.tiny_head import TinyHead
 
 
 def ids_and_text(events: list[Event]) -> tuple[list[int], str]:

@@ -3,7 +3,6 @@ listed."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -13,24 +12,10 @@ import pytest
 from sqlalchemy import text
 
 from shardline.contract.job import JobState
-from tests.integration.gateway.running_gateway import JOBS, PROMPT, read, running_gateway, submit
-from tests.tiny_head import TinyHead, tiny_head
+from tests.integration.gateway.running_gateway import JOBS, PROMPT, read, submit
+from tests.tiny_head import TinyHead
 
 UNKNOWN = "00000000-0000-4000-8000-000000000000"
-
-
-@pytest.fixture
-def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
-    with tiny_head(database_url, redis_url) as head:
-        yield head
-
-
-@pytest.fixture
-async def http(
-    database_url: str, redis_url: str, head: TinyHead
-) -> AsyncIterator[httpx.AsyncClient]:
-    async with running_gateway(database_url, redis_url) as http:
-        yield http
 
 
 async def test_submitting_answers_at_once_with_the_row_stored(

@@ -4,7 +4,7 @@ callers who leave."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import httpx
 import openai
@@ -15,23 +15,9 @@ from sqlalchemy import text
 
 from shardline.contract.job import JobState
 from tests.integration.gateway.running_gateway import PROMPT, claimed, running_gateway
-from tests.tiny_head import TinyHead, tiny_head
+from tests.tiny_head import TinyHead
 
 MESSAGES: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": PROMPT}]
-
-
-@pytest.fixture
-def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
-    with tiny_head(database_url, redis_url) as head:
-        yield head
-
-
-@pytest.fixture
-async def http(
-    database_url: str, redis_url: str, head: TinyHead
-) -> AsyncIterator[httpx.AsyncClient]:
-    async with running_gateway(database_url, redis_url) as http:
-        yield http
 
 
 @pytest.fixture

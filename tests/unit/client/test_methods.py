@@ -49,11 +49,17 @@ def test_both_clients_take_the_same_arguments(method: str) -> None:
 
 def test_the_gateways_client_adds_what_only_a_door_needs() -> None:
     assert public(GatewayClient) - METHODS == {
+        "change_stored",
         "costs",
         "database",
+        "delete_response",
+        "forget_stored",
+        "get_stored",
         "insert",
+        "list_stored",
         "pipelines",
         "reader",
+        "response",
         "until_ended",
         "usage",
     }

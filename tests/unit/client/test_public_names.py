@@ -71,6 +71,7 @@ def test_an_error_and_a_record_load_no_driver() -> None:
         "contract.chat",
         "contract.job",
         "contract.structured_output",
+        "contract.tool_choice",
         "contract.wire",
     }
     assert loaded == {"shardline", *(f"shardline.{name}" for name in records)}

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from services.gateway.http.json_body import read_object
+from services.gateway.openai.choice_requests import chat_choices, completion_choices
 from services.gateway.openai.neutral_fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL
 from services.gateway.openai.requests import chat_request, completion_request
 from shardline.base.errors import Invalid
 from shardline.contract.chat import Message
+from shardline.contract.choices import choice_seed
 
 
 def nested(depth: int) -> list[Any]:
@@ -66,17 +68,68 @@ def test_the_messages_of_a_chat_become_ours() -> None:
     assert (request.params().max_tokens, request.params().logprobs) == (4, 0)
 
 
+def test_prompts_times_n_are_choices_with_one_id_and_seeds_that_follow() -> None:
+    key = {"idempotency_key": "k", "seed": 5}
+    choices = completion_choices({**TEXT, "prompt": ["a", [3, 4]], "n": 2, "best_of": 2, **key})
+    assert [choice.prompt for choice in choices] == ["a", "a", (3, 4), (3, 4)]
+    assert [choice.idempotency_key for choice in choices] == ["k", None, None, None]
+    seeds = [choice.seed for choice in choices]
+    assert seeds == [5, choice_seed(5, 1), 5, choice_seed(5, 1)]
+    assert seeds[0] != seeds[1]
+    assert len({choice.id for choice in choices}) == 4
+    assert [choice.seed for choice in chat_choices({**CHAT, "n": 2})] == [None, None]
+
+
+def test_a_service_tier_is_a_priority_unless_the_request_names_one() -> None:
+    tiers = ("auto", "default", "flex", "priority")
+    found = [chat_request({**CHAT, "service_tier": tier}).priority for tier in tiers]
+    assert found == [3, 3, 5, 1]
+    assert chat_request({**CHAT, "service_tier": "flex", "priority": 2}).priority == 2
+
+
+def test_a_hint_changes_no_request() -> None:
+    hints = {
+        "prediction": {"type": "content", "content": "a"},
+        "prompt_cache_options": {"ttl": "30m"},
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+    }
+    assert chat_request({**CHAT, **hints}) == chat_request(CHAT)
+
+
 @pytest.mark.parametrize(
     ("fields", "field", "remedy"),
     [
-        ({"n": 2}, "n", "send 1"),
-        ({"n": True}, "n", "send 1"),
+        ({"n": 0}, "n", "docs/jobs.md"),
+        ({"n": 129}, "n", "docs/jobs.md"),
+        ({"n": True}, "n", "docs/jobs.md"),
         ({"best_of": 3}, "best_of", "send 1"),
-        ({"echo": True}, "echo", "send false"),
+        ({"echo": True, "logprobs": 0}, "echo", "Leave out"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", "Leave it out"),
+        ({"use_beam_search": True}, "use_beam_search", "send false"),
+        ({"length_penalty": 2.0}, "length_penalty", "send 1.0"),
+        ({"best_of": 3, "n": 2}, "best_of", "send 1"),
+        ({"best_of": True}, "best_of", "send 1"),
+        ({"service_tier": "fast"}, "service_tier", "docs/jobs.md"),
+        ({"store": "yes"}, "store", "send false"),
         ({"suffix": "x"}, "suffix", "Leave it out"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "send {}"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "docs/jobs.md"),
+        ({"logit_bias": {"5": 101}}, "logit_bias[...]", "docs/jobs.md"),
+        ({"logit_bias": {str(one): 1 for one in range(1025)}}, "logit_bias", "docs/jobs.md"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "docs/jobs.md"),
+        ({"allowed_token_ids": [0] * 1025}, "allowed_token_ids", "docs/jobs.md"),
+        ({"bad_words": [""]}, "bad_words[0]", "docs/jobs.md"),
+        ({"bad_words": ["a"] * 65}, "bad_words", "docs/jobs.md"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 for all"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "docs/jobs.md"),
+        ({"add_generation_prompt": False}, "add_generation_prompt", "Send messages"),
         ({"user": 5}, "user", "any text"),
-        ({"prompt": ["a", "b"]}, "prompt", "one request for each"),
+        ({"prompt": ["a", 5]}, "prompt[1]", "docs/jobs.md"),
+        ({"prompt": ["a", ""]}, "prompt[1]", "Send some text"),
+        ({"prompt": ["", "a"]}, "prompt", "Send some text"),
+        ({"prompt": [[1], [2, "a"]]}, "prompt[1][1]", "docs/jobs.md"),
+        ({"prompt": ["a"] * 513}, "prompt", "several requests"),
+        ({"prompt": ["a"] * 5, "n": 128}, "prompt", "several requests"),
         ({"prompt": []}, "prompt", "Send some text"),
         ({"prompt": None}, "prompt", "docs/jobs.md"),
         ({"prompt": [1, "a"]}, "prompt[1]", "docs/jobs.md"),
@@ -108,7 +161,7 @@ def test_a_wrong_completion_names_the_field_and_the_remedy(
     fields: dict[str, Any], field: str, remedy: str
 ) -> None:
     with pytest.raises(Invalid) as caught:
-        completion_request({**TEXT, **fields})
+        completion_choices({**TEXT, **fields})
     assert caught.value.field == field
     assert remedy in caught.value.remedy
 
@@ -116,12 +169,15 @@ def test_a_wrong_completion_names_the_field_and_the_remedy(
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"tools": [{}]}, "tools"),
-        ({"tools": nested(960)}, "tools"),
+        ({"tools": [{}]}, "tools[0].function"),
+        ({"tools": nested(960)}, "tools[0]"),
+        ({"functions": []}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
         ({"suffix": nested(10_000)}, "suffix"),
         ({"verbosity": "low"}, "verbosity"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"continue_final_message": True}, "continue_final_message"),
+        ({"echo": True}, "echo"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"audio": {}}, "audio"),
@@ -133,7 +189,7 @@ def test_a_wrong_completion_names_the_field_and_the_remedy(
         ({"messages": "a"}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": ["a"]}, "messages[0]"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user"}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "a", "mood": "b"}]}, "messages[0].mood"),
         (
@@ -142,7 +198,7 @@ def test_a_wrong_completion_names_the_field_and_the_remedy(
         ),
         (
             {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]},
-            "messages[0].tool_calls",
+            "messages[0].tool_calls[0].id",
         ),
     ],
 )

@@ -11,12 +11,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.gateway.openai.bodies import AnswerHead, ChatCompletionRequest, CompletionRequest
+from services.gateway.openai.reply_reader import NOTHING
 from services.gateway.openai.responses import ChatResponses, CompletionResponses
 from shardline.contract.job import FinishReason, JobState, Result, TokenLogprob, Usage
 from shardline.contract.wire import Delta
 from shardline.tokenize import Tokens
-from tests.unit.tokenize.small_tokenizers import byte_fallback, id_of
+from tests.unit.tokenize.small_tokenizers import byte_fallback, byte_level, id_of
 
+JOB_ID = uuid4()
 HEAD = AnswerHead(id="cmpl-1", model="m", created=0, system_fingerprint="fp")
 
 
@@ -37,7 +39,7 @@ def completions(tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> Complet
     request = CompletionRequest(model="m", prompt="")
     tokens = tokens_of(tokenizer)
     return CompletionResponses(
-        head=HEAD, request=request, tokens=tokens, prompt_ids=tuple(prompt_ids)
+        head=HEAD, request=request, tokens=tokens, prompt_ids=tuple(prompt_ids), job_id=JOB_ID
     )
 
 
@@ -91,8 +93,8 @@ def test_a_stream_places_its_tokens_as_the_whole_answer_does(size: int, num_begu
         fence=1, start=len(ids), state=JobState.SUCCEEDED, finish_reason=FinishReason.LENGTH
     )
 
-    chunks = [shown(answers.chunk(delta, texts)) for delta in deltas]
-    chunks += [shown(answers.chunk(end, texts))] if texts.new(end) is not None else []
+    chunks = [shown(answers.chunk(delta, texts, NOTHING)) for delta in deltas]
+    chunks += [shown(answers.chunk(end, texts, NOTHING))] if texts.new(end) is not None else []
 
     whole = shown(answers.whole(result(ids)))
     assert "".join(whole["tokens"]) == " world😀é! hello world" + "\ufffd" * num_begun
@@ -106,7 +108,7 @@ def test_bytes_of_a_chats_tokens_are_its_texts() -> None:
 
     request = ChatCompletionRequest(model="m", messages=())
     tokens = tokens_of(byte_fallback())
-    answers = ChatResponses(head=HEAD, request=request, tokens=tokens, prompt_ids=())
+    answers = ChatResponses(head=HEAD, request=request, tokens=tokens, prompt_ids=(), job_id=JOB_ID)
     content = shown(answers.whole(result(ids)))["content"]
 
     assert bytes(byte for token in content for byte in token["bytes"]).decode() == "😀é"
@@ -127,7 +129,7 @@ def test_alternatives_of_a_completion_have_a_key_each_and_the_output_token_is_on
         fence=1, start=0, ids=(plain,), text="", logprobs=(TokenLogprob(plain, -3.0, top[:-1]),)
     )
 
-    (found,) = shown(answers.chunk(delta, answers.logprob_texts()))["top_logprobs"]
+    (found,) = shown(answers.chunk(delta, answers.logprob_texts(), NOTHING))["top_logprobs"]
 
     assert list(found) == [" true", "bytes:\\xf0", "bytes:\\x9f", "A", "lo", "true"]
     assert found["true"] == -3.0
@@ -146,6 +148,35 @@ def test_an_alternative_with_the_text_of_another_token_is_named_by_its_id() -> N
         logprobs=(TokenLogprob(letter, -3.0, ((byte, -1.0), (letter, -3.0))),),
     )
 
-    (found,) = shown(answers.chunk(delta, answers.logprob_texts()))["top_logprobs"]
+    (found,) = shown(answers.chunk(delta, answers.logprob_texts(), NOTHING))["top_logprobs"]
 
     assert found == {f"token_id:{byte}": -1.0, "A": -3.0}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "text"),
+    [
+        ("ab", {}, ""),
+        ("ab", {"echo": True}, "ab"),
+        ("xab", {"echo": True, "truncate_prompt_tokens": 2}, "ab"),
+        ((), {"echo": True}, "ab"),
+    ],
+)
+def test_an_echoed_prompt_begins_the_text_whole_and_streamed(
+    prompt: str | tuple[int, ...], fields: dict[str, Any], text: str
+) -> None:
+    tokenizer = byte_level()
+    ids = (id_of(tokenizer, "a"), id_of(tokenizer, "b"))
+    responses = CompletionResponses(
+        head=HEAD,
+        request=CompletionRequest(model="m", prompt=prompt or ids, **fields),
+        tokens=tokens_of(tokenizer),
+        prompt_ids=ids,
+        job_id=JOB_ID,
+    )
+
+    whole = msgspec.to_builtins(responses.whole(msgspec.structs.replace(result(()), text="c")))
+    opening = msgspec.to_builtins(responses.opening_chunk())
+
+    assert whole["choices"][0]["text"] == f"{text}c"
+    assert (opening["choices"][0]["text"] if opening else "") == text

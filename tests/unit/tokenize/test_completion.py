@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from tokenizers import Tokenizer, models
 
 from shardline.contract.job import FinishReason, SamplingParams
@@ -173,6 +174,24 @@ def test_a_stop_string_ends_the_completion_and_is_no_part_of_the_text() -> None:
 
     assert reason is FinishReason.STOP
     assert "".join(deltas) == one.text == "hel"
+
+
+@pytest.mark.parametrize(
+    ("params", "ids", "text"),
+    [
+        (SamplingParams(stop=("lo w",)), ids_of("hello world"), "hello w"),
+        (SamplingParams(stop_token_ids=(id_of("w"),)), ids_of("hello world"), "hello w"),
+        (SamplingParams(), [*ids_of("abc"), END], "abc"),
+        (SamplingParams(skip_special_tokens=False), [*ids_of("abc"), END], "abc<|end|>"),
+        (SamplingParams(stop=("x",)), ids_of("abc"), "abc"),
+    ],
+)
+def test_an_included_stop_ends_the_text(params: SamplingParams, ids: list[int], text: str) -> None:
+    for size in range(len(ids) + 1):
+        one = completion(structs.replace(params, include_stop_str_in_output=True))
+        said = [one.say(ids[:size]), one.say(ids[size:]), one.flush()]
+
+        assert "".join(said) == one.text == text
 
 
 def test_nothing_follows_a_stop_string_even_if_its_token_held_more() -> None:

@@ -134,7 +134,7 @@ def test_rendered_messages_have_the_ids_of_transformers(
     source = template or row["chat_template"]
     messages = [Message("system", "Be <brief> & right."), Message("user", "date: 3 März 2024")]
     expected = reference.apply_chat_template(
-        [{"role": message.role, "content": message.content} for message in messages],
+        [{"role": message.role, "content": str(message.content)} for message in messages],
         chat_template=source,
         add_generation_prompt=True,
         return_dict=False,
@@ -320,7 +320,7 @@ def test_a_developer_speaks_as_system_where_the_template_has_no_such_role() -> N
     assert render(knows, ("developer", "Be brief."), ("user", "Hi")) == "[U]HI[D]Be brief."
 
 
-@pytest.mark.parametrize("role", ["function", "tool", "Developer", "system ", ""])
+@pytest.mark.parametrize("role", ["function", "Developer", "system ", ""])
 @pytest.mark.parametrize("content", ["Be brief.", "i", "Hi"])
 def test_a_message_that_the_template_leaves_out_is_refused_by_its_role(
     role: str, content: str

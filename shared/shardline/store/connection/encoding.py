@@ -11,6 +11,7 @@ from uuid import UUID
 import msgspec
 from sqlalchemy import ARRAY, Column, ColumnElement, RowMapping, Uuid, any_, literal
 
+from shardline.contract.chat import ToolCall
 from shardline.contract.job import (
     FinishReason,
     Job,
@@ -92,6 +93,9 @@ def dump_result(result: Result) -> dict[str, Any]:
         "cached_tokens": result.usage.cached_tokens,
         "finish_reason": result.finish_reason,
         "logprobs": None if result.logprobs is None else dump_logprobs(result.logprobs),
+        "reasoning": None if result.reasoning is None else storable(result.reasoning),
+        "reasoning_tokens": result.usage.reasoning_tokens,
+        "tool_calls": [_storable_call(call) for call in result.tool_calls] or None,
         "exact": result.exact,
         "timings": result.timings,
         "provenance": result.provenance,
@@ -108,13 +112,23 @@ def load_result(row: RowMapping, prefix: str = "") -> Result:
             prompt_tokens=row[f"{prefix}prompt_tokens"],
             completion_tokens=row[f"{prefix}completion_tokens"],
             cached_tokens=row[f"{prefix}cached_tokens"],
+            reasoning_tokens=row[f"{prefix}reasoning_tokens"],
         ),
         finish_reason=FinishReason(row[f"{prefix}finish_reason"]),
         exact=row[f"{prefix}exact"],
         logprobs=load_logprobs(row[f"{prefix}logprobs"]),
+        reasoning=row[f"{prefix}reasoning"],
+        tool_calls=msgspec.convert(row[f"{prefix}tool_calls"] or (), tuple[ToolCall, ...]),
         timings=row[f"{prefix}timings"],
         provenance=row[f"{prefix}provenance"],
     )
+
+
+def _storable_call(call: ToolCall) -> dict[str, Any]:
+    document: dict[str, Any] = msgspec.to_builtins(call)
+    function = document["function"]
+    function["arguments"] = storable(function["arguments"])
+    return document
 
 
 def load_job(row: RowMapping) -> Job:

@@ -26,7 +26,8 @@ WHERE jobs.id = ANY(CAST(:ids AS uuid[])) ORDER BY jobs.created_at, jobs.id
 """)
 
 USAGE = text(
-    "SELECT prompt_tokens, completion_tokens, cached_tokens FROM results WHERE job_id = :job_id"
+    "SELECT prompt_tokens, completion_tokens, cached_tokens, reasoning_tokens "
+    "FROM results WHERE job_id = :job_id"
 )
 
 SAMPLE = text(f"""

@@ -41,6 +41,7 @@ from shardline.base.tracing import OFF, Tracer
 from shardline.contract.job import MAX_CRASHES
 from shardline.store import jobs
 from shardline.streams import DeltaWriter
+from shardline.tokenize import Tokens
 from shardline_scheduler.events import Event
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.scheduler_config import SchedulerConfig
@@ -158,10 +159,15 @@ def loaded_stage(executor: Executor, times: Times) -> SimpleNamespace:
 def _requests(executor: Executor, spans: AttemptSpans) -> EngineRequests:
     ids = {f"<{number}>": number for number in range(VOCAB_SIZE)}
     return EngineRequests(
-        tokenizer=Tokenizer(WordLevel(ids, unk_token="<0>")),
-        eos_ids=(2,),
-        context_length=4096,
-        vocab_size=executor.info.vocab_size,
+        tokens=Tokens(
+            model="m",
+            tokenizer_json=Tokenizer(WordLevel(ids, unk_token="<0>")).to_str(),
+            chat_template=None,
+            special_tokens={},
+            context_length=4096,
+            vocab_size=executor.info.vocab_size,
+            eos_ids=(2,),
+        ),
         adapters=executor.adapters,
         spans=spans,
     )

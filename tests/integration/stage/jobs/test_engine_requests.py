@@ -17,6 +17,7 @@ from shardline.base.config import Times
 from shardline.base.tracing import OFF
 from shardline.contract.job import JobState, SamplingParams
 from shardline.store import jobs
+from shardline.tokenize import Tokens
 from tests.integration.rows import request, running
 from tests.integration.stage.jobs.lone_head import LoneHead, open_lone_head
 from tests.models import VOCAB_SIZE
@@ -67,10 +68,15 @@ def test_a_rows_text_goes_on_behind_its_prompt_and_stages_see_no_parameters_of_t
     )
     row = replace(running(database), prompt_ids=(hello,), params=params)
     requests = EngineRequests(
-        tokenizer=tokenizer,
-        eos_ids=(),
-        context_length=64,
-        vocab_size=tokenizer.get_vocab_size(),
+        tokens=Tokens(
+            model="m",
+            tokenizer_json=tokenizer.to_str(),
+            chat_template=None,
+            special_tokens={},
+            context_length=64,
+            vocab_size=tokenizer.get_vocab_size(),
+            eos_ids=(),
+        ),
         adapters=AdapterFolder(None, {}, Path()),
         spans=AttemptSpans(OFF),
     )

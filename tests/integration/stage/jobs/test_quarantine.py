@@ -39,6 +39,7 @@ from shardline.contract.job import FinishReason, JobState
 from shardline.contract.queues import GENERATE_TASK
 from shardline.store import claims, crashes, jobs, leases
 from shardline.store.claims import ClaimedJob
+from shardline.tokenize import Tokens
 from shardline_scheduler.sequence import Key, Request, TokenSink
 from tests.integration.rows import MODEL, cell, change, request, state, submit
 from tests.integration.stage.jobs.lone_head import LoneHead, open_lone_head
@@ -146,10 +147,15 @@ def make_head(database: Database) -> Callable[[], Head]:
             database=database,
             engine=engine,
             requests=EngineRequests(
-                tokenizer=Tokenizer(WordLevel({"<0>": 0}, unk_token="<0>")),
-                eos_ids=(2,),
-                context_length=4096,
-                vocab_size=4096,
+                tokens=Tokens(
+                    model="m",
+                    tokenizer_json=Tokenizer(WordLevel({"<0>": 0}, unk_token="<0>")).to_str(),
+                    chat_template=None,
+                    special_tokens={},
+                    context_length=4096,
+                    vocab_size=4096,
+                    eos_ids=(2,),
+                ),
                 adapters=AdapterFolder(None, {}, Path()),
                 spans=AttemptSpans(OFF),
             ),
@@ -388,8 +394,7 @@ def test_a_suspect_with_a_seat_is_claimed_within_two_heartbeats_of_endless_arriv
 def _arrive(sender: Sender, suspect: UUID, stopped: threading.Event) -> None:
     """Always as many as leave one seat free, each new one as soon as one is gone."""
     going = "SELECT count(*) FROM jobs WHERE state IN ('queued', 'running') AND id <> :id"
-    while not stopped.is_set():
+    while not stopped.wait(0.01):
         missing = SEATS - 1 - cell(sender.database, going, id=suspect)
         if missing > 0:
             sender.arrive(missing)
-        stopped.wait(0.01)

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from services.stage.engine.sampled_sequence import SampledSequence
 from services.stage.engine.sampler import Sampler
-from shardline.contract.job import SamplingParams
+from shardline.contract.job import FinishReason, SamplingParams
 from shardline.contract.structured_output import StructuredOutput
+from shardline.tokenize.completion import CompletionText
 from shardline.tokenize.grammar import Grammars
+from shardline.tokenize.vocabulary import Vocabulary
 from shardline_scheduler.step_plan import Open
 from tests.unit.tokenize.small_tokenizers import END, byte_fallback, byte_level, id_of
 
@@ -165,6 +167,75 @@ def test_a_grammar_that_can_only_end_does_so_before_min_tokens() -> None:
     ids = model.complete(held_to(StructuredOutput(choice=("x",)), min_tokens=50))
 
     assert model.text(ids) == "x"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_text_ends_before_min_tokens_where_it_can_go_on(temperature: float) -> None:
+    model = Model()
+    output = StructuredOutput(regex="[ab]*")
+    params = held_to(output, min_tokens=12, temperature=temperature)
+    for seed in range(8):
+        whole = model.complete(params, seed=seed, most=40)
+        assert len(whole) >= 12
+        assert model.complete(params, whole[:5], seed=seed, most=40) == whole
+
+
+def test_the_head_ends_where_the_tail_does() -> None:
+    model = Model()
+    params = held_to(StructuredOutput(choice=("x",)), min_tokens=50)
+    rule = CompletionText(Vocabulary(model.tokenizer, [model.eos]), params, room=99)
+
+    found = [rule.push(token) for token in (id_of(model.tokenizer, "x"), model.eos)]
+
+    assert found == [("x", None), ("", FinishReason.STOP)]
+
+
+@pytest.mark.parametrize("kind", ["schema", "choice"])
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"logprobs": 1, "min_tokens": 9}])
+def test_forced_tokens_as_drafts_change_no_token(kind: str, params: dict[str, Any]) -> None:
+    model = Model()
+    for seed in range(4):
+        plain = model.complete(held_to(OUTPUTS[kind], **params), seed=seed, most=60)
+        sequence = model.open(held_to(OUTPUTS[kind], **params), seed=seed)
+        found: tuple[int, ...] = ()
+        drafts: tuple[int, ...] = ()
+        num_true = num_steps = 0
+        while len(found) < len(plain):
+            rows = [model.row((*found, *drafts[:place])) for place in range(len(drafts) + 1)]
+            sample = model.sampler.sample(torch.stack(rows), [sequence], [drafts])
+            (tokens,) = sample.tokens
+            found += tokens
+            sequence.extend(tokens[-1:])
+            num_true += len(tokens) - 1
+            num_steps += 1
+            drafts = sample.forced[0] if sample.forced else ()
+        assert found[: len(plain)] == plain
+        assert num_true > 0 or kind == "choice"
+        assert num_steps + num_true == len(found)
+
+
+def test_a_draft_that_ends_the_text_is_the_last_token() -> None:
+    model = Model()
+    x = id_of(model.tokenizer, "x")
+    sequence = model.open(held_to(StructuredOutput(choice=("x",))))
+    rows = torch.stack([model.row(()) for _ in range(4)])
+
+    sample = model.sampler.sample(rows, [sequence], [(x, model.eos, x)])
+
+    assert sample.tokens == ((x, model.eos),)
+    assert not sample.bad
+    assert not sample.refused
+
+
+def test_a_lexer_that_neighbors_have_filled_fails_no_completion() -> None:
+    """Its states are shared by all completions of one grammar, and so is their limit."""
+    model = Model()
+    params = held_to(StructuredOutput(regex="((.*a.{30})|(.*b.{31})|(.*e.{25}))x"))
+    alone = Model().complete(params, seed=99, most=40)
+    for seed in range(60):
+        model.complete(params, seed=seed, most=60)
+
+    assert model.complete(params, seed=99, most=40) == alone
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Anthropic's API: its requests become jobs, and jobs its messages."""

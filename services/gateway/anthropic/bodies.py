@@ -1,0 +1,233 @@
+"""The requests of Anthropic's routes. The API's description is made from these types.
+
+What marks a place for Anthropic's cache is taken and changes nothing: prefixes are cached by
+themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from services.gateway.openai.neutral_fields import ANY_TEXT
+from shardline.contract.job import MAX_TOKENS, Probability
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "service_tier": ("auto", "standard_only"),
+    "inference_geo": ("global",),
+    "speed": ("standard",),
+    "container": (),
+    "context_management": ({},),
+    "mcp_servers": ([],),
+    "diagnostics": (),
+    "user_profile_id": (ANY_TEXT,),
+}
+"""Fields without effect, and their values."""
+
+ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+CallId = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class CacheControl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A place for Anthropic's cache."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class InputBlock(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"
+):
+    """A part of a message's content."""
+
+    cache_control: CacheControl | None = None
+
+
+class TextInput(InputBlock, frozen=True, kw_only=True, tag="text"):
+    """Some text."""
+
+    text: str
+    citations: tuple[()] | None = None
+
+
+class ThinkingInput(InputBlock, frozen=True, kw_only=True, tag="thinking"):
+    """What the model thought in an answer before, with a signature that nobody checks."""
+
+    thinking: str
+    signature: str = ""
+
+
+class RedactedThinkingInput(InputBlock, frozen=True, kw_only=True, tag="redacted_thinking"):
+    """Thoughts that only Anthropic can read: they are left out."""
+
+    data: str
+
+
+class ToolUseInput(InputBlock, frozen=True, kw_only=True, tag="tool_use"):
+    """A call that the model has made."""
+
+    id: CallId
+    name: ToolName
+    input: dict[str, Any]
+    caller: dict[str, Any] | None = None
+
+
+class ToolResultInput(InputBlock, frozen=True, kw_only=True, tag="tool_result"):
+    """What a call has given."""
+
+    tool_use_id: CallId
+    content: str | tuple[TextInput, ...] = ""
+    is_error: bool = False
+
+
+AnyInput = TextInput | ThinkingInput | RedactedThinkingInput | ToolUseInput | ToolResultInput
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one side says. Turns of one side that follow each other are one."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | tuple[AnyInput, ...]
+
+
+class ClientTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tool of the caller's; `input_schema` is a JSON schema."""
+
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+    eager_input_streaming: bool | None = None
+    input_examples: tuple[dict[str, Any], ...] = ()
+
+
+class ToolChoiceInput(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"
+):
+    """Which tools the model may call."""
+
+    disable_parallel_tool_use: bool = False
+
+
+class AutoChoice(ToolChoiceInput, frozen=True, kw_only=True, tag="auto"):
+    """Any of them, or none."""
+
+
+class AnyChoice(ToolChoiceInput, frozen=True, kw_only=True, tag="any"):
+    """One of them at least."""
+
+
+class ToolChoiceByName(ToolChoiceInput, frozen=True, kw_only=True, tag="tool"):
+    """This one."""
+
+    name: ToolName
+
+
+class NoChoice(ToolChoiceInput, frozen=True, kw_only=True, tag="none"):
+    """None of them."""
+
+
+Display = Literal["summarized", "omitted"] | None
+
+
+class ThinkingEnabled(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="enabled",
+):
+    """The model thinks before it answers. Its thoughts count among `max_tokens`; no budget of their
+    own holds."""
+
+    budget_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
+    display: Display = None
+
+
+class ThinkingAdaptive(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="adaptive",
+):
+    """The model decides."""
+
+    display: Display = None
+
+
+class ThinkingDisabled(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="disabled",
+):
+    """The model answers at once, where its chat template can say so."""
+
+
+Thinking = ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled
+
+
+class SchemaFormat(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="json_schema",
+):
+    """JSON of a schema."""
+
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The form of the answer, and the effort behind it."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: SchemaFormat | None = None
+
+
+class MessageMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Kept as the job's metadata."""
+
+    user_id: Annotated[str, Meta(max_length=512)] | None = None
+
+
+class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/messages/count_tokens`: what makes the prompt."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=256)]
+    messages: Annotated[tuple[Turn, ...], Meta(min_length=1)]
+    system: str | tuple[TextInput, ...] = ""
+    tools: tuple[ClientTool, ...] = ()
+    tool_choice: AutoChoice | AnyChoice | ToolChoiceByName | NoChoice = AutoChoice()
+    thinking: Thinking | None = None
+    output_config: OutputConfig = OutputConfig()
+    output_format: SchemaFormat | None = None
+    """An earlier place of `output_config.format`."""
+    cache_control: CacheControl | None = None
+
+
+class MessagesBody(CountTokensBody, frozen=True, kw_only=True):
+    """The body of `POST /v1/messages`. A `max_tokens` over what the prompt leaves is lowered to
+    it."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    stop_sequences: Annotated[
+        tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=16)
+    ] = ()
+    temperature: Probability = 1.0
+    top_p: Probability = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
+    metadata: MessageMetadata = MessageMetadata()
+    stream: bool = False

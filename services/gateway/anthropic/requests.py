@@ -1,0 +1,248 @@
+"""Anthropic's requests as jobs: the one place where a field of theirs becomes one of ours.
+
+Knows no server. Our own fields beside theirs (`priority`, `seed`, …) are taken as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from services.gateway.anthropic import bodies
+from services.gateway.http.json_body import Document
+from services.gateway.openai.bodies import ChatCompletionRequest
+from services.gateway.openai.neutral_fields import drop_neutral
+from shardline.base.errors import Invalid
+from shardline.contract.job import JobRequest
+from shardline.contract.request_parsing import check_request, parse_fields, shown
+
+BodyT = TypeVar("BodyT", bound=bodies.CountTokensBody)
+
+ELSEWHERE = frozenset(
+    {
+        *bodies.MessagesBody.__struct_fields__,
+        *("prompt", "stop", "logprobs", "structured_outputs"),
+        *("parallel_tool_calls", "reasoning_effort", "include_reasoning"),
+    }
+)
+"""Fields of a job that these requests say otherwise, or that no answer of theirs could show."""
+
+OWN = frozenset(JobRequest.__struct_fields__) - ELSEWHERE
+"""Fields of a job that are taken beside Anthropic's."""
+
+OWN_COUNTED = frozenset({"adapter", "chat_template_kwargs"})
+"""Those of them that change the prompt."""
+
+BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+
+
+class MessageRequest(ChatCompletionRequest, frozen=True, kw_only=True):
+    """The job of a request to `/v1/messages`."""
+
+    takes_what_fits = True
+
+
+def message_request(document: Document) -> MessageRequest:
+    """Parse the body of `POST /v1/messages`. Raises Invalid."""
+    body, own = _parsed(document, bodies.MessagesBody, OWN)
+    fields = {
+        **own,
+        **_chat(body),
+        "max_tokens": body.max_tokens,
+        "stop": body.stop_sequences,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "stream": body.stream,
+    }
+    if body.metadata.user_id is not None:
+        fields["metadata"] = {"user_id": body.metadata.user_id}
+    request = parse_fields(fields, MessageRequest)
+    check_request(request)
+    return request
+
+
+def counted_request(document: Document) -> MessageRequest:
+    """Parse the body of `POST /v1/messages/count_tokens`. Raises Invalid."""
+    body, own = _parsed(document, bodies.CountTokensBody, OWN_COUNTED)
+    request = parse_fields({**own, **_chat(body)}, MessageRequest)
+    check_request(request)
+    return request
+
+
+def _parsed(document: Document, kind: type[BodyT], own: frozenset[str]) -> tuple[BodyT, Document]:
+    """Anthropic's part of a body, and ours."""
+    fields = {name: value for name, value in document.items() if value is not None}
+    drop_neutral(fields, bodies.NEUTRAL)
+    _refuse_unsupported(fields)
+    ours = {name: fields.pop(name) for name in sorted(own & fields.keys())}
+    return parse_fields(fields, kind), ours
+
+
+def _refuse_unsupported(fields: Document) -> None:
+    """Names what Anthropic's models take and Shardline's do not: images, documents, tools that run
+    at Anthropic. Raises Invalid. `parse_fields` refuses what is no object."""
+    remedy = f"Send blocks of type {', '.join(BLOCKS)}"
+    for field, block in _blocks(fields):
+        if (kind := block.get("type")) not in BLOCKS:
+            raise Invalid(f"{field}.type", f"{shown(str(kind))!r} is not supported", remedy)
+    tools = fields.get("tools")
+    for place, tool in enumerate(tools if isinstance(tools, list) else ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind not in (None, "custom"):
+            problem = f"{shown(str(kind))!r} runs at Anthropic, and is not supported"
+            raise Invalid(f"tools[{place}].type", problem, "Send tools with an input_schema")
+
+
+def _blocks(fields: Document) -> Iterator[tuple[str, Document]]:
+    """Every object in a content, also of a call's result, with its place."""
+    turns = fields.get("messages")
+    for place, turn in enumerate(turns if isinstance(turns, list) else ()):
+        content = turn.get("content") if isinstance(turn, dict) else None
+        for field, block in _objects(f"messages[{place}].content", content):
+            yield field, block
+            yield from _objects(f"{field}.content", block.get("content"))
+
+
+def _objects(field: str, content: object) -> Iterator[tuple[str, Document]]:
+    for place, block in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(block, dict):
+            yield f"{field}[{place}]", block
+
+
+def _chat(body: bodies.CountTokensBody) -> Document:
+    """The fields of a chat: what is rendered, and the form of the answer."""
+    _check_last(body.messages)
+    fields: Document = {"model": body.model, "messages": list(_messages(body))}
+    if body.tools:
+        fields |= {"tools": [_tool(tool) for tool in body.tools], **_choice(body.tool_choice)}
+    elif isinstance(body.tool_choice, bodies.AnyChoice | bodies.ToolChoiceByName):
+        raise Invalid("tool_choice", "there are no tools", "Send tools, or leave it out")
+    if (form := body.output_config.format or body.output_format) is not None:
+        fields["structured_outputs"] = {"json": form.schema}
+    return fields | _thinking(body)
+
+
+def _check_last(turns: Sequence[bodies.Turn]) -> None:
+    if turns[-1].role == "assistant":
+        problem = "the last message is the assistant's, and no answer goes on with it"
+        raise Invalid("messages", problem, "Let a message of the user be the last one")
+
+
+def _messages(body: bodies.CountTokensBody) -> Iterator[Document]:
+    """The chat's messages. Turns of one side in a row are one message: many chat templates want the
+    sides to take turns."""
+    if system := _joined(_texts(body.system)):
+        yield {"role": "system", "content": system}
+    last: Document = {}
+    for turn in body.messages:
+        for message in _of_turn(turn):
+            if last and last["role"] == message["role"] and "tool_call_id" not in message:
+                last = _merged(last, message)
+                continue
+            if last:
+                yield last
+            last = message
+    yield last
+
+
+def _merged(first: Document, second: Document) -> Document:
+    """One message that says what both do."""
+    whole = {**first, **second}
+    for name in ("content", "reasoning"):
+        if texts := [one[name] for one in (first, second) if one.get(name)]:
+            whole[name] = "\n".join(texts)
+    if calls := [*first.get("tool_calls", ()), *second.get("tool_calls", ())]:
+        whole["tool_calls"] = calls
+    return whole
+
+
+def _of_turn(turn: bodies.Turn) -> Iterator[Document]:
+    """A turn's messages: each result of a call is one of its own, in the order of the blocks."""
+    if isinstance(turn.content, str):
+        yield {"role": turn.role, "content": turn.content}
+        return
+    others: list[bodies.AnyInput] = []
+    for block in turn.content:
+        if isinstance(block, bodies.ToolResultInput):
+            if others:
+                yield _message(turn.role, others)
+                others = []
+            yield {
+                "role": "tool",
+                "tool_call_id": block.tool_use_id,
+                "content": _joined(_texts(block.content)),
+            }
+        else:
+            others.append(block)
+    if others or not turn.content:
+        yield _message(turn.role, others)
+
+
+def _message(role: str, blocks: Sequence[bodies.AnyInput]) -> Document:
+    message: Document = {
+        "role": role,
+        "content": _joined(block.text for block in blocks if isinstance(block, bodies.TextInput)),
+    }
+    thoughts = [block.thinking for block in blocks if isinstance(block, bodies.ThinkingInput)]
+    if thoughts:
+        message["reasoning"] = "\n".join(thoughts)
+    calls = [_call(block) for block in blocks if isinstance(block, bodies.ToolUseInput)]
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _call(block: bodies.ToolUseInput) -> Document:
+    arguments = msgspec.json.encode(block.input).decode()
+    return {
+        "id": block.id,
+        "type": "function",
+        "function": {"name": block.name, "arguments": arguments},
+    }
+
+
+def _texts(content: str | Sequence[bodies.TextInput]) -> Iterable[str]:
+    return (content,) if isinstance(content, str) else [block.text for block in content]
+
+
+def _joined(texts: Iterable[str]) -> str:
+    """Parts of text, joined by lines as the chat route joins them."""
+    return "\n".join(texts)
+
+
+def _tool(tool: bodies.ClientTool) -> Document:
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
+    }
+    given = {name: value for name, value in function.items() if value is not None}
+    return {"type": "function", "function": given}
+
+
+def _choice(choice: bodies.ToolChoiceInput) -> Document:
+    fields: Document = {"parallel_tool_calls": not choice.disable_parallel_tool_use}
+    if isinstance(choice, bodies.AnyChoice):
+        fields["tool_choice"] = "required"
+    elif isinstance(choice, bodies.ToolChoiceByName):
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    elif isinstance(choice, bodies.NoChoice):
+        fields["tool_choice"] = "none"
+    return fields
+
+
+def _thinking(body: bodies.CountTokensBody) -> Document:
+    """How much the model is to think, and whether the answer shows it."""
+    fields: Document = {}
+    if body.output_config.effort is not None:
+        fields["reasoning_effort"] = body.output_config.effort
+    thinking = body.thinking
+    if isinstance(thinking, bodies.ThinkingDisabled):
+        fields["reasoning_effort"] = "none"
+    elif thinking is not None and thinking.display == "omitted":
+        fields["include_reasoning"] = False
+    return fields

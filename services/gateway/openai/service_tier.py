@@ -1,0 +1,27 @@
+"""OpenAI's `service_tier`: a priority by another name. Knows no request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+from shardline.contract.job import DEFAULT_PRIORITY, INTERACTIVE_PRIORITY
+
+ServiceTier = Literal["auto", "default", "flex", "priority", "scale"]
+
+PRIORITIES: Mapping[str, int] = MappingProxyType(
+    {
+        "auto": INTERACTIVE_PRIORITY,
+        "default": INTERACTIVE_PRIORITY,
+        "flex": DEFAULT_PRIORITY,
+        "priority": 1,
+        "scale": INTERACTIVE_PRIORITY,
+    }
+)
+"""Of a request that names no `priority`. `flex` waits with the jobs that nobody waits for."""
+
+
+def tier_used(asked: ServiceTier) -> ServiceTier:
+    """Returns what the answer says: the tier itself, of `auto` the one that it stands for."""
+    return "default" if asked == "auto" else asked

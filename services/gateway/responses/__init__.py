@@ -1,0 +1,1 @@
+"""OpenAI's responses: jobs whose every event can be read again, from Postgres alone."""

@@ -1,0 +1,159 @@
+"""Items as chat messages, and as the lists of a response's input show them: the one place that
+knows both. Knows no row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from uuid import UUID
+
+from services.gateway.responses.input_items import (
+    InputCall,
+    InputCallOutput,
+    InputItem,
+    InputMessage,
+    InputReasoning,
+    ReasoningText,
+    text_of,
+)
+from services.gateway.responses.output_items import (
+    CallItem,
+    ListedCallOutput,
+    ListedItem,
+    ListedMessage,
+    ListedText,
+    MessageItem,
+    OutputItem,
+    OutputText,
+    ReasoningItem,
+)
+from shardline.base.errors import Invalid
+from shardline.contract.chat import FunctionCall, Message, ToolCall
+
+ASSISTANT = "assistant"
+SYSTEM = "system"
+TOOL = "tool"
+
+AnyItem = InputItem | OutputItem
+
+
+def messages_of(
+    items: Iterable[AnyItem], *, instructions: str | None = None
+) -> tuple[Message, ...]:
+    """The conversation that items are, instructions first. What a model thinks, says and calls
+    without a break is one message."""
+    found = [] if instructions is None else [Message(role=SYSTEM, content=instructions)]
+    turn: list[AnyItem] = []
+    for item in items:
+        if turn and _begins_turn(item, turn[-1]):
+            found.append(_turn_message(turn))
+            turn = []
+        if _is_models(item):
+            turn.append(item)
+        else:
+            found.append(_message(item))
+    return (*found, _turn_message(turn)) if turn else tuple(found)
+
+
+def check_outputs(messages: Sequence[Message]) -> None:
+    """Raises Invalid for the output of a call that was not made before it."""
+    made: set[str] = set()
+    for message in messages:
+        made |= {call.id for call in message.tool_calls or ()}
+        if message.role == TOOL and message.tool_call_id not in made:
+            problem = f"no call before it has the call_id {message.tool_call_id!r}"
+            raise Invalid("input", problem, "Send the function_call too, before its output")
+
+
+def without_oldest(messages: Sequence[Message], num_left_out: int) -> tuple[Message, ...]:
+    """The conversation without so many of its oldest messages, instructions apart. Outputs of calls
+    that are left out go with them."""
+    head = tuple(messages[:1]) if messages and messages[0].role == SYSTEM else ()
+    rest = list(messages[len(head) + num_left_out :])
+    while rest and rest[0].role == TOOL:
+        del rest[0]
+    return (*head, *rest)
+
+
+def listed(job_id: UUID, items: Sequence[InputItem]) -> list[ListedItem]:
+    """The items of a request, with ids."""
+    return [_listed(f"{job_id}_in{place}", item) for place, item in enumerate(items)]
+
+
+def _is_models(item: AnyItem) -> bool:
+    if isinstance(item, InputMessage):
+        return item.role == ASSISTANT
+    return not isinstance(item, InputCallOutput)
+
+
+def _begins_turn(item: AnyItem, before: AnyItem) -> bool:
+    """Whether it is no part of the message that ends with the item before it: a model thinks, then
+    speaks, then calls."""
+    if not _is_models(item):
+        return True
+    if isinstance(item, InputCall | CallItem):
+        return False
+    return not isinstance(before, InputReasoning | ReasoningItem)
+
+
+def _turn_message(turn: Sequence[AnyItem]) -> Message:
+    reasoning: list[str] = []
+    texts: list[str] = []
+    calls: list[ToolCall] = []
+    for item in turn:
+        if isinstance(item, InputReasoning | ReasoningItem):
+            reasoning += [part.text for part in item.content or item.summary]
+        elif isinstance(item, InputCall | CallItem):
+            function = FunctionCall(name=item.name, arguments=item.arguments)
+            calls.append(ToolCall(id=item.call_id, function=function))
+        elif isinstance(item, InputMessage):
+            texts.append(text_of(item.content))
+        elif isinstance(item, MessageItem):
+            texts += [part.text for part in item.content]
+    return Message(
+        role=ASSISTANT,
+        content="\n".join(texts),
+        reasoning="\n".join(reasoning) or None,
+        tool_calls=tuple(calls) or None,
+    )
+
+
+def _message(item: AnyItem) -> Message:
+    if isinstance(item, InputCallOutput):
+        return Message(role=TOOL, content=text_of(item.output), tool_call_id=item.call_id)
+    assert isinstance(item, InputMessage), "all others are the model's"
+    return Message(role=item.role, content=text_of(item.content))
+
+
+def _listed(place: str, item: InputItem) -> ListedItem:
+    if isinstance(item, InputMessage):
+        kind = OutputText if item.role == ASSISTANT else ListedText
+        texts = (
+            [item.content]
+            if isinstance(item.content, str)
+            else [part.text for part in item.content]
+        )
+        return ListedMessage(
+            id=f"msg_{place}",
+            status="completed",
+            role=item.role,
+            content=[kind(text=text) for text in texts],
+        )
+    if isinstance(item, InputReasoning):
+        thought = [ReasoningText(text=part.text) for part in item.content or ()]
+        return ReasoningItem(
+            id=f"rs_{place}", status="completed", summary=item.summary, content=thought
+        )
+    if isinstance(item, InputCall):
+        return CallItem(
+            id=f"fc_{place}",
+            status="completed",
+            call_id=item.call_id,
+            name=item.name,
+            arguments=item.arguments,
+        )
+    return ListedCallOutput(
+        id=f"fco_{place}",
+        status="completed",
+        call_id=item.call_id,
+        output=text_of(item.output),
+    )

@@ -1,0 +1,127 @@
+"""The fields of `POST /v1/responses` that no other door has. The API's description is made from
+these types."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from services.gateway.responses.input_items import Items
+from services.gateway.responses.tools import ResponseToolChoice, ResponseTools
+from shardline.contract.job import MAX_TOKENS, NumLogprobs, ReasoningEffort
+from shardline.contract.structured_output import StructuredOutput
+
+LOGPROBS = "message.output_text.logprobs"
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+Tier = Literal["auto", "default", "flex", "priority", "scale"]
+ShortText = Annotated[str, Meta(max_length=512)]
+
+
+class PlainFormat(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class ObjectFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class SchemaFormat(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="json_schema",
+):
+    """JSON of a schema, which always holds, whether it is `strict` or not."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+TextFormat = PlainFormat | ObjectFormat | SchemaFormat
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the text must be."""
+
+    format: TextFormat = PlainFormat()
+    verbosity: Literal["medium"] | None = None
+
+    def structured(self) -> StructuredOutput | None:
+        """Returns what a job is told of it."""
+        if isinstance(self.format, SchemaFormat):
+            return StructuredOutput(json=self.format.schema)
+        return StructuredOutput(json_object=True) if isinstance(self.format, ObjectFormat) else None
+
+
+class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the model thinks. What it thought is always told in full, so a `summary` adds nothing."""
+
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class StreamedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of a stream: nothing here is obfuscated."""
+
+    include_obfuscation: bool = False
+
+
+class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the answer repeats and the job does not say. Kept with the response."""
+
+    background: bool = False
+    include: tuple[Includable, ...] = ()
+    max_tool_calls: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    prompt_cache_key: ShortText | None = None
+    reasoning: ReasoningOptions = ReasoningOptions()
+    safety_identifier: ShortText | None = None
+    service_tier: Tier = "auto"
+    store: bool = True
+    """False: no request finds the response afterwards. Its job is kept like every other."""
+    text: TextOptions = TextOptions()
+    top_logprobs: NumLogprobs = 0
+    truncation: Literal["auto", "disabled"] = "disabled"
+    """auto: the oldest items of the input are left out until the rest fits."""
+    user: ShortText | None = None
+
+
+class ResponseFields(StoredOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All of a request but what `JobRequest` has."""
+
+    input: str | Items
+    instructions: str | None = None
+    """Of this response alone: the next one does not have them."""
+    max_output_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
+    parallel_tool_calls: bool = True
+    previous_response_id: Annotated[str, Meta(max_length=64)] | None = None
+    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
+    stream: bool = False
+    stream_options: StreamedOptions = StreamedOptions()
+    tool_choice: ResponseToolChoice = "auto"
+    tools: ResponseTools = ()
+
+    def options(self) -> StoredOptions:
+        """Returns what is kept of it."""
+        names = StoredOptions.__struct_fields__
+        return StoredOptions(**{name: getattr(self, name) for name in names})
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether log-probabilities were asked for."""
+        return LOGPROBS in self.include

@@ -1,0 +1,103 @@
+"""Bodies of `/v1/responses` become requests for jobs. Knows no server and no row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from services.gateway.http.json_body import Document
+from services.gateway.responses.conversation import messages_of
+from services.gateway.responses.input_items import InputItem, InputMessage
+from services.gateway.responses.request_fields import ResponseFields
+from services.gateway.responses.tools import choice_of
+from shardline.base.errors import Invalid
+from shardline.contract.job import INTERACTIVE_PRIORITY, JobRequest
+from shardline.contract.request_parsing import check_request, invalid_from, parse_fields
+
+ELSEWHERE: Mapping[str, str] = {
+    "prompt": "Send input, or use /v1/completions",
+    "messages": "Send input, or use /v1/chat/completions",
+    "conversation": "Send previous_response_id",
+    "context_management": "Send truncation: auto",
+    "max_tokens": "Send max_output_tokens",
+    "max_completion_tokens": "Send max_output_tokens",
+    "logprobs": "Send top_logprobs, and message.output_text.logprobs in include",
+    "response_format": "Send text: {format: …}",
+    "reasoning_effort": "Send reasoning: {effort: …}",
+    "n": "Send one request for each response",
+}
+"""Fields of other doors or of OpenAI's servers, and what to send in their place."""
+
+
+class ResponseRequest(JobRequest, frozen=True, kw_only=True):
+    """A job of this door. Its messages are those of its own input until the conversation that it
+    goes on with is read."""
+
+    asked: ResponseFields
+
+
+def response_request(document: Document) -> ResponseRequest:
+    """Parse the body of `POST /v1/responses`. Raises Invalid."""
+    fields = {name: value for name, value in document.items() if value is not None}
+    for name, remedy in ELSEWHERE.items():
+        if name in fields:
+            raise Invalid(name, "it is not supported here", remedy)
+    own = {name: fields.pop(name) for name in [*fields] if name in ResponseFields.__struct_fields__}
+    asked = _asked(own)
+    fields.setdefault("priority", INTERACTIVE_PRIORITY)
+    job = parse_fields({**fields, **_told(asked)}, JobRequest)
+    if job.structured_outputs is not None and asked.text.structured() is not None:
+        problem = "structured_outputs says what the text must be"
+        raise Invalid("text.format", problem, "Send one of the two")
+    messages = messages_of(items_of(asked), instructions=asked.instructions)
+    told = {name: getattr(job, name) for name in JobRequest.__struct_fields__}
+    told |= {
+        "messages": messages,
+        "structured_outputs": asked.text.structured() or job.structured_outputs,
+        "tools": tuple(tool.tool() for tool in asked.tools),
+        "tool_choice": None if asked.tool_choice == "auto" else choice_of(asked.tool_choice),
+        "parallel_tool_calls": asked.parallel_tool_calls,
+        "reasoning_effort": asked.reasoning.effort,
+    }
+    request = ResponseRequest(**told, asked=asked)
+    check_request(request)
+    if asked.background and not asked.store:
+        remedy = "Leave store out, or run it in the foreground"
+        raise Invalid("background", "what is not stored cannot be asked for later", remedy)
+    return request
+
+
+def items_of(asked: ResponseFields) -> tuple[InputItem, ...]:
+    """The input as items: a text is a message of the user."""
+    if isinstance(asked.input, str):
+        return (InputMessage(role="user", content=asked.input),)
+    return asked.input
+
+
+def _asked(fields: Document) -> ResponseFields:
+    if isinstance(items := fields.get("input"), list):
+        fields["input"] = [_typed(item) for item in items]
+    try:
+        return msgspec.convert({"input": None, **fields}, ResponseFields)
+    except msgspec.ValidationError as error:
+        raise invalid_from(error) from error
+    except UnicodeEncodeError as error:
+        raise Invalid("request", "it holds a lone surrogate", "Send whole characters") from error
+
+
+def _typed(item: Any) -> Any:
+    """A message may come without its type."""
+    is_message = isinstance(item, dict) and item.get("type") is None and "role" in item
+    return {**item, "type": "message"} if is_message else item
+
+
+def _told(asked: ResponseFields) -> Document:
+    """The fields of a job that are called otherwise here."""
+    found: Document = {}
+    if asked.max_output_tokens is not None:
+        found["max_tokens"] = asked.max_output_tokens
+    if asked.has_logprobs:
+        found["logprobs"] = asked.top_logprobs
+    return found

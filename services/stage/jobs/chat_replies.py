@@ -1,0 +1,37 @@
+"""What the text of a chat says, for the columns of its result. Knows no job's life."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardline.contract.chat import ToolCall
+from shardline.store.claims import ClaimedJob
+from shardline.tokenize import Tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyColumns:
+    """Of a result. A prompt's completion has none of them."""
+
+    reasoning: str | None = None
+    num_reasoning_tokens: int | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+class ChatReplies:
+    """Reads the texts of one model's chats."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._format = tokens.chat
+
+    def read(self, row: ClaimedJob, text: str, output_ids: Sequence[int]) -> ReplyColumns:
+        """Returns what a completion says, whole or partial."""
+        if not row.is_chat:
+            return ReplyColumns()
+        reply = self._format.reply(text, row.params, row.job_id, row.prompt_ids)
+        return ReplyColumns(
+            reasoning=reply.reasoning,
+            num_reasoning_tokens=self._format.num_reasoning_tokens(reply, text, output_ids),
+            tool_calls=reply.tool_calls,
+        )

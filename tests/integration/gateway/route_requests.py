@@ -1,0 +1,66 @@
+"""Requests that would do for any route of the gateway, and its refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from tests.integration.gateway.running_gateway import PROMPT
+
+BODY = {"model": "clerk", "prompt": PROMPT}
+CHAT = {"model": "clerk", "messages": [{"role": "user", "content": "a"}]}
+STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
+
+
+async def ask(
+    http: httpx.AsyncClient, method: str, path: str, headers: dict[str, str]
+) -> httpx.Response:
+    """With a body that would do."""
+    body = body_of(path) if method == "POST" else None
+    request = http.build_request(method, path, json=body, headers=headers)
+    if headers.get("Authorization") == "":
+        del request.headers["Authorization"]
+    return await http.send(request)
+
+
+async def status_of(
+    http: httpx.AsyncClient, method: str, path: str, headers: dict[str, str]
+) -> int:
+    """Of an answer that may never end: only its beginning is waited for. Completions are asked for
+    as streams."""
+    body = {**body_of(path), **({"stream": True} if path in STREAMED else {})}
+    async with http.stream(
+        method, path, json=body if method == "POST" else None, headers=headers
+    ) as reply:
+        return reply.status_code
+
+
+def body_of(path: str) -> dict[str, Any]:
+    """What would do for a route that takes one."""
+    if path == "/detokenize":
+        return {"model": "clerk", "tokens": [1]}
+    if path == "/v1/responses":
+        return {"model": "clerk", "input": PROMPT, "background": True}
+    if path.startswith("/v1/chat/completions/"):
+        return {"metadata": {"a": "b"}}
+    if path == "/v1/messages":
+        return {**CHAT, "max_tokens": 4}
+    has_chat = "chat" in path or "messages" in path or path == "/apply-template"
+    return CHAT if has_chat else BODY
+
+
+def check_refusal(reply: httpx.Response, status: int, code: str, what: str) -> None:
+    """In OpenAI's form or Anthropic's, and with what HTTP wants beside it."""
+    assert reply.status_code == status, f"{what}: {reply.status_code} {reply.text}"
+    error = reply.json()["error"]
+    if reply.request.url.path.startswith("/v1/messages"):
+        assert set(error) == {"message", "type", "details"}, what
+        found = error["details"]["error_code"]
+    else:
+        assert set(error) == {"message", "type", "param", "code"}, what
+        found = error["code"]
+    assert (found, bool(error["message"])) == (code, True), what
+    assert reply.headers.get("www-authenticate", "").startswith("Bearer ") == (
+        status in (401, 403)
+    ), what

@@ -1,0 +1,265 @@
+"""Responses by OpenAI's own client: whole, streamed, joined again without gateway and Redis,
+cancelled, deleted, gone on with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import redis
+from openai import AsyncOpenAI
+
+from shardline.contract.api_key import bearer
+from shardline.contract.job import JobState
+from tests.integration.gateway.running_gateway import (
+    PROMPT,
+    claimed,
+    events_of,
+    make_key,
+    running_gateway,
+)
+from tests.integration.gateway.test_openai_client import official
+from tests.tiny_head import TinyHead, tiny_head
+
+PATH = "/v1/responses"
+ASKED: dict[str, Any] = {"model": "clerk", "input": PROMPT}
+
+
+@pytest.fixture
+def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
+    with tiny_head(database_url, redis_url) as head:
+        yield head
+
+
+@pytest.fixture
+async def http(
+    database_url: str, redis_url: str, head: TinyHead
+) -> AsyncIterator[httpx.AsyncClient]:
+    async with running_gateway(database_url, redis_url) as http:
+        yield http
+
+
+@pytest.fixture
+async def client(http: httpx.AsyncClient) -> AsyncIterator[AsyncOpenAI]:
+    async with official(http) as client:
+        yield client
+
+
+async def read(
+    http: httpx.AsyncClient, path: str, *, limit: int | None = None, **asked: Any
+) -> list[Any]:
+    """The data of events, up to `limit` of them or to the end."""
+    found: list[Any] = []
+    method = "POST" if "json" in asked else "GET"
+    async with http.stream(method, path, **asked) as reply:
+        assert reply.status_code == 200
+        async for event in events_of(reply):
+            if event.data != "[DONE]":
+                assert event.name == event.data["type"]
+                found.append(event.data)
+            if len(found) == limit:
+                break
+    return found
+
+
+async def rejoined(http: httpx.AsyncClient, response_id: str, after: int | None = None) -> Any:
+    query = "" if after is None else f"&starting_after={after}"
+    return await read(http, f"{PATH}/{response_id}?stream=true{query}")
+
+
+async def test_a_whole_answer_has_all_that_openais_client_reads(
+    client: AsyncOpenAI, head: TinyHead
+) -> None:
+    with head.serving():
+        answer = await client.responses.create(
+            **ASKED,
+            instructions="Add.",
+            metadata={"order": "17"},
+            include=["message.output_text.logprobs"],
+            top_logprobs=2,
+        )
+    assert (answer.status, answer.error, answer.incomplete_details) == ("completed", None, None)
+    assert answer.instructions == "Add."
+    assert answer.metadata == {"order": "17"}
+    (item,) = answer.output
+    assert item.type == "message"
+    assert item.id == f"msg_{answer.id.removeprefix('resp_')}_0"
+    (part,) = item.content
+    assert part.type == "output_text"
+    assert answer.output_text == part.text != ""
+    assert answer.usage is not None
+    assert part.logprobs is not None
+    assert len(part.logprobs) == answer.usage.output_tokens
+    assert {len(entry.top_logprobs) for entry in part.logprobs} == {2}
+    again = await client.responses.retrieve(answer.id)
+    assert again.to_dict() == answer.to_dict()
+
+
+async def test_a_stream_is_the_same_with_the_same_numbers_however_it_is_read(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    body = {**ASKED, "stream": True, "include": ["message.output_text.logprobs"]}
+    with head.serving():
+        found = await read(http, PATH, json=body)
+    assert [one["sequence_number"] for one in found] == list(range(len(found)))
+    kinds = [one["type"].removeprefix("response.") for one in found]
+    num_deltas = kinds.count("output_text.delta")
+    assert num_deltas > 1
+    assert kinds == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *["output_text.delta"] * num_deltas,
+        *("output_text.done", "content_part.done", "output_item.done", "completed"),
+    ]
+    response_id = found[0]["response"]["id"]
+    assert found[-1]["response"] == (await http.get(f"{PATH}/{response_id}")).json()
+    assert await rejoined(http, response_id) == found
+    for after in (0, 4, len(found) - 2):
+        assert await rejoined(http, response_id, after) == found[after + 1 :]
+
+
+async def test_a_response_in_the_background_is_joined_after_gateway_and_redis_are_gone(
+    database_url: str, redis_url: str, head: TinyHead
+) -> None:
+    asked = {**ASKED, "stream": True, "background": True}
+    async with running_gateway(database_url, redis_url) as http:
+        reading = asyncio.create_task(read(http, PATH, json=asked, limit=7))
+        sequence = await claimed(head)
+        head.say(sequence, 4)
+        begun = await reading
+    head.beat(sequence)
+    with redis.Redis.from_url(redis_url) as connection:
+        connection.flushall()
+    head.say(sequence, len(sequence.output_ids) - sequence.num_said, to_stream=False)
+    head.end(sequence, to_stream=False)
+    async with running_gateway(database_url, redis_url) as http:
+        response_id = begun[0]["response"]["id"]
+        rest = await rejoined(http, response_id, begun[-1]["sequence_number"])
+        assert [*begun, *rest] == await rejoined(http, response_id)
+    assert [one["type"] for one in begun[:3]] == [
+        "response.created",
+        "response.queued",
+        "response.in_progress",
+    ]
+    assert rest[-1]["response"]["status"] == "completed"
+
+
+async def test_the_next_response_reads_the_conversation_without_its_instructions(
+    client: AsyncOpenAI, head: TinyHead, database_url: str, http: httpx.AsyncClient
+) -> None:
+    with head.serving():
+        first = await client.responses.create(**ASKED, instructions="Add.")
+        second = await client.responses.create(
+            model="clerk",
+            input=[{"role": "user", "content": [{"type": "input_text", "text": "sum: 3 ="}]}],
+            previous_response_id=first.id,
+        )
+    assert second.previous_response_id == first.id
+    (row,) = [
+        row
+        for row in head.database.connect().exec_driver_sql("SELECT id, messages FROM jobs")
+        if str(row.id) == second.id.removeprefix("resp_")
+    ]
+    assert [(one["role"], one["content"]) for one in row.messages] == [
+        ("user", PROMPT),
+        ("assistant", first.output_text),
+        ("user", "sum: 3 ="),
+    ]
+    items = await client.responses.input_items.list(second.id)
+    (item,) = items.data
+    assert item.to_dict()["content"] == [{"type": "input_text", "text": "sum: 3 ="}]
+    other = bearer(make_key(database_url, tenant="other"))
+    body = {**ASKED, "previous_response_id": first.id}
+    strange = await http.post(PATH, json=body, headers=other)
+    assert strange.json()["error"]["code"] == "previous_response_not_found"
+    assert (await http.get(f"{PATH}/{first.id}", headers=other)).status_code == 404
+
+
+async def test_what_is_deleted_or_never_stored_is_not_found(
+    client: AsyncOpenAI, head: TinyHead
+) -> None:
+    with head.serving():
+        kept = await client.responses.create(**ASKED)
+        hidden = await client.responses.create(**ASKED, store=False)
+    assert hidden.output_text == kept.output_text
+    await client.responses.delete(kept.id)
+    for response_id in (kept.id, hidden.id):
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(response_id)
+        with pytest.raises(openai.BadRequestError, match="no response has the id"):
+            await client.responses.create(**ASKED, previous_response_id=response_id)
+
+
+async def test_a_cancelled_response_keeps_what_was_said(
+    client: AsyncOpenAI, http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    asked = await client.responses.create(**ASKED, background=True)
+    assert asked.status == "queued"
+    sequence = await claimed(head)
+    head.say(sequence, 3)
+    cancelling = asyncio.create_task(client.responses.cancel(asked.id))
+    while not head.beat(sequence):
+        await asyncio.to_thread(head.wait_for_bell)
+    head.end(sequence, JobState.CANCELLED)
+    answer = await cancelling
+    assert answer.status == "cancelled"
+    events = await rejoined(http, asked.id)
+    assert (events[-1]["type"], events[-1]["response"]["status"]) == (
+        "response.incomplete",
+        "cancelled",
+    )
+
+
+async def test_a_failed_response_says_why(client: AsyncOpenAI, head: TinyHead) -> None:
+    asking = asyncio.create_task(client.responses.create(**ASKED))
+    head.end(await claimed(head), JobState.FAILED)
+    answer = await asking
+    assert answer.status == "failed"
+    assert answer.error is not None
+    assert (answer.error.code, "broke the engine" in answer.error.message) == ("server_error", True)
+
+
+async def test_a_repeat_finds_the_same_response(client: AsyncOpenAI, head: TinyHead) -> None:
+    key = {"Idempotency-Key": "order-3"}
+    with head.serving():
+        first = await client.responses.create(**ASKED, user="a", extra_headers=key)
+        again = await client.responses.create(**ASKED, user="b", extra_headers=key)
+        await client.chat.completions.create(
+            model="clerk",
+            messages=[{"role": "user", "content": PROMPT}],
+            extra_headers={"Idempotency-Key": "order-4"},
+        )
+    assert again.to_dict() == first.to_dict()
+    with pytest.raises(openai.ConflictError, match="no response"):
+        await client.responses.create(**ASKED, extra_headers={"Idempotency-Key": "order-4"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"messages": []}, "messages"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"background": True, "store": False}, "background"),
+        ({"text": {"verbosity": "high"}}, "text.verbosity"),
+        ({"user": "\0"}, "user"),
+        ({"starting_after": 3}, "starting_after"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": "3"}]},
+            "input",
+        ),
+    ],
+)
+async def test_a_wrong_request_is_refused_by_name(
+    http: httpx.AsyncClient, fields: dict[str, Any], param: str
+) -> None:
+    reply = await http.post(PATH, json={**ASKED, **fields})
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"].startswith(param)

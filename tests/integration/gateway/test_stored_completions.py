@@ -1,0 +1,125 @@
+"""Stored chat completions, by OpenAI's own client: as they were answered, listed, changed, gone."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+from sqlalchemy import text
+
+from shardline.contract.api_key import bearer
+from tests.integration.gateway.running_gateway import PROMPT, make_key, running_gateway
+from tests.tiny_head import TinyHead, tiny_head
+
+MESSAGES: Any = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": PROMPT},
+]
+ROUTE = "/v1/chat/completions"
+
+
+@pytest.fixture
+def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
+    with tiny_head(database_url, redis_url) as head:
+        yield head
+
+
+@pytest.fixture
+async def http(
+    database_url: str, redis_url: str, head: TinyHead
+) -> AsyncIterator[httpx.AsyncClient]:
+    async with running_gateway(database_url, redis_url) as http:
+        yield http
+
+
+@pytest.fixture
+async def client(http: httpx.AsyncClient) -> AsyncIterator[AsyncOpenAI]:
+    key = http.headers["authorization"].removeprefix("Bearer ")
+    async with AsyncOpenAI(base_url=f"{http.base_url}/v1/", api_key=key) as client:
+        yield client
+
+
+async def test_a_stored_completion_is_what_was_answered_until_it_is_deleted(
+    client: AsyncOpenAI, http: httpx.AsyncClient, head: TinyHead, database_url: str
+) -> None:
+    chats = client.chat.completions
+    fields: Any = {"model": "clerk", "messages": MESSAGES, "metadata": {"order": "7"}}
+    with head.serving():
+        answers = [
+            await chats.create(
+                **fields,
+                store=True,
+                n=2,
+                service_tier="flex",
+                logprobs=True,
+                top_logprobs=2,
+            ),
+            await chats.create(**fields, store=True),
+        ]
+        await chats.create(**fields)
+    # What was answered comes back, with its metadata
+    for answer in answers:
+        found = await chats.retrieve(answer.id)
+        assert found.model_dump() == {**answer.model_dump(), "metadata": {"order": "7"}}
+    # In pages, by model and by metadata
+    first_page = await chats.list(limit=1)
+    assert [one.id for one in first_page.data] == [answers[0].id]
+    assert [one.id async for one in chats.list(limit=1)] == [one.id for one in answers]
+    assert [one.id async for one in chats.list(order="desc", model="clerk")] == [
+        one.id for one in reversed(answers)
+    ]
+    changed = await chats.update(answers[1].id, metadata={"order": "8"})
+    assert changed.model_dump()["metadata"] == {"order": "8"}
+    assert [one.id async for one in chats.list(metadata={"order": "8"})] == [answers[1].id]
+    assert [one.id async for one in chats.list(model="other")] == []
+    # The messages that it was asked with
+    messages = [one async for one in chats.messages.list(answers[0].id, limit=1)]
+    assert [(one.role, one.content) for one in messages] == [
+        ("system", "Be brief."),
+        ("user", PROMPT),
+    ]
+    assert len({one.id for one in messages}) == 2
+    # Of another tenant nothing is found
+    with head.database.begin() as connection:
+        connection.execute(text("INSERT INTO tenants (id) VALUES ('other')"))
+    stranger = bearer(make_key(database_url, tenant="other"))
+    for path in (f"{ROUTE}/{answers[0].id}", f"{ROUTE}/{answers[0].id}/messages"):
+        assert (await http.get(path, headers=stranger)).status_code == 404
+    assert (await http.get(ROUTE, headers=stranger)).json()["data"] == []
+    # Deleted it is gone here, and its jobs stay
+    assert (await chats.delete(answers[0].id)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await chats.retrieve(answers[0].id)
+    with pytest.raises(openai.NotFoundError):
+        await chats.delete(answers[0].id)
+    assert [one.id async for one in chats.list()] == [answers[1].id]
+    assert (await http.get(f"/v1/jobs/{answers[0].id}")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("limit=0", "limit"),
+        ("order=up", "order"),
+        ("after=x", "after"),
+        ("after=00000000-0000-0000-0000-000000000000", "after"),
+        ("team=red", "team"),
+        ("&".join(f"metadata[{key}]=1" for key in range(17)), "metadata"),
+        ("metadata[a]=%00", "metadata"),
+    ],
+)
+async def test_a_wrong_list_names_the_parameter(
+    http: httpx.AsyncClient, query: str, field: str
+) -> None:
+    reply = await http.get(f"{ROUTE}?{query}")
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+
+
+@pytest.mark.parametrize("body", [{}, {"metadata": 5}, {"metadata": {}, "x": 1}, {"metadata": "a"}])
+async def test_wrong_metadata_is_refused(http: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    reply = await http.post(f"{ROUTE}/chatcmpl-{'0' * 8}-0000-0000-0000-{'0' * 12}", json=body)
+    assert reply.status_code == 400
