@@ -7,6 +7,7 @@ tests know them.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from sqlalchemy import text
 
 from shardline.base.errors import Invalid
 from shardline.contract.chat import Message
+from shardline.contract.decision import Decision, decide
 from shardline.contract.job import (
     FinishReason,
     JobState,
@@ -67,6 +69,15 @@ class Sequence:
     num_said: int
     num_saved: int
     logprobs: tuple[TokenLogprob, ...] = field(default=())
+
+
+def _decision(claimed: ClaimedJob) -> Decision | None:
+    """The first option has half of what the labels have, which is all there is."""
+    question = claimed.params.question
+    if question is None:
+        return None
+    num_others = len(question.options) - 1
+    return decide(question, [math.log(0.5), *[math.log(0.5 / num_others)] * num_others])
 
 
 class TinyHead:
@@ -207,6 +218,7 @@ class TinyHead:
             finish_reason=reason,
             exact=True,
             logprobs=sequence.logprobs[:num_said] or None,
+            decision=_decision(claimed) if num_said else None,
             timings={"running_s": 0.1},
             provenance={"fingerprint": "f1"},
         )

@@ -22,6 +22,7 @@ from services.gateway.http.request_middleware import RequestMiddleware
 from services.gateway.routes import (
     completions,
     costs,
+    decisions,
     health,
     jobs,
     messages,
@@ -75,6 +76,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         stored_completions,
         messages,
         responses,
+        decisions,
         jobs,
         tokens,
         costs,

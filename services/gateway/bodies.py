@@ -14,6 +14,7 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from shardline.contract.chat import ToolCall
+from shardline.contract.decision import Decision
 from shardline.contract.job import (
     FinishReason,
     Job,
@@ -158,6 +159,7 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprob, ...] | None
     reasoning: str | None
     tool_calls: tuple[ToolCall, ...]
+    decision: Decision | None
     exact: bool
     timings: dict[str, float]
     provenance: dict[str, Any]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from shardline.client import AsyncClient, Client, JobFields
     from shardline.contract.chat import FunctionDefinition, Message, Tool, ToolCall
+    from shardline.contract.decision import Choice, Decision, Level, Option, Predicate, Score
     from shardline.contract.job import (
         DEFAULT_PRIORITY,
         INTERACTIVE_PRIORITY,
@@ -49,9 +50,11 @@ __all__ = [
     "AsyncClient",
     "Attempt",
     "Busy",
+    "Choice",
     "Client",
     "Conflict",
     "DeadLetter",
+    "Decision",
     "Delta",
     "Diverged",
     "FinishReason",
@@ -66,11 +69,15 @@ __all__ = [
     "JobRequest",
     "JobState",
     "JobSummary",
+    "Level",
     "Message",
     "NotFound",
+    "Option",
     "PageEnd",
+    "Predicate",
     "Result",
     "SamplingParams",
+    "Score",
     "ShardlineError",
     "TokenLogprob",
     "Tool",
@@ -83,6 +90,7 @@ __all__ = [
 _HOMES = (
     "base.errors",
     "contract.chat",
+    "contract.decision",
     "contract.job",
     "contract.wire",
     "store.listing",

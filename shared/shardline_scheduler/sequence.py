@@ -69,6 +69,8 @@ class Request:
     """The traceparent of the attempt; empty: it is not traced."""
     banned: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that must not be in its output: those of its bad words."""
+    labels: tuple[int, ...] = ()
+    """Of a question: the tokens that answers to it begin with."""
     refusal: str = ""
     """Why it can never run here, if it cannot."""
 

@@ -34,6 +34,7 @@ class StepBuilder:
                 adapter=request.adapter,
                 trace=request.trace,
                 banned=request.banned,
+                labels=request.labels,
             )
         )
 

@@ -47,6 +47,8 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
     """The traceparent of its attempt; empty: it is not traced."""
     banned: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens with a last one that never follows the others in the output."""
+    labels: tuple[int, ...] = ()
+    """Tokens of which its only token is the likeliest, and whose log-probabilities are wanted."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):

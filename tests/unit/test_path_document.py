@@ -82,6 +82,10 @@ OFF_THE_PATH = {
     "for a job that limits its tokens, or continues a message": """
         shardline/tokenize/bad_words shardline/tokenize/continuation
     """,
+    "for a job with a question": """
+        gateway/routes/decisions shardline/client/decisions shardline/contract/decision
+        shardline/tokenize/questions
+    """,
     "for a job with an adapter": """
         stage/engine/adapter_pool stage/adapters/peft
     """,

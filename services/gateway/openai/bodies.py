@@ -71,6 +71,8 @@ class OpenAiRequest(JobRequest, frozen=True, kw_only=True):
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
     response_format: ResponseFormat | None = None
+    question: None = None
+    """`/v1/decisions` and `/v1/jobs` take them."""
 
     @property
     def stored(self) -> Mapping[str, Any] | None:

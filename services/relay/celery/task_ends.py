@@ -125,4 +125,5 @@ def _value(ended: EndedTask) -> dict[str, Any]:
         token_ids=ended.token_ids or (),
         finish_reason=ended.finish_reason or "",
         num_prompt=ended.prompt_tokens or 0,
+        decision=ended.decision,
     )

@@ -41,6 +41,7 @@ class SampledSequence:
         "_penalties",
         "_vocab_size",
         "index",
+        "labels",
         "params",
         "refusal",
         "seed",
@@ -54,6 +55,8 @@ class SampledSequence:
         self.seq = record.seq
         self.seed = record.seed
         self.params = params
+        self.labels = list(record.labels)
+        """If there are any, its token is the likeliest of them."""
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self.index = 0

@@ -176,7 +176,9 @@ class Sampler:
         tokens: list[int] = []
         for row, greedy, draft in zip(rows, best, (*drafts, None), strict=True):
             token = greedy
-            if token != NO_TOKEN and not _is_plain_greedy(sequence):
+            if token != NO_TOKEN and sequence.labels:
+                token = _likeliest(row, sequence.labels)
+            elif token != NO_TOKEN and not _is_plain_greedy(sequence):
                 token = self._choose(row, sequence, greedy)
             if token == NO_TOKEN:
                 return _Run(rows, (*tokens, 0), is_good=False)
@@ -257,6 +259,14 @@ def first_largest(rows: Tensor) -> list[int]:
     return [int(index) for index in rows.argmax(dim=1).tolist()]
 
 
+def _likeliest(row: Tensor, labels: list[int]) -> int:
+    """Returns the label with the largest logit of [V]; the first of equals. No finite one: no
+    token."""
+    logits = row[labels]
+    best = first_largest(logits.unsqueeze(0))[0]
+    return labels[best] if math.isfinite(float(logits[best])) else NO_TOKEN
+
+
 def _is_plain_greedy(sequence: SampledSequence) -> bool:
     return sequence.params.temperature == 0 and not sequence.is_adjusted
 
@@ -311,24 +321,31 @@ def _logprobs(
     if all(sequence.params.logprobs is None for sequence in sequences):
         return ()
     return tuple(
-        _logprobs_of(run, sequence.params.logprobs)
+        _logprobs_of(run, sequence.params.logprobs, sequence.labels)
         for sequence, run in zip(sequences, runs, strict=True)
     )
 
 
-def _logprobs_of(run: _Run, num_top: int | None) -> tuple[TokenLogprob | None, ...]:
+def _logprobs_of(
+    run: _Run, num_top: int | None, labels: list[int]
+) -> tuple[TokenLogprob | None, ...]:
     """One for each token; None where none was asked for, and for a bad row's."""
     if num_top is None:
         return (None,) * len(run.tokens)
     good = run.tokens if run.is_good else run.tokens[:-1]
-    found = tuple(_logprob(row, token, num_top) for row, token in zip(run.rows, good, strict=False))
+    found = tuple(
+        _logprob(row, token, num_top, labels) for row, token in zip(run.rows, good, strict=False)
+    )
     return found if run.is_good else (*found, None)
 
 
-def _logprob(row: Tensor, token: int, num_top: int) -> TokenLogprob:
+def _logprob(row: Tensor, token: int, num_top: int, labels: list[int]) -> TokenLogprob:
     """The log-probabilities of the model's own distribution: before temperature, penalties and
-    limits."""
+    limits. Labels stand in for the likeliest tokens, in their order."""
     logprobs = row.log_softmax(0)
+    if labels:
+        found = zip(labels, logprobs[labels].tolist(), strict=True)
+        return TokenLogprob(token, float(logprobs[token]), tuple(found))
     values, ids = logprobs.topk(min(num_top, len(row)))
     return TokenLogprob(
         token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True))

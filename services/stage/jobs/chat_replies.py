@@ -12,7 +12,8 @@ from shardline.tokenize import Tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyColumns:
-    """Of a result. A prompt's completion has none of them."""
+    """Of a result. A prompt's completion and a question's answer have
+    none of them."""
 
     reasoning: str | None = None
     num_reasoning_tokens: int | None = None
@@ -27,7 +28,7 @@ class ChatReplies:
 
     def read(self, row: ClaimedJob, text: str, output_ids: Sequence[int]) -> ReplyColumns:
         """Returns what a completion says, whole or partial."""
-        if not row.is_chat:
+        if not row.is_chat or row.params.question is not None:
             return ReplyColumns()
         reply = self._format.reply(text, row.params, row.job_id, row.prompt_ids)
         return ReplyColumns(

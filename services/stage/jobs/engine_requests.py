@@ -27,6 +27,7 @@ OF_TEXTS = frozenset(
         "include_reasoning",
         "include_stop_str_in_output",
         "parallel_tool_calls",
+        "question",
         "reasoning_effort",
         "skip_special_tokens",
         "thinking_token_budget",
@@ -59,6 +60,7 @@ class EngineRequests:
         adapter, refusal = self._adapter(row)
         held, cannot = self._held(row)
         banned, ban_refusal = self._banned(row)
+        labels, unasked = self._label_ids(row)
         request = Request(
             key=(str(row.job_id), row.fence),
             prompt_ids=row.prompt_ids,
@@ -73,7 +75,8 @@ class EngineRequests:
             adapter=adapter,
             trace=self._spans.traceparent(row),
             banned=banned,
-            refusal=refusal or cannot or ban_refusal or self._foreign_id(row),
+            labels=labels,
+            refusal=refusal or cannot or ban_refusal or unasked or self._foreign_id(row),
         )
         room = self._tokens.context_length - len(row.prompt_ids)
         return request, self._tokens.completion(params, room, row.prompt_ids)
@@ -83,12 +86,15 @@ class EngineRequests:
         the grammar of the calls that must be made. Or why there are none."""
         output = row.params.structured_outputs
         refusal = ""
-        if row.is_chat:
+        if row.is_chat and row.params.question is None:
             try:
                 output = self._tokens.chat.output_of(row.params, row.prompt_ids)
             except Invalid as error:
                 refusal = str(error)
         held = {name: getattr(row.params, name) for name in OF_SAMPLING}
+        if row.params.question is not None:
+            # Those of its labels are its answer.
+            held["logprobs"] = 0
         sampled = SamplingParams(**held)
         return msgspec.structs.replace(
             sampled, max_tokens=row.max_tokens, seed=row.seed, structured_outputs=output
@@ -114,6 +120,15 @@ class EngineRequests:
             return banned_ids(self._tokens.tokenizer, words, vocab_size=self._tokens.vocab_size), ""
         except Invalid as error:
             return (), f"{error.field}: {error.problem}. {error.remedy}"
+
+    def _label_ids(self, row: ClaimedJob) -> tuple[tuple[int, ...], str]:
+        """The tokens of its question's options, or why there are none."""
+        question = row.params.question
+        try:
+            labels = () if question is None else self._tokens.question_labels.of(question)
+            return tuple(label.token_id for label in labels), ""
+        except Invalid as error:
+            return (), f"{error}"
 
     def _adapter(self, row: ClaimedJob) -> tuple[str, str]:
         """The fingerprint of its adapter, or why there is none. The claim's counts: files that

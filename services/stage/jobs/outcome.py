@@ -6,12 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import structlog
 
 from services.stage.jobs.chat_replies import ChatReplies
 from services.stage.jobs.live_job import LiveJob
 from shardline.base.tracing import JobTrace
 from shardline.contract.celery_results import completion
+from shardline.contract.decision import Decision, decide
 from shardline.contract.job import FinishReason, JobState, Result, Usage
 from shardline.contract.wire import Delta
 from shardline.store.ends import End
@@ -77,10 +79,21 @@ class JobOutcome:
             logprobs=event.logprobs,
             reasoning=reply.reasoning,
             tool_calls=reply.tool_calls,
+            decision=self.decision,
             timings=job.timings(),
             provenance=job.provenance(),
         )
         return End(job_id=claimed.job_id, fence=claimed.fence, state=self.state, result=result)
+
+    @property
+    def decision(self) -> Decision | None:
+        """The answer to the job's question, once it has one."""
+        question = self.job.claimed.params.question
+        if question is None or isinstance(self.event, SequenceFailed) or not self.event.logprobs:
+            return None
+        logprobs = [logprob for _, logprob in self.event.logprobs[0].top]
+        # Unequal where a hand has changed the row between two attempts.
+        return decide(question, logprobs) if len(logprobs) == len(question.options) else None
 
     def last_delta(self) -> Delta:
         """Tells readers of the stream that the row is committed."""
@@ -106,6 +119,7 @@ class JobOutcome:
             token_ids=self.event.output_ids,
             finish_reason=str(self.event.reason),
             num_prompt=len(self.job.claimed.prompt_ids),
+            decision=None if self.decision is None else msgspec.to_builtins(self.decision),
         )
 
     def settle(self) -> None:

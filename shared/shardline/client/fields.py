@@ -7,6 +7,7 @@ from typing import Any, Literal, TypedDict
 from uuid import UUID
 
 from shardline.contract.chat import Message, Tool
+from shardline.contract.decision import Question
 from shardline.contract.job import ReasoningEffort
 from shardline.contract.structured_output import StructuredOutput
 from shardline.contract.tool_choice import ToolChoice
@@ -39,6 +40,7 @@ class JobFields(TypedDict, total=False):
     continue_final_message: bool
     add_special_tokens: bool | None
     truncate_prompt_tokens: int | None
+    question: Question | Mapping[str, Any] | None
     structured_outputs: StructuredOutput | Mapping[str, Any] | None
     tools: Sequence[Tool | Mapping[str, Any]]
     tool_choice: ToolChoice | Mapping[str, Any] | None

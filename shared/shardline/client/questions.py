@@ -16,6 +16,7 @@ from sqlalchemy import Connection
 from shardline.base.errors import Invalid, NotFound
 from shardline.client.requests import MAX_REQUESTS, succeeded
 from shardline.contract.choices import check_n, choices_of
+from shardline.contract.decision import Decision
 from shardline.contract.ids import JobId, as_id, as_ids, one_or_many
 from shardline.contract.job import Job, JobRequest, JobState, JobSummary
 from shardline.store import dead_letters, jobs, listing
@@ -30,6 +31,7 @@ Answer = TypeVar("Answer")
 Question = Callable[[Connection], Answer]
 
 # Names for annotations: inside the clients `list` is the method.
+Decisions = list[Decision]
 Ids = list[UUID]
 Jobs = list[Job]
 Summaries = list[JobSummary]

@@ -16,10 +16,11 @@ from shardline.base.errors import Unavailable
 from shardline.client import questions
 from shardline.client.base_client import BaseClient
 from shardline.client.database import reachable
+from shardline.client.decisions import AnyQuestion, Input, decisions_of, question_requests
 from shardline.client.ends import SyncEnds
 from shardline.client.fields import JobFields
 from shardline.client.job_stream import JobStream
-from shardline.client.questions import Answer, Ids, Jobs, Question, Summaries
+from shardline.client.questions import Answer, Decisions, Ids, Jobs, Question, Summaries
 from shardline.client.requests import AnyRequest, checked, request_of, succeeded
 from shardline.contract.ids import JobId, as_id, is_one, one_or_many
 from shardline.contract.job import Job, JobState
@@ -78,6 +79,21 @@ class Client(BaseClient[Engine]):
         A type checker knows the fields of `JobRequest(model=…, …)`, not those of a mapping.
         """
         return self._ask(questions.insert(checked(requests, self.tenant), n), session)
+
+    def decide(
+        self,
+        model: str,
+        about: Input,
+        questions: Iterable[AnyQuestion],
+        *,
+        timeout_s: float | None = None,
+        **fields: Unpack[JobFields],
+    ) -> Decisions:
+        """Ask questions about one input, each as a job; their answers, in order. Raises as
+        `submit_many` and `wait` do."""
+        asked = question_requests(model, about, questions, fields, self.tenant)
+        ids = self.submit_many(asked)
+        return decisions_of(self.wait(ids, timeout_s))
 
     def get(self, job_id: JobId) -> Job:
         """The job, with its result if it has one. Raises NotFound."""

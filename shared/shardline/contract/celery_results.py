@@ -60,16 +60,24 @@ def keeps_results(settings: Settings) -> bool:
 
 
 def completion(
-    *, job_id: str, text: str, token_ids: Sequence[int], finish_reason: str, num_prompt: int
+    *,
+    job_id: str,
+    text: str,
+    token_ids: Sequence[int],
+    finish_reason: str,
+    num_prompt: int,
+    decision: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What `AsyncResult.get()` returns, and the next task of a chain gets."""
-    return {
+    """What `AsyncResult.get()` returns, and the next task of a chain gets. `decision` is that of a
+    question alone."""
+    value: dict[str, Any] = {
         "id": job_id,
         "text": text,
         "token_ids": list(token_ids),
         "finish_reason": finish_reason,
         "usage": {"prompt_tokens": num_prompt, "completion_tokens": len(token_ids)},
     }
+    return value if decision is None else {**value, "decision": dict(decision)}
 
 
 def error_of(state: JobState, reason: str) -> Exception:

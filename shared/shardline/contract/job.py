@@ -15,6 +15,7 @@ from msgspec.structs import force_setattr
 
 from shardline.base.trace_context import MAX_TRACEPARENT_CHARS, TRACEPARENT
 from shardline.contract.chat import Message, ToolCall
+from shardline.contract.decision import Decision, Question
 from shardline.contract.structured_output import StructuredOutput
 from shardline.contract.tool_choice import ToolChoice, Tools
 
@@ -153,6 +154,8 @@ class SamplingParams(
     """Only the prompt's last ones are read."""
     structured_outputs: StructuredOutput | None = None
     """What the text must be; it ends where it can only end."""
+    question: Question | None = None
+    """Answered with the probabilities of its options; no text is generated."""
     tools: Tools = ()
     """What the model may call. With messages alone, as all that follows up to `logprobs`."""
     tool_choice: ToolChoice | None = None
@@ -271,6 +274,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     exact: bool
     logprobs: tuple[TokenLogprob, ...] | None = None
+    """Of a question's answer the alternatives are all of its labels, in the options' order."""
+    decision: Decision | None = None
+    """The answer to the job's question."""
     reasoning: str | None = None
     """What the model thought, of a chat."""
     tool_calls: tuple[ToolCall, ...] = ()

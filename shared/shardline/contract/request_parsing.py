@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from shardline.base.errors import Invalid
+from shardline.contract.decision import check_question
 from shardline.contract.job import MAX_METADATA_BYTES, MAX_TOKENS, JobRequest, SamplingParams
 from shardline.contract.structured_output import FIELD as STRUCTURED_OUTPUTS
 from shardline.contract.structured_output import check_structured_output
@@ -18,6 +19,16 @@ from shardline.contract.tool_choice import callable_tools, check_tools
 MAX_METADATA_DEPTH = 32
 MAX_SHOWN_CHARS = 64
 """Of a name that a caller made up, in an error."""
+
+WITH_QUESTION = {
+    "question",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "seed",
+    "exact",
+    "adapter",
+}
+"""Parameters that a job with a question may have: the others choose a text's tokens."""
 
 OF_CHATS = (
     "add_generation_prompt",
@@ -53,7 +64,7 @@ def check_request(request: JobRequest) -> JobRequest:
         )
     if request.messages is not None and not request.messages:
         raise Invalid("messages", "the list is empty", "Send at least one message")
-    if request.messages is None:
+    if request.messages is None and request.question is None:
         check_is_no_chat(request)
     if request.min_tokens and request.min_tokens > (
         longest := request.params().max_tokens or MAX_TOKENS
@@ -82,6 +93,9 @@ def check_is_no_chat(params: SamplingParams) -> None:
 
 def check_params(params: SamplingParams) -> None:
     """Checks what the types of parameters cannot express. Raises Invalid."""
+    if params.question is not None:
+        check_question(params.question)
+        _check_asks_alone(params)
     if params.truncate_prompt_tokens == 0:
         remedy = "Send how many of the last tokens to keep, or -1 for all that fit"
         raise Invalid("truncate_prompt_tokens", "it is 0: nothing would be left", remedy)
@@ -107,6 +121,15 @@ def _check_may_end(params: SamplingParams, holder: str, names: tuple[str, ...]) 
         if getattr(params, name):
             problem = f"with {holder} a completion ends where it can only end"
             raise Invalid(name, problem, "Leave one of the two out")
+
+
+def _check_asks_alone(params: SamplingParams) -> None:
+    """Raises Invalid for what has no effect on the probabilities of a question's answers."""
+    usual = SamplingParams(max_tokens=1 if params.max_tokens == 1 else None)
+    for name in params.__struct_fields__:
+        if name not in WITH_QUESTION and getattr(params, name) != getattr(usual, name):
+            problem = "a question is answered with probabilities, and no text is generated"
+            raise Invalid(name, problem, "Leave it out, or the question")
 
 
 def check_metadata(metadata: dict[str, Any] | None) -> None:

@@ -2,7 +2,7 @@
 no query.
 
 The states and who writes them: docs/job-lifecycle.md. Triggers, functions, storage settings
-and the view `job_costs` are in the migrations.
+and the views `job_costs` and `decisions` are in the migrations.
 """
 
 from __future__ import annotations
@@ -301,6 +301,9 @@ results = Table(
     json_object("timings"),
     json_object("provenance"),
     created("created_at"),
+    Column("choice", Text),
+    Column("probabilities", ARRAY(Double)),
+    *(Column(name, Double) for name in ("probability", "confidence", "score", "label_mass")),
     CheckConstraint(one_of("finish_reason", tuple(FinishReason)), name="finish_reason_is_known"),
 )
 
@@ -311,8 +314,7 @@ celery_tasks = Table(
     Column("task_id", Text, primary_key=True),
     # None: a revoke that came before its request, or a request that no row of `jobs` can hold.
     Column("job_id", UUID(as_uuid=True), ForeignKey("jobs.id", ondelete="CASCADE")),
-    # JSON, as kombu writes it: what Celery embeds in the message (link, chain, chord, group),
-    # until it is settled.
+    # JSON, as kombu writes it, until settled: what Celery embeds (link, chain, chord, group).
     Column("request", Text),
     # Why a request has no job.
     Column("error", JSONB(none_as_null=True)),
@@ -332,9 +334,8 @@ partial_index("celery_tasks_due", celery_tasks.c.due_at, where="due_at IS NOT NU
 partial_index("celery_tasks_expiring", celery_tasks.c.expires_at, where="expires_at IS NOT NULL")
 partial_index("celery_tasks_without_job", celery_tasks.c.created_at, where="job_id IS NULL")
 
-# What energy costs, in money and in carbon. A rate holds from its moment until the next one of its
-# kind. Relays write those that SHARDLINE_ENERGY_PRICE and SHARDLINE_ENERGY_CARBON name; anybody may
-# write others.
+# What energy costs, in money and in carbon, until the next rate of its kind. Relays write those of
+# SHARDLINE_ENERGY_PRICE and SHARDLINE_ENERGY_CARBON; anybody may write others.
 energy_rates = Table(
     "energy_rates",
     metadata,

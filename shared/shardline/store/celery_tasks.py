@@ -84,7 +84,11 @@ SELECT lent.task_id, lent.job_id, lent.request,
     coalesce(jobs.state, 'failed') AS state,
     extract(epoch FROM now() - coalesce(jobs.finished_at, lent.created_at))::float8 AS age_s,
     results.text, results.token_ids, results.finish_reason,
-    results.prompt_tokens, results.completion_tokens
+    results.prompt_tokens, results.completion_tokens,
+    CASE WHEN results.choice IS NOT NULL THEN jsonb_build_object(
+        'choice', results.choice, 'probability', results.probability,
+        'confidence', results.confidence, 'score', results.score,
+        'probabilities', results.probabilities, 'label_mass', results.label_mass) END AS decision
 FROM lent LEFT JOIN jobs ON jobs.id = lent.job_id LEFT JOIN results ON results.job_id = lent.job_id
 ORDER BY coalesce(jobs.finished_at, lent.created_at), lent.task_id
 """)
@@ -160,6 +164,7 @@ class EndedTask:
     finish_reason: str | None
     prompt_tokens: int | None
     completion_tokens: int | None
+    decision: Mapping[str, Any] | None = None
 
 
 def store(

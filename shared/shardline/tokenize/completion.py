@@ -216,6 +216,7 @@ class CompletionText:
         "_includes_stop",
         "_is_cut",
         "_limit",
+        "_limit_reason",
         "_min_tokens",
         "_num_tokens",
         "_parts",
@@ -237,6 +238,8 @@ class CompletionText:
         )
         self._includes_stop = params.include_stop_str_in_output
         self._finder = StopFinder(params.stop, keeps_stop=self._includes_stop)
+        self._limit_reason = FinishReason.STOP if params.question else FinishReason.LENGTH
+        """An answer to a question is whole with its one token."""
         self._limit = room if params.max_tokens is None else min(params.max_tokens, room)
         self._min_tokens = params.min_tokens
         self._stop_ids = params.stop_ids(vocabulary.eos_ids)
@@ -281,7 +284,7 @@ class CompletionText:
             if self._is_cut:
                 reason = FinishReason.STOP
             elif self._num_tokens >= self._limit:
-                reason = FinishReason.LENGTH
+                reason = self._limit_reason
         self._parts.append(text)
         self._has_ended = reason is not None
         return (text + self.flush() if self._has_ended else text), reason

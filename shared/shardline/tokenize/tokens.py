@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from shardline.base.errors import ContextExceeded, Invalid
 from shardline.contract.chat import Message, Tool
+from shardline.contract.decision import FIELD as QUESTION
+from shardline.contract.decision import Question
 from shardline.contract.job import ALL_THAT_FIT, Prompt, SamplingParams
 from shardline.contract.request_parsing import check_is_no_chat, check_params
 from shardline.contract.structured_output import FIELD as STRUCTURED_OUTPUTS
@@ -25,8 +29,9 @@ from shardline.tokenize.bad_words import banned_ids
 from shardline.tokenize.chat_format import ChatFormat, called_by
 from shardline.tokenize.completion import CompletionText
 from shardline.tokenize.continuation import up_to_end_mark, with_end_mark
-from shardline.tokenize.grammar_judge import Question
+from shardline.tokenize.grammar_judge import Question as GrammarQuestion
 from shardline.tokenize.grammar_trial import TRIAL
+from shardline.tokenize.questions import QuestionLabels
 from shardline.tokenize.reply_grammar import arguments_schema
 from shardline.tokenize.token_texts import TokenTexts
 
@@ -114,24 +119,26 @@ class Tokens:
                 "prompt", "it is empty; at least one token is needed", "Send some text or token ids"
             )
         check_params(params)
+        if params.question is not None:
+            prompt, messages = self._asked(prompt, messages, params.question)
+            params = msgspec.structs.replace(params, max_tokens=1)
         if not messages:
             check_is_no_chat(params)
+        field = "messages" if messages else "prompt"
         if messages:
-            field = "messages"
             ids = self.chat_ids(messages, params)
         elif isinstance(prompt, str):
-            field = "prompt"
             with_special = params.add_special_tokens is not False
             ids = self.encode(prompt, field="prompt", add_special_tokens=with_special)
         else:
-            field = "prompt"
             ids = self._checked("prompt", prompt or ())
         if not ids:
             raise Invalid(
                 field, "it is empty; at least one token is needed", "Send some text or token ids"
             )
         self._check_tokens(params)
-        self._check_output(params, ids, is_chat=messages is not None)
+        if params.question is None:
+            self._check_output(params, ids, is_chat=messages is not None)
         ids = self._kept(ids, params)
         return PreparedPrompt(prompt_ids=ids, max_tokens=self._max_tokens(field, len(ids), params))
 
@@ -184,6 +191,18 @@ class Tokens:
             except Invalid as error:
                 raise Invalid("tools", error.problem, "Send simpler tools or schemas") from error
 
+    @cached_property
+    def question_labels(self) -> QuestionLabels:
+        """The tokens that answers to questions begin with."""
+        return QuestionLabels(self.tokenizer, self.vocabulary, self.vocab_size)
+
+    def _asked(
+        self, prompt: Prompt | None, messages: Sequence[Message] | None, question: Question
+    ) -> tuple[Prompt | None, Sequence[Message] | None]:
+        if not self.has_tokenizer:
+            raise Invalid(QUESTION, f"{self.model} has no tokenizer", "Use a model with one")
+        return self.question_labels.ask(question, prompt, messages, as_chat=self.chat.has_template)
+
     def _check_tool(self, place: int, tool: Tool) -> None:
         self._check_can_be_held(f"tools[{place}]")
         try:
@@ -201,7 +220,7 @@ class Tokens:
         # Grammars alone can name tokens.
         special = self.vocabulary.special_tokens if output.kind == "grammar" else {}
         vocab_size = self.vocab_size if output.kind == "grammar" else 0
-        TRIAL.check(Question(output=output, special=special, vocab_size=vocab_size))
+        TRIAL.check(GrammarQuestion(output=output, special=special, vocab_size=vocab_size))
 
     def render(self, messages: Sequence[Message], params: SamplingParams) -> str:
         """Messages and tools as the text that the model was trained on. Raises Invalid."""

@@ -9,6 +9,12 @@ import httpx
 from tests.integration.gateway.running_gateway import PROMPT
 
 BODY = {"model": "clerk", "prompt": PROMPT}
+DECISIONS = "/v1/decisions"
+ASKED = {
+    "model": "clerk",
+    "input": PROMPT,
+    "questions": [{"type": "predicate", "instructions": "It is late."}],
+}
 CHAT = {"model": "clerk", "messages": [{"role": "user", "content": "a"}]}
 STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 
@@ -42,6 +48,8 @@ def body_of(path: str) -> dict[str, Any]:
         return {"model": "clerk", "tokens": [1]}
     if path == "/v1/responses":
         return {"model": "clerk", "input": PROMPT, "background": True}
+    if path == DECISIONS:
+        return ASKED
     if path.startswith("/v1/chat/completions/"):
         return {"metadata": {"a": "b"}}
     if path == "/v1/messages":

@@ -21,6 +21,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS
 
 from tests.integration.gateway.api_document import API, LABELS
+from tests.integration.gateway.route_requests import ASKED, DECISIONS
 from tests.integration.gateway.running_gateway import PROMPT, one_of_each, running_gateway
 from tests.tiny_head import TinyHead
 
@@ -53,6 +54,7 @@ NOBODY_ENDS = ("delay_s", "deadline_s")
 OTHER_BODIES: dict[str, Any] = {
     "/detokenize": {"model": "clerk", "tokens": [5, 6]},
     "/v1/responses": {"model": "clerk", "input": PROMPT, "temperature": 0},
+    DECISIONS: ASKED,
     "/v1/chat/completions/{completion_id}": {"metadata": {"a": "b"}},
 }
 """Bodies of routes that take neither a prompt nor messages."""

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from inspect import iscoroutinefunction
 from typing import Any
 from uuid import uuid4
@@ -26,7 +26,14 @@ from shardline.contract.api_key import Scope, bearer, new_key, parse_key
 from shardline.store import api_keys
 from shardline.store.connection.database import connect
 from tests.integration.gateway.app_routes import GUARDED, calls_of, routes, scopes_of
-from tests.integration.gateway.route_requests import BODY, CHAT, ask, check_refusal, status_of
+from tests.integration.gateway.route_requests import (
+    BODY,
+    CHAT,
+    DECISIONS,
+    ask,
+    check_refusal,
+    status_of,
+)
 from tests.integration.gateway.running_gateway import (
     PROMPT,
     make_key,
@@ -149,9 +156,10 @@ async def test_each_route_is_forbidden_without_its_scope_and_allowed_with_it(
         check_refusal(reply, 403, "permission_denied", f"{method} {template} without {wanted}")
         assert f'scope="{wanted}"' in reply.headers["www-authenticate"]
         alone = bearer(make_key(database_url, scopes=(Scope(wanted),)))
-        assert await status_of(http, method, path_of(template, mine), alone) in (200, 202), (
-            f"{method} {template}"
-        )
+        # The one answer that is neither a stream nor there before its jobs have ended.
+        with head.serving() if template == DECISIONS else nullcontext():
+            status = await status_of(http, method, path_of(template, mine), alone)
+        assert status in (200, 202), f"{method} {template}"
 
 
 async def test_readiness_tells_details_only_to_a_caller_with_a_key(

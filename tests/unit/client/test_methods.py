@@ -13,6 +13,7 @@ from shardline.client import AsyncClient, Client
 METHODS = {
     "cancel",
     "close",
+    "decide",
     "get",
     "get_dead",
     "get_many",

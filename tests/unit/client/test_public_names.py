@@ -69,6 +69,7 @@ def test_an_error_and_a_record_load_no_driver() -> None:
         "base.trace_context",
         "contract",
         "contract.chat",
+        "contract.decision",
         "contract.job",
         "contract.structured_output",
         "contract.tool_choice",

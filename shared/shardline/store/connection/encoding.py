@@ -12,6 +12,7 @@ import msgspec
 from sqlalchemy import ARRAY, Column, ColumnElement, RowMapping, Uuid, any_, literal
 
 from shardline.contract.chat import ToolCall
+from shardline.contract.decision import Decision
 from shardline.contract.job import (
     FinishReason,
     Job,
@@ -99,6 +100,7 @@ def dump_result(result: Result) -> dict[str, Any]:
         "exact": result.exact,
         "timings": result.timings,
         "provenance": result.provenance,
+        **({} if result.decision is None else msgspec.structs.asdict(result.decision)),
     }
 
 
@@ -121,6 +123,7 @@ def load_result(row: RowMapping, prefix: str = "") -> Result:
         tool_calls=msgspec.convert(row[f"{prefix}tool_calls"] or (), tuple[ToolCall, ...]),
         timings=row[f"{prefix}timings"],
         provenance=row[f"{prefix}provenance"],
+        decision=_load_decision(row, prefix),
     )
 
 
@@ -129,6 +132,13 @@ def _storable_call(call: ToolCall) -> dict[str, Any]:
     function = document["function"]
     function["arguments"] = storable(function["arguments"])
     return document
+
+
+def _load_decision(row: RowMapping, prefix: str) -> Decision | None:
+    if row[f"{prefix}choice"] is None:
+        return None
+    columns = {name: row[prefix + name] for name in Decision.__struct_fields__}
+    return msgspec.convert(columns, Decision)
 
 
 def load_job(row: RowMapping) -> Job:

@@ -12,16 +12,19 @@ from sqlalchemy import Engine as Database
 from services.stage.adapters.peft import AdapterFolder
 from services.stage.engine.executor import Executor
 from services.stage.jobs.attempt_spans import AttemptSpans
+from services.stage.jobs.chat_replies import ReplyColumns
 from services.stage.jobs.engine_requests import EngineRequests
 from shardline.base.config import Times
 from shardline.base.tracing import OFF
-from shardline.contract.job import JobState, SamplingParams
+from shardline.contract.chat import Message
+from shardline.contract.decision import Predicate
+from shardline.contract.job import FinishReason, JobState, SamplingParams
 from shardline.store import jobs
 from shardline.tokenize import Tokens
 from tests.integration.rows import request, running
 from tests.integration.stage.jobs.lone_head import LoneHead, open_lone_head
 from tests.models import VOCAB_SIZE
-from tests.unit.tokenize.small_tokenizers import byte_fallback, id_of
+from tests.unit.tokenize.small_tokenizers import byte_fallback, byte_level, id_of
 
 TIMES = Times().scaled(0.2)
 
@@ -88,3 +91,42 @@ def test_a_rows_text_goes_on_behind_its_prompt_and_stages_see_no_parameters_of_t
         "<|end|>",
     ]
     assert (asked.params.chat_template_kwargs, asked.params.skip_special_tokens) == ({}, True)
+
+
+def test_a_questions_answer_is_its_label_though_the_prompt_has_begun_to_think(
+    database: Database,
+) -> None:
+    tokenizer = byte_level()
+    template = "{{ messages[0]['content'] }}<think>"
+    tokens = Tokens(
+        model="m",
+        tokenizer_json=tokenizer.to_str(),
+        chat_template=template,
+        special_tokens={},
+        context_length=512,
+        vocab_size=tokenizer.get_vocab_size(),
+        eos_ids=(),
+    )
+    question = Predicate(instructions="It is late.")
+    params = SamplingParams(question=question)
+    prepared = tokens.prepare(messages=[Message("user", "Noon.")], params=params)
+    row = replace(
+        running(database),
+        prompt_ids=prepared.prompt_ids,
+        params=params,
+        max_tokens=prepared.max_tokens,
+        is_chat=True,
+    )
+    requests = EngineRequests(
+        tokens=tokens, adapters=AdapterFolder(None, {}, Path()), spans=AttemptSpans(OFF)
+    )
+
+    asked, text = requests.build(row)
+    yes, no = (label.token_id for label in tokens.question_labels.of(question))
+    answer, reason = text.push(yes)
+
+    assert (asked.labels, asked.refusal) == ((yes, no), "")
+    assert (asked.params.question, asked.params.logprobs) == (None, 0)
+    assert asked.params.structured_outputs is None
+    assert (answer, reason) == ("Y", FinishReason.STOP)
+    assert requests.replies.read(row, answer, (yes,)) == ReplyColumns()

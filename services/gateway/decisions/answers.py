@@ -1,0 +1,220 @@
+"""Stores the jobs of a decision, waits for all of them and answers. Knows no route.
+
+A caller who disconnects cancels them, unless the request can be repeated: with an id or a key of
+the caller's own the repeat finds the same jobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+import msgspec
+import structlog
+from fastapi import Request, Response
+
+from services.gateway.context import Gateway
+from services.gateway.decisions.bodies import (
+    ChoiceAnswer,
+    DecisionDocument,
+    DecisionRequest,
+    DecisionUsage,
+    InputTokensDetails,
+    LevelProbability,
+    OutputTokensDetails,
+    PredicateAnswer,
+    ScoreAnswer,
+    ValueProbability,
+)
+from services.gateway.decisions.requests import decision_request, naming, question_jobs
+from services.gateway.errors import (
+    CLIENT_CLOSED_REQUEST,
+    Stopping,
+    error_of_job,
+    json_response,
+    respond,
+)
+from services.gateway.guard import Caller
+from services.gateway.http.sse import disconnected
+from services.gateway.request_body import request_body
+from services.gateway.submit import read_jobs
+from shardline.base.aio import cancel_and_wait
+from shardline.base.errors import Invalid, JobEnded, ShardlineError, Unavailable
+from shardline.base.failpoints import Point, failpoint
+from shardline.client.job_reader import JobReader
+from shardline.client.requests import succeeded
+from shardline.contract.decision import Choice, Predicate, Question
+from shardline.contract.job import Job, JobRequest, Result
+from shardline.store.inserts import EncodedRequest, Tokenized, encode_choices
+from shardline.tokenize import RegisteredModel
+
+log = structlog.get_logger(__name__)
+
+MAX_PROMPT_TOKENS = 1 << 20
+"""Of all questions of a request: each job's row has its whole prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptedDecision:
+    """Questions with committed jobs, in their order."""
+
+    name: str
+    request: DecisionRequest
+    model: RegisteredModel
+    job_ids: list[UUID]
+    is_repeatable: bool
+
+
+async def decide(gateway: Gateway, request: Request, caller: Caller) -> Response:
+    """The answers to all questions, once the last one is there. Raises what `submit` raises."""
+    accepted = await _store(gateway, request, caller)
+    try:
+        jobs = await _wait(gateway, request, accepted)
+        if jobs is None:
+            response = Response(status_code=CLIENT_CLOSED_REQUEST)
+        else:
+            response = json_response(_document(accepted, jobs))
+    except ShardlineError as error:
+        response = respond(error)
+    response.headers["x-request-id"] = accepted.name
+    return response
+
+
+async def _store(gateway: Gateway, request: Request, caller: Caller) -> AcceptedDecision:
+    """One row for each question, all of them or none: they are choices of one request."""
+    async with request_body(gateway, request) as body:
+        (asked,) = await read_jobs(
+            body, request, caller, lambda document: (decision_request(document),)
+        )
+        body.room.add_decoded(len(body.data) * len(asked.questions))
+        model = await gateway.catalog.get(asked.address)
+        encoded = await asyncio.to_thread(_encoded, model, question_jobs(asked))
+        stored = await gateway.insert_batcher.insert(model.name, encoded)
+        failpoint(Point.GATEWAY_INSERTED)
+    return AcceptedDecision(
+        name=f"decision-{stored.job_id}",
+        request=asked,
+        model=model,
+        job_ids=[stored.job_id, *stored.others],
+        is_repeatable=asked.id is not None or asked.idempotency_key is not None,
+    )
+
+
+def _encoded(model: RegisteredModel, jobs: Sequence[JobRequest]) -> EncodedRequest:
+    """The rows of prepared jobs. Raises Invalid, naming the question."""
+    rows: list[JobRequest] = []
+    tokenized: list[Tokenized] = []
+    num_tokens = 0
+    for place, job in enumerate(jobs):
+        with naming(place):
+            prepared = model.tokens.prepare(
+                prompt=job.prompt, messages=job.messages, params=job.params()
+            )
+        num_tokens += len(prepared.prompt_ids)
+        if num_tokens > MAX_PROMPT_TOKENS:
+            problem = f"the first {place + 1} have over {MAX_PROMPT_TOKENS} tokens with their input"
+            raise Invalid("questions", problem, "Ask them in several requests")
+        rows.append(msgspec.structs.replace(job, model=model.name, adapter=model.adapter))
+        tokenized.append((prepared.prompt_ids, prepared.max_tokens))
+    return encode_choices(rows, tokenized)
+
+
+async def _wait(gateway: Gateway, request: Request, accepted: AcceptedDecision) -> list[Job] | None:
+    """The ended jobs, or None when the caller left first. Raises Stopping."""
+    reader = gateway.client.reader
+    waiting = asyncio.create_task(_until_ended(reader, accepted.job_ids))
+    leaving = asyncio.create_task(disconnected(request))
+    stopping = asyncio.create_task(gateway.stopping.wait())
+    try:
+        await asyncio.wait({waiting, leaving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            waiting.result()
+            return await gateway.client.get_many(accepted.job_ids)
+        if not leaving.done():
+            raise Stopping(accepted.job_ids[0])
+        await _abandon(gateway, accepted)
+        return None
+    finally:
+        for task in (waiting, leaving, stopping):
+            await cancel_and_wait(task)
+
+
+async def _until_ended(reader: JobReader, job_ids: Sequence[UUID]) -> None:
+    await asyncio.gather(*(reader.until_ended(job_id) for job_id in job_ids))
+
+
+async def _abandon(gateway: Gateway, accepted: AcceptedDecision) -> None:
+    """Cancel jobs that no caller waits for or can ask for again."""
+    if accepted.is_repeatable:
+        return
+    gateway.metrics.abandoned.inc()
+    try:
+        await gateway.client.cancel(accepted.job_ids)
+    except Unavailable as error:
+        log.warning(
+            "abandoned decision continues: cancel failed", name=accepted.name, error=str(error)
+        )
+
+
+def _document(accepted: AcceptedDecision, jobs: Sequence[Job]) -> DecisionDocument:
+    results = [_result(job) for job in jobs]
+    num_input = sum(one.usage.prompt_tokens for one in results)
+    num_output = sum(one.usage.completion_tokens for one in results)
+    cached = sum(one.usage.cached_tokens or 0 for one in results)
+    return DecisionDocument(
+        id=accepted.name,
+        model=accepted.model.address,
+        answers=tuple(map(_answer, accepted.request.questions, results)),
+        usage=DecisionUsage(
+            input_tokens=num_input,
+            input_tokens_details=InputTokensDetails(cached_tokens=cached, cache_write_tokens=0),
+            output_tokens=num_output,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
+            total_tokens=num_input + num_output,
+        ),
+    )
+
+
+def _result(job: Job) -> Result:
+    try:
+        result = succeeded(job).result
+    except JobEnded as ended:
+        raise error_of_job(job, ended) from ended
+    assert result is not None, "a succeeded job has a result"
+    return result
+
+
+def _answer(question: Question, result: Result) -> PredicateAnswer | ChoiceAnswer | ScoreAnswer:
+    decision = result.decision
+    assert decision is not None, "a succeeded question has an answer"
+    probabilities = decision.probabilities
+    head: dict[str, Any] = {
+        "name": question.name,
+        "job_id": result.job_id,
+        "label_mass": decision.label_mass,
+    }
+    if isinstance(question, Predicate):
+        return PredicateAnswer(**head, probability=decision.probability)
+    options = question.options
+    pairs = list(zip(options, probabilities, strict=True))
+    if isinstance(question, Choice):
+        return ChoiceAnswer(
+            **head,
+            choice=options[probabilities.index(max(probabilities))].value,
+            confidence=decision.confidence,
+            probabilities=tuple(
+                ValueProbability(value=option.value, probability=one) for option, one in pairs
+            ),
+        )
+    return ScoreAnswer(
+        **head,
+        score=decision.score or 0.0,
+        confidence=decision.confidence,
+        probabilities=tuple(
+            LevelProbability(value=value, label=option.text, probability=one)
+            for value, (option, one) in enumerate(pairs)
+        ),
+    )
