@@ -21,9 +21,9 @@ from tenacity import (
 )
 
 from shardline.base.config import Settings
-from shardline.contract.refusals import refusing
 from shardline.contract.response_table import responses
 from shardline.store.connection.database import connect
+from shardline_server.refusals import refusing
 
 LOCK = 7_305_793_411
 """Advisory lock: of two migrations at once one waits for the other."""

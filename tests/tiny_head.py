@@ -32,14 +32,15 @@ from shardline.contract.job import (
 )
 from shardline.contract.tables import JOBS_CHANNEL
 from shardline.contract.wire import Delta
-from shardline.store import claims, ends, leases, models, pipelines
-from shardline.store.claims import Claimant, ClaimedJob
+from shardline.store import models, pipelines
 from shardline.store.connection.database import connect
-from shardline.store.ends import End
-from shardline.store.leases import Beat
 from shardline.store.statistics.costs import EpochEnergy, put_epoch_energy
 from shardline.streams import DeltaWriter
-from shardline.tokenize import CompletionText, Tokens, model_row
+from shardline_server.store import claims, ends, leases
+from shardline_server.store.claims import Claimant, ClaimedJob
+from shardline_server.store.ends import End
+from shardline_server.store.leases import Beat
+from shardline_server.tokenize import CompletionText, Tokens, model_row
 from tests.repository import REPOSITORY
 
 CLERK = REPOSITORY / "services/standalone/demo/clerk/model"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from docker.kubernetes.workloads import CONFIG, Manifest, manifest
 from shardline.store.statistics.demand import OLDEST_QUEUED
-from shardline.store.sweeps import COUNTS
+from shardline_server.store.sweeps import COUNTS
 
 OLDEST_S = 60
 """While the oldest job has waited for longer, workers are added: twice as many at twice the

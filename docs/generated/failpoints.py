@@ -8,12 +8,12 @@ import inspect
 from collections.abc import Iterator
 
 from docs.generated.tables import sentence, table
-from shardline.base.failpoints import Point
+from shardline_server.failpoints import Point
 
 INTRODUCTION = """# Failpoints
 
-`make documents` writes this page from `shared/shardline/base/failpoints.py`. For tests only: a file
-in the folder `SHARDLINE_FAILPOINTS` arms the point of its name. How the tests use them:
+`make documents` writes this page from `shared/shardline_server/failpoints.py`. For tests only: a
+file in the folder `SHARDLINE_FAILPOINTS` arms the point of its name. How the tests use them:
 [testing](../testing.md).
 Behind the colon stand the facts that a file's `when` may name.
 """

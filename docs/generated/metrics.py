@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry
 
 from docs.generated.tables import sentence, table
-from shardline.base.metrics import GatewayMetrics, HeadMetrics, RelayMetrics, StageMetrics
+from shardline_server.metrics import GatewayMetrics, HeadMetrics, RelayMetrics, StageMetrics
 
 MetricSet = GatewayMetrics | RelayMetrics | StageMetrics | HeadMetrics
 
@@ -20,7 +20,7 @@ SECTIONS: dict[str, type[MetricSet]] = {
 
 INTRODUCTION = """# Metrics
 
-`make documents` writes this page from `shared/shardline/base/metrics.py`. Each process has one
+`make documents` writes this page from `shared/shardline_server/metrics.py`. Each process has one
 Prometheus endpoint.
 What to look at, and what the values mean: [watch](../operating/watch.md).
 """

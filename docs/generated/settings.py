@@ -18,7 +18,7 @@ from services.stage.kernels.build import KernelSettings
 from services.stage.settings import StageSettings
 from services.standalone.settings import StandaloneSettings
 from shardline.base.config import ENV_PREFIX, Settings
-from shardline.base.failpoints import FailpointSettings
+from shardline_server.failpoints import FailpointSettings
 
 SECTIONS: dict[str, tuple[type[BaseSettings], ...]] = {
     "All services and the client": (Settings,),

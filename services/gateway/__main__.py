@@ -11,8 +11,8 @@ import structlog
 from services.gateway.http.server import GatewayServer, raise_file_limit
 from services.gateway.settings import GatewaySettings
 from shardline.base import log
-from shardline.contract.refusals import refusing
 from shardline.store.connection.database_url import normalize
+from shardline_server.refusals import refusing
 
 
 def _stopped(_signal: int, _frame: object) -> None:

@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from shardline.base.errors import UnknownModel
 from shardline.client.database import reachable
 from shardline.store import models, pipelines
-from shardline.tokenize import RegisteredModel, TokenizerCache, addresses
+from shardline_server.tokenize import RegisteredModel, TokenizerCache, addresses
 
 FRESH_S = 3.0
 """A model that is registered again with other weights, tokens or chat template is seen at the

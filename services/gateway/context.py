@@ -18,8 +18,8 @@ from services.gateway.http.answers import UnsentAnswers
 from services.gateway.insert_batcher import InsertBatcher
 from services.gateway.keyring import Keyring
 from services.gateway.settings import GatewaySettings
-from shardline.base.metrics import GatewayMetrics, serve
-from shardline.base.tracing import Tracer
+from shardline_server.metrics import GatewayMetrics, serve
+from shardline_server.tracing import Tracer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

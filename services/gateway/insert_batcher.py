@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from services.gateway.client import GatewayClient
 from shardline.base.aio import cancel_and_wait
 from shardline.base.errors import ShardlineError, Unavailable
-from shardline.base.metrics import GatewayMetrics
 from shardline.store.inserts import EncodedRequest, StoredRequest
+from shardline_server.metrics import GatewayMetrics
 
 MAX_BATCH = 256
 MAX_BATCH_BYTES = 8 << 20

@@ -22,16 +22,16 @@ from services.gateway.openai.bodies import (
     OpenAiRequest,
 )
 from services.gateway.request_body import RequestBody, request_body
-from shardline.base import genai
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import Invalid
-from shardline.base.failpoints import Point, failpoint
 from shardline.base.trace_context import is_traceparent
-from shardline.base.tracing import JobTrace, TracedPhase, Tracer
 from shardline.contract.ids import new_id
 from shardline.contract.job import ALL_THAT_FIT, JobRequest
 from shardline.store.inserts import EncodedRequest, Tokenized, encode_choices, encode_request
-from shardline.tokenize import PreparedPrompt, RegisteredModel
+from shardline_server import genai
+from shardline_server.failpoints import Point, failpoint
+from shardline_server.tokenize import PreparedPrompt, RegisteredModel
+from shardline_server.tracing import JobTrace, TracedPhase, Tracer
 
 RequestT_co = TypeVar("RequestT_co", bound=JobRequest, covariant=True)
 Parse = Callable[[Document], RequestT_co]

@@ -9,7 +9,7 @@ from services.relay.app import app
 from services.relay.settings import RelaySettings
 from shardline.base.log import configure
 from shardline.contract.queues import INTAKE_QUEUE
-from shardline.host.threads import die_with_any_thread
+from shardline_server.host.threads import die_with_any_thread
 
 PROMPT_LOGGERS = ("celery.worker.strategy", "celery.app.trace")
 """Loggers that write every task's arguments: prompts must not be logged."""

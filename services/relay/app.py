@@ -18,10 +18,10 @@ from services.relay.intake_request import IntakeTask
 from services.relay.plain_json import read_plainly
 from services.relay.relay import Relay
 from services.relay.settings import RelaySettings
-from shardline.base.broker import ExpiringControl, Reconnecting
-from shardline.base.message_guard import RefusedMessage
 from shardline.contract.queues import SUBMIT_TASK
-from shardline.contract.refusals import refusing
+from shardline_server.broker import ExpiringControl, Reconnecting
+from shardline_server.message_guard import RefusedMessage
+from shardline_server.refusals import refusing
 
 
 class RelayStep(bootsteps.StartStopStep):

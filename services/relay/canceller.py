@@ -14,7 +14,8 @@ from services.relay.celery.celery_request import job_id_of, task_key
 from services.relay.celery.celery_results import CeleryResults
 from services.relay.loop import Loop, LoopContext
 from shardline.base.clock import monotonic_s
-from shardline.store import celery_tasks, jobs
+from shardline.store import jobs
+from shardline_server.store import celery_tasks
 
 MAX_REMEMBERED = 50_000
 """The number that Celery's workers remember."""

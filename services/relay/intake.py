@@ -24,8 +24,8 @@ from services.relay.loop import Loop, LoopContext
 from services.relay.rejects import record_reject
 from services.relay.submission import Submission, store_submissions
 from shardline.base.clock import monotonic_s
-from shardline.base.failpoints import Point, failpoint
 from shardline.contract.keys import INTAKE, INTAKE_GROUP
+from shardline_server.failpoints import Point, failpoint
 
 log = structlog.get_logger(__name__)
 

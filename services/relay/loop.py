@@ -27,10 +27,10 @@ from tenacity import (
 
 from services.relay.relay_spans import RelaySpans
 from shardline.base.config import Times
-from shardline.base.metrics import RelayMetrics
-from shardline.base.tracing import OFF, Tracer
 from shardline.contract.job import MAX_CRASHES
 from shardline.store.connection.database import failure_of
+from shardline_server.metrics import RelayMetrics
+from shardline_server.tracing import OFF, Tracer
 
 log = structlog.get_logger(__name__)
 

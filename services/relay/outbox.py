@@ -11,12 +11,12 @@ from redis import Redis
 
 from services.relay.loop import REDIS_ERRORS, Loop, LoopContext
 from shardline.base.clock import monotonic_s
-from shardline.base.failpoints import Point, failpoint
 from shardline.base.trace_context import is_traceparent
 from shardline.contract.keys import OUTBOX_MARK
 from shardline.contract.queues import GENERATE_TASK, generate_queue
-from shardline.store import outbox
-from shardline.store.outbox import Send
+from shardline_server.failpoints import Point, failpoint
+from shardline_server.store import outbox
+from shardline_server.store.outbox import Send
 
 log = structlog.get_logger(__name__)
 

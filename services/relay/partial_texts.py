@@ -12,7 +12,7 @@ from services.relay.loop import POSTGRES_ERRORS
 from services.relay.registered_tokenizers import RegisteredTokenizers
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import Invalid
-from shardline.store.sweeps import Partial
+from shardline_server.store.sweeps import Partial
 
 log = structlog.get_logger(__name__)
 

@@ -21,10 +21,10 @@ from shardline.base.errors import Invalid
 from shardline.contract.chat import Message
 from shardline.contract.job import JobState, Prompt, SamplingParams, TokenId, address_of
 from shardline.contract.request_parsing import check_metadata, invalid_from, parse_params
-from shardline.store import preparation
 from shardline.store.connection.database import failure_of
-from shardline.store.preparation import PreparedJob, UnpreparedJob
-from shardline.tokenize import PreparedPrompt, Tokens
+from shardline_server.store import preparation
+from shardline_server.store.preparation import PreparedJob, UnpreparedJob
+from shardline_server.tokenize import PreparedPrompt, Tokens
 
 log = structlog.get_logger(__name__)
 

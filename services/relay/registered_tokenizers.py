@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy import Engine, RowMapping
 
 from shardline.store import models, pipelines
-from shardline.tokenize import RegisteredModel, TokenizerCache
+from shardline_server.tokenize import RegisteredModel, TokenizerCache
 
 
 class RegisteredTokenizers:

@@ -45,19 +45,19 @@ from services.relay.statistics.growth import Growth
 from services.relay.statistics.job_counts import JobCounts
 from services.relay.submission import Submission, SubmissionResult, store_submissions
 from services.relay.sweeper import Sweeper
-from shardline.base import metrics
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import Invalid
-from shardline.base.failpoints import Point, failpoint
-from shardline.base.message_guard import RefusedMessage
-from shardline.base.metrics import RelayMetrics
 from shardline.base.redis import redis_client
-from shardline.base.tracing import Tracer
-from shardline.contract.celery_results import keeps_results
 from shardline.contract.queues import SUBMIT_TASK
 from shardline.contract.tables import JOBS_CHANNEL, LEASES_CHANNEL, TASKS_CHANNEL
-from shardline.store.celery_tasks import CeleryTask
 from shardline.store.connection.database import connect
+from shardline_server import metrics
+from shardline_server.celery_results import keeps_results
+from shardline_server.failpoints import Point, failpoint
+from shardline_server.message_guard import RefusedMessage
+from shardline_server.metrics import RelayMetrics
+from shardline_server.store.celery_tasks import CeleryTask
+from shardline_server.tracing import Tracer
 
 log = structlog.get_logger(__name__)
 

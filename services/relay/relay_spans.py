@@ -13,12 +13,12 @@ from uuid import UUID
 from opentelemetry.trace import SpanKind
 from sqlalchemy import Engine
 
-from shardline.base import genai
 from shardline.base.clock import monotonic_s
-from shardline.base.tracing import JobTrace, TracedPhase, Tracer, Value, attempt_span_id
 from shardline.contract.job import JobRequest, JobState
-from shardline.store.outbox import Send
-from shardline.store.traced import TracedJob, traced
+from shardline_server import genai
+from shardline_server.store.outbox import Send
+from shardline_server.store.traced import TracedJob, traced
+from shardline_server.tracing import JobTrace, TracedPhase, Tracer, Value, attempt_span_id
 
 
 class RelaySpans:

@@ -1,12 +1,12 @@
 """Deletes ended jobs after the retention period. What may be deleted is decided in
-shardline.store.retention."""
+shardline_server.store.retention."""
 
 from __future__ import annotations
 
 import structlog
 
 from services.relay.loop import Loop, LoopContext
-from shardline.store import retention
+from shardline_server.store import retention
 
 log = structlog.get_logger(__name__)
 

@@ -20,8 +20,6 @@ from shardline.base.errors import Conflict, Invalid
 from shardline.contract.ids import parse_id
 from shardline.contract.job import JobRequest, JobState
 from shardline.contract.request_parsing import check_metadata, parse_request
-from shardline.store import celery_tasks
-from shardline.store.celery_tasks import CeleryTask
 from shardline.store.connection.encoding import storable
 from shardline.store.jobs import (
     FailedRequest,
@@ -32,6 +30,8 @@ from shardline.store.jobs import (
     request_cancel,
 )
 from shardline.store.statistics.reports import states
+from shardline_server.store import celery_tasks
+from shardline_server.store.celery_tasks import CeleryTask
 
 log = structlog.get_logger(__name__)
 

@@ -1,5 +1,5 @@
 """The sweeper: expired leases, passed deadlines, cancels of waiting jobs. The rules are in
-shardline.store.sweeps."""
+shardline_server.store.sweeps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.relay.celery.celery_results import CeleryResults
 from services.relay.loop import POSTGRES_ERRORS, STALL, Loop, LoopContext
 from services.relay.partial_texts import PartialTexts
 from shardline.base.clock import lease_clock_s
-from shardline.store import sweeps
+from shardline_server.store import sweeps
 
 log = structlog.get_logger(__name__)
 

@@ -18,7 +18,7 @@ gc.disable()
 # numpy computes nothing in a stage, and its threads would keep ranks from being forks.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from shardline.host.threads import ASLEEP
+from shardline_server.host.threads import ASLEEP
 
 if os.environ.get("SHARDLINE_DEVICE_SHARED", "").lower() in ("1", "on", "t", "true", "y", "yes"):
     os.environ |= {**ASLEEP, **os.environ}
@@ -41,14 +41,15 @@ from services.stage.hop_sockets import hop_sockets
 from services.stage.model.weights import fingerprint
 from services.stage.runtime import PlacedStage, Stage, info_of, load, pipeline_of, place
 from services.stage.settings import StageSettings
-from shardline.base import log, metrics
+from shardline.base import log
 from shardline.base.errors import Invalid, Unavailable
-from shardline.contract.refusals import REFUSED_STATUS, refusing
-from shardline.host.threads import die_with_any_thread, run_in_fresh_thread
 from shardline.store.connection.database import unavailable
 from shardline.store.fleets import WorkerOffer
 from shardline.store.models import register_model
 from shardline_fleet.planner import ModelCosts
+from shardline_server import metrics
+from shardline_server.host.threads import die_with_any_thread, run_in_fresh_thread
+from shardline_server.refusals import REFUSED_STATUS, refusing
 
 logger = structlog.get_logger(__name__)
 

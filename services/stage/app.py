@@ -13,8 +13,8 @@ import services.stage.celery.remote_control  # noqa: F401 (registers the remote-
 from services.stage.celery.bootsteps import SeatLimit
 from services.stage.runtime import Stage
 from services.stage.settings import StageSettings
-from shardline.base.broker import ExpiringControl
 from shardline.contract.queues import GENERATE_TASK, celery_settings, stage_queue
+from shardline_server.broker import ExpiringControl
 
 POOL = "services.stage.celery.pool:EnginePool"
 

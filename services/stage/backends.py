@@ -15,10 +15,10 @@ from services.stage.jobs.delta_publisher import DeltaSink
 from services.stage.jobs.result_publisher import StoreResult
 from services.stage.pipeline.registry import RedisRegistry, Registry
 from services.stage.settings import StageSettings
-from shardline.contract.celery_results import keeps_results, results_app, store_end
-from shardline.host.threads import die
 from shardline.store.connection.database import connect
 from shardline.streams import DeltaWriter
+from shardline_server.celery_results import keeps_results, results_app, store_end
+from shardline_server.host.threads import die
 
 
 class Backends(Protocol):

@@ -18,8 +18,8 @@ from services.stage.pipeline.registry import Announcer
 from services.stage.pipeline.status import StageStatus
 from services.stage.runtime import LoadedStage
 from services.stage.stage_spans import step_observer
-from shardline.base.tracing import Tracer
 from shardline.contract.wire import StageCard
+from shardline_server.tracing import Tracer
 
 
 class NoDeliveries:

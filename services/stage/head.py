@@ -37,16 +37,16 @@ from services.stage.pipeline.status import StageProgress
 from services.stage.runtime import LoadedStage, pipeline_of, software
 from services.stage.stage_spans import step_observer
 from shardline.base.errors import Unavailable
-from shardline.base.tracing import Tracer
 from shardline.contract.queues import generate_queue
-from shardline.store import leases
 from shardline.store.connection.database import failure_of, unavailable
 from shardline.store.models import register_adapters, register_model
 from shardline.store.statistics.costs import EpochEnergy
-from shardline.tokenize import Tokens
 from shardline_scheduler.events import Event
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.scheduler_config import SchedulerConfig
+from shardline_server.store import leases
+from shardline_server.tokenize import Tokens
+from shardline_server.tracing import Tracer
 
 log = structlog.get_logger(__name__)
 

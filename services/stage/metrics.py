@@ -13,7 +13,6 @@ from services.stage.device.power import Power
 from services.stage.jobs.latency import Latency
 from services.stage.pipeline.pipeline import Pipeline
 from services.stage.runtime import LoadedStage
-from shardline.base.metrics import HeadMetrics, StageMetrics
 from shardline.contract.job import JobState
 from shardline_fleet.drift import Drift
 from shardline_fleet.planner.rates import Rates
@@ -21,6 +20,7 @@ from shardline_scheduler.events import Event, NewTokens
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.step_plan import StepPlan
 from shardline_scheduler.step_times import StepTime
+from shardline_server.metrics import HeadMetrics, StageMetrics
 
 log = structlog.get_logger(__name__)
 

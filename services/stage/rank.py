@@ -43,7 +43,7 @@ from services.stage.ranks.processes import REFUSED_STATUS
 from shardline.base import log
 from shardline.base.config import Settings
 from shardline.base.errors import Invalid, ProtocolError, Unavailable
-from shardline.host.prctl import die_with_parent, name_process
+from shardline_server.host.prctl import die_with_parent, name_process
 
 logger = structlog.get_logger(__name__)
 

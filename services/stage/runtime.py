@@ -44,10 +44,10 @@ from services.stage.settings import StageSettings
 from shardline.base.clock import monotonic_s, wall_clock_s
 from shardline.base.errors import Invalid
 from shardline.contract.wire import Capacity, StageCard, StageTrace, StepSpan
-from shardline.host.threads import run_in_fresh_thread
 from shardline_fleet.drift import WINDOW_S, Drift
 from shardline_fleet.planner import DeviceProfile, ModelCosts
 from shardline_scheduler.step_times import StepTime
+from shardline_server.host.threads import run_in_fresh_thread
 
 log = structlog.get_logger(__name__)
 

@@ -11,8 +11,8 @@ from pydantic import Field, SecretStr
 from shardline.base.config import Times
 from shardline.base.errors import Invalid
 from shardline.contract.lanes import MAX_LANES
-from shardline.host.private import user_folder
 from shardline_fleet.settings_profile import ProfiledSettings
+from shardline_server.host.private import user_folder
 
 PLANNED = "planned"
 PEER = "peer:"

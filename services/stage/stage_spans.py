@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from services.stage.metrics import StageMeter
 from services.stage.runtime import LoadedStage
-from shardline.base import genai
-from shardline.base.tracing import JobTrace, TracedPhase, Tracer, Value, parse_traceparent
 from shardline_scheduler.step_plan import Open, StepPlan
 from shardline_scheduler.step_times import StepTime
+from shardline_server import genai
+from shardline_server.tracing import JobTrace, TracedPhase, Tracer, Value, parse_traceparent
 
 
 @dataclass(slots=True, kw_only=True)

@@ -21,9 +21,9 @@ from pathlib import Path
 from services.stage import __main__ as stage
 from services.stage.model.model_info import ModelInfo
 from shardline.base.errors import ShardlineError
-from shardline.host.fork_request import GO, READY, ForkRequest
-from shardline.host.prctl import die_with_parent, name_process
-from shardline.host.threads import num_threads
+from shardline_server.host.fork_request import GO, READY, ForkRequest
+from shardline_server.host.prctl import die_with_parent, name_process
+from shardline_server.host.threads import num_threads
 
 LATE_IMPORTS = (
     "celery.backends.base",

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from shardline.host.lock_file import try_lock
-from shardline.host.private import open_private_file, open_private_folder, user_folder
+from shardline_server.host.lock_file import try_lock
+from shardline_server.host.private import open_private_file, open_private_folder, user_folder
 
 FIELD = "XDG_RUNTIME_DIR"
 """The variable that names this user's folder; without it the temporary folder is used."""

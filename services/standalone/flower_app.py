@@ -7,7 +7,7 @@ from shardline.base.config import Settings
 from shardline.base.errors import Invalid
 from shardline.base.redis_url import RedisAddress
 from shardline.contract.queues import celery_settings
-from shardline.contract.refusals import refusing
+from shardline_server.refusals import refusing
 
 
 def make_app(settings: Settings) -> Celery:

@@ -18,8 +18,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from services.standalone.settings import StandaloneSettings
 from shardline.base.errors import Invalid
 from shardline.contract.split import split_of
-from shardline.host.cores import PREFIX, parse_cores, show_cores
 from shardline_fleet.planner import Plan
+from shardline_server.host.cores import PREFIX, parse_cores, show_cores
 
 KIND = re.compile(r"(?!mps)[a-z]+")
 """A device of which any free one will do."""

@@ -19,7 +19,7 @@ from services.standalone.servers import socket_folder
 from services.standalone.settings import REPOSITORY, StandaloneSettings
 from services.standalone.state_dir import HOP_KEY_FILE
 from services.standalone.warm_parent import WarmParent
-from shardline.host.threads import ASLEEP
+from shardline_server.host.threads import ASLEEP
 
 METRICS_PORT = "SHARDLINE_METRICS_PORT"
 FLOWER_USER = "shardline"

@@ -21,8 +21,8 @@ from services.standalone import processes
 from services.standalone.ports import LOOPBACK, free_port
 from services.standalone.processes import Child, StartFailed, wait_until_gone
 from shardline.base.redis import redis_client
-from shardline.host.private import private_folder, user_folder
 from shardline.store.connection.database import create_database_if_missing
+from shardline_server.host.private import private_folder, user_folder
 
 MAX_MEMORY = "256mb"
 """Memory limit of Valkey, which evicts keys with a TTL (streams of jobs, the longest unused first),

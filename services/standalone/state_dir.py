@@ -21,7 +21,7 @@ import psutil
 
 from services.standalone.processes import is_alive, wait_until_gone
 from shardline.contract.api_key import new_key
-from shardline.host.lock_file import try_lock
+from shardline_server.host.lock_file import try_lock
 
 SUPERVISOR = "supervisor"
 TARGETS_FILE = "prometheus.json"

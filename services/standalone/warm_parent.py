@@ -17,8 +17,8 @@ from services.standalone.adopted import AdoptedProcess
 from services.standalone.processes import Child, open_log, spawn
 from services.standalone.settings import REPOSITORY
 from shardline.base.config import ENV_PREFIX
-from shardline.host.fork_request import GO, MAX_BYTES, READY, ForkRequest
-from shardline.host.prctl import adopt_orphans
+from shardline_server.host.fork_request import GO, MAX_BYTES, READY, ForkRequest
+from shardline_server.host.prctl import adopt_orphans
 
 FORK_S = 5.0
 """Until a fork has reported its pid: milliseconds, unless the machine is starved. Later ones end by

@@ -25,8 +25,6 @@ from services.stage.hop.wiring import Wiring
 from services.stage.pipeline.pace import NUM_STEPS, Pace
 from services.stage.settings import StageSettings
 from shardline.contract.lanes import lanes_for
-from shardline.host.threads import run_in_fresh_thread
-from shardline.tokenize import CompletionText, Vocabulary
 from shardline_scheduler.events import NewTokens, SequenceFinished
 from shardline_scheduler.offload import OffloadTerms
 from shardline_scheduler.scheduler import Scheduler
@@ -34,6 +32,8 @@ from shardline_scheduler.scheduler_config import SchedulerConfig
 from shardline_scheduler.sequence import Request
 from shardline_scheduler.step_plan import StepPlan
 from shardline_scheduler.step_times import StepTime
+from shardline_server.host.threads import run_in_fresh_thread
+from shardline_server.tokenize import CompletionText, Vocabulary
 from tests.benchmarks.bare_stages import (
     CONNECT_S,
     Spent,

@@ -32,8 +32,8 @@ from services.stage.settings import StageSettings
 from shardline.base.config import Times
 from shardline.contract.lanes import MAX_LANES
 from shardline.contract.split import even_split, parse_split
-from shardline.host.threads import run_in_fresh_thread
 from shardline_scheduler.step_times import bubble_share
+from shardline_server.host.threads import run_in_fresh_thread
 from tests.chaos.network.proxy import Proxy
 
 CONNECT_S = 60.0

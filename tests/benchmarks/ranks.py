@@ -31,7 +31,7 @@ from services.stage.engine.forward import Forward
 from services.stage.engine.memory import Limits
 from services.stage.model.model_info import ModelInfo
 from shardline.base.rounding import ceil_div
-from shardline.host.cores import parse_cores, show_cores
+from shardline_server.host.cores import parse_cores, show_cores
 from tests.benchmarks import model as bench_model
 from tests.benchmarks.bare_stages import log_to_stderr
 

@@ -13,28 +13,23 @@ from sqlalchemy import Connection, Engine, text
 
 from shardline.contract.ids import new_id
 from shardline.contract.job import FinishReason, JobRequest, JobState, Result, Usage
-from shardline.store import (
+from shardline.store import dead_letters, jobs, listing, models, pipelines, progress
+from shardline.store.connection.encoding import Key
+from shardline_server.store import (
     claims,
     crashes,
-    dead_letters,
     ends,
-    jobs,
+    growth,
     leases,
-    listing,
-    models,
     outbox,
-    pipelines,
     preparation,
-    progress,
     retention,
     sweeps,
 )
-from shardline.store.claims import Claimant
-from shardline.store.connection.encoding import Key
-from shardline.store.ends import End
-from shardline.store.leases import Beat
-from shardline.store.preparation import PreparedJob
-from shardline.store.statistics import growth
+from shardline_server.store.claims import Claimant
+from shardline_server.store.ends import End
+from shardline_server.store.leases import Beat
+from shardline_server.store.preparation import PreparedJob
 from tests.benchmarks.scale_tables import MODEL, SEATS, TENANT
 
 Work = Callable[[Connection], object]

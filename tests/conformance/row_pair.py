@@ -11,7 +11,8 @@ from uuid import UUID
 
 from sqlalchemy import Engine, text
 
-from shardline.store import models, outbox
+from shardline.store import models
+from shardline_server.store import outbox
 from tests.integration.rows import MODEL, model_row
 from tests.simulation.connection import Connection
 from tests.simulation.rows import Job, Tables

@@ -14,8 +14,8 @@ from services.stage.device.device import Device
 from services.stage.model.model_info import ModelInfo
 from shardline.contract.decision import Choice, Option, Predicate, Question, Score, decide
 from shardline.contract.job import SamplingParams
-from shardline.tokenize import Tokens
 from shardline_scheduler.sequence import Request
+from shardline_server.tokenize import Tokens
 from tests.chain import complete, load_chain
 from tests.real_model import real_model
 from tests.tiny_head import CLERK

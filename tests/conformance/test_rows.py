@@ -17,11 +17,12 @@ import pytest
 from sqlalchemy import Engine, text
 
 from shardline.contract.job import FinishReason, JobRequest, JobState, Result, SamplingParams, Usage
-from shardline.store import claims, crashes, ends, jobs, leases, outbox, pipelines, sweeps
-from shardline.store.claims import Claimant
-from shardline.store.ends import End
-from shardline.store.leases import Beat
-from shardline.store.sweeps import Partial
+from shardline.store import jobs, pipelines
+from shardline_server.store import claims, crashes, ends, leases, outbox, sweeps
+from shardline_server.store.claims import Claimant
+from shardline_server.store.ends import End
+from shardline_server.store.leases import Beat
+from shardline_server.store.sweeps import Partial
 from tests.conformance.row_pair import MINUTE_S, Pair
 from tests.integration.rows import MODEL, cell, database_with_head
 from tests.simulation.rows import Job

@@ -10,9 +10,9 @@ from uuid import UUID
 
 import pytest
 
-from shardline.base.failpoints import Point
 from shardline.client import Client
 from shardline.contract.job import Job, JobState
+from shardline_server.failpoints import Point
 from tests.chaos.faults.arming import Arming, arm
 from tests.faults.small_stack import END_S, Hurt, request, tokens_of
 from tests.polling import until

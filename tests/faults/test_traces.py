@@ -10,13 +10,13 @@ from uuid import UUID, uuid4
 import httpx
 import pytest
 
-from shardline.base import genai
-from shardline.base.failpoints import Point
 from shardline.client import Client
 from shardline.contract.api_key import bearer
 from shardline.contract.request_parsing import parse_request
 from shardline.store.connection.database import connect
 from shardline.store.inserts import insert_plainly
+from shardline_server import genai
+from shardline_server.failpoints import Point
 from tests.chaos.faults.arming import arm
 from tests.collector import Collector, Seen, collecting
 from tests.faults.small_stack import MAX_TOKENS, STALL_S, TIME_SCALE

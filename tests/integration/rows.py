@@ -11,10 +11,11 @@ from uuid import UUID
 from sqlalchemy import Connection, Engine, text
 
 from shardline.contract.job import FinishReason, JobRequest, JobState, Result, Usage
-from shardline.store import claims, ends, jobs, models, pipelines
-from shardline.store.claims import Claimant, ClaimedJob
+from shardline.store import jobs, models, pipelines
 from shardline.store.connection.database import connect
-from shardline.store.ends import End
+from shardline_server.store import claims, ends
+from shardline_server.store.claims import Claimant, ClaimedJob
+from shardline_server.store.ends import End
 
 MODEL = "m"
 LONG_S = 3600.0

@@ -34,16 +34,16 @@ from services.stage.hop.sockets import Sockets
 from services.stage.pipeline.registry import RedisRegistry
 from shardline.base.config import Times
 from shardline.base.errors import Conflict
-from shardline.base.metrics import GatewayMetrics, RelayMetrics
 from shardline.client.query_batcher import QueryBatcher
 from shardline.contract.api_key import parse_key
 from shardline.contract.job import JobState
 from shardline.contract.keys import STAGES, job_stream, stage_entry
 from shardline.contract.wire import Delta
-from shardline.store.celery_tasks import CeleryTask
 from shardline.store.connection.database import connect, connect_async
 from shardline.store.inserts import encode_request
 from shardline.streams import DeltaBuffer, DeltaReader, DeltaWriter
+from shardline_server.metrics import GatewayMetrics, RelayMetrics
+from shardline_server.store.celery_tasks import CeleryTask
 from tests.integration.gateway.running_gateway import make_key
 from tests.integration.rows import MODEL, cell, change, request, submit
 from tests.polling import until

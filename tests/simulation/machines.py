@@ -31,11 +31,11 @@ from services.stage.pipeline.registry import Registry
 from services.stage.runtime import LoadedStage, capacity_of, pipeline_of
 from shardline.base.config import Times
 from shardline.base.errors import Unavailable
-from shardline.base.metrics import RelayMetrics
 from shardline.contract.job import MAX_CRASHES
 from shardline.contract.wire import Capacity, StageCard
 from shardline_scheduler.offload import OffloadTerms
 from shardline_scheduler.step_plan import StepPlan
+from shardline_server.metrics import RelayMetrics
 from tests.simulation.loom import Event, Loom, Process, current, elapse, now_s
 from tests.simulation.servers import Cards, Postgres, Redis, Streams
 from tests.simulation.toy import EOS, MAX_LEN, NUM_LAYERS, VOCAB_SIZE, Toy

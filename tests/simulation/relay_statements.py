@@ -10,13 +10,14 @@ from sqlalchemy.sql import Executable
 
 from shardline.contract.job import JobState
 from shardline.contract.tables import JOBS_CHANNEL
-from shardline.store import jobs, outbox, sweeps
+from shardline.store import jobs
 from shardline.store.connection import notify
-from shardline.store.outbox import MAX_BATCH, MAX_DOUBLINGS, WINDOW_MIN, WINDOW_PER_SEAT
 from shardline.store.statistics import reports
+from shardline_server.store import outbox, sweeps
+from shardline_server.store.outbox import MAX_BATCH, MAX_DOUBLINGS, WINDOW_MIN, WINDOW_PER_SEAT
 from tests.simulation.rows import Job, Rows, Tables, Twin
 
-# shardline.store.outbox
+# shardline_server.store.outbox
 # ----------------------------------------------------------------------------------------------
 
 
@@ -100,7 +101,7 @@ def _within_window(tables: Tables, queued: Sequence[Job]) -> list[Job]:
     return due
 
 
-# shardline.store.sweeps
+# shardline_server.store.sweeps
 # ----------------------------------------------------------------------------------------------
 
 

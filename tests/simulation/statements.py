@@ -16,8 +16,8 @@ import msgspec
 from sqlalchemy.sql import Executable
 
 from shardline.contract.job import DEFAULT_TENANT, JobState
-from shardline.store import claims, crashes, ends, leases
-from shardline.store.claims import Claimant
+from shardline_server.store import claims, crashes, ends, leases
+from shardline_server.store.claims import Claimant
 from tests.simulation.rows import Attempt, EndRow, Job, PipelineRow, Rows, Tables, Twin
 
 
@@ -37,7 +37,7 @@ class BeatRow(msgspec.Struct):
     ids: tuple[int, ...]
 
 
-# shardline.store.claims
+# shardline_server.store.claims
 # ----------------------------------------------------------------------------------------------
 
 
@@ -139,7 +139,7 @@ def begin(tables: Tables, *, keys: str) -> Rows:
     return [{"job_id": job.id} for job in held]
 
 
-# shardline.store.leases
+# shardline_server.store.leases
 # ----------------------------------------------------------------------------------------------
 
 
@@ -176,7 +176,7 @@ def expire(tables: Tables, *, worker: str, pipeline: str) -> int:
     return len(held)
 
 
-# shardline.store.ends
+# shardline_server.store.ends
 # ------------------------------------------------------------------------------------------------
 
 
@@ -218,7 +218,7 @@ def requeue(tables: Tables, *, keys: str, outcome: str) -> Rows:
     return requeued
 
 
-# shardline.store.crashes
+# shardline_server.store.crashes
 # ---------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,8 @@ from types import ModuleType
 import pytest
 from sqlalchemy.sql import Executable
 
-from shardline.store import claims, crashes, ends, leases, models, outbox, pipelines, sweeps
+from shardline.store import models, pipelines
+from shardline_server.store import claims, crashes, ends, leases, outbox, sweeps
 from tests.simulation.connection import TWINS
 from tests.simulation.seams import SEAMS
 

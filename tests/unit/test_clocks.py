@@ -30,7 +30,7 @@ ONLY_SHOWN = {
     "shared/shardline/contract/ids.py": (
         "the first bits of a job's id; order is Postgres's created_at"
     ),
-    "shared/shardline/tokenize/chat.py": "the date that chat templates may print",
+    "shared/shardline_server/tokenize/chat.py": "the date that chat templates may print",
 }
 """Files that read a wall clock, and what becomes of it."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardline.base.errors import Invalid
-from shardline.host.cores import parse_cores, show_cores
+from shardline_server.host.cores import parse_cores, show_cores
 
 
 @pytest.mark.parametrize(

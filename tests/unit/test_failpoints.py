@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from shardline.base import failpoints
-from shardline.base.failpoints import Failpoints, Point, Struck, failpoint, is_struck
+from shardline_server import failpoints
+from shardline_server.failpoints import Failpoints, Point, Struck, failpoint, is_struck
 from tests.repository import REPOSITORY
 
 SHARED = REPOSITORY / "shared"
 PASS = (
-    "from shardline.base.failpoints import Point, failpoint; "
+    "from shardline_server.failpoints import Point, failpoint; "
     "failpoint(Point.MID_DECODE, place=1); print('lives')"
 )
 

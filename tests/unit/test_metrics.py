@@ -16,13 +16,13 @@ from services.stage.device.watts import Watts
 from services.stage.jobs.latency import Latency
 from services.stage.metrics import MAX_TENANTS, StageMeter
 from services.standalone.ports import free_port
-from shardline.base import metrics
 from shardline.contract.job import JobState, SamplingParams
 from shardline_fleet.drift import Drift
 from shardline_fleet.planner import Link
 from shardline_scheduler.events import NewTokens
 from shardline_scheduler.step_plan import Move, Open, Row, StepPlan
 from shardline_scheduler.step_times import EngineProgress
+from shardline_server import metrics
 from tests.repository import REPOSITORY
 from tests.unit.fleet.planner.fleets import device, model
 

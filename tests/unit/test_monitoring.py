@@ -13,7 +13,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from docker.monitoring.__main__ import FOLDER, files
-from shardline.base.metrics import GatewayMetrics, HeadMetrics, RelayMetrics, StageMetrics
+from shardline_server.metrics import GatewayMetrics, HeadMetrics, RelayMetrics, StageMetrics
 from tests.repository import REPOSITORY
 
 MONITORING = REPOSITORY / "docker" / "monitoring"

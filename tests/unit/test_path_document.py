@@ -27,8 +27,8 @@ MAX_BYTES = 6_300
 OFF_THE_PATH = {
     "errors, settings, metrics, clocks, connections: of any module": """
         shardline/__init__ shardline/base/aio shardline/base/clock shardline/base/config
-        shardline/base/errors shardline/base/failpoints shardline/contract/ids
-        shardline/contract/keys shardline/base/log shardline/base/metrics
+        shardline/base/errors shardline_server/failpoints shardline/contract/ids
+        shardline/contract/keys shardline/base/log shardline_server/metrics
         shardline/base/redis shardline/base/rounding shardline/contract/tables
         shardline/store/connection/database shardline/client/base_client
         shardline/client/database gateway/errors stage/metrics stage/job_telemetry
@@ -53,7 +53,7 @@ OFF_THE_PATH = {
         stage/engine/ranked_runner stage/ranks/group stage/ranks/messages
     """,
     "for a job that is traced": """
-        shardline/base/genai stage/stage_spans stage/jobs/attempt_spans
+        shardline_server/genai stage/stage_spans stage/jobs/attempt_spans
     """,
     "on an accelerator": """stage/device/staging""",
     "for a job that was preempted": """
@@ -72,19 +72,19 @@ OFF_THE_PATH = {
         gateway/routes/stored_completions shardline/store/stored_completions
     """,
     "for a job with structured output": """
-        shardline/contract/structured_output shardline/tokenize/grammar
-        shardline/tokenize/grammar_judge shardline/tokenize/grammar_load
-        shardline/tokenize/grammar_trial shardline/tokenize/reply_grammar
+        shardline/contract/structured_output shardline_server/tokenize/grammar
+        shardline_server/tokenize/grammar_judge shardline_server/tokenize/grammar_load
+        shardline_server/tokenize/grammar_trial shardline_server/tokenize/reply_grammar
     """,
     "for a chat, not for a prompt": """
-        shardline/tokenize/chat_format stage/jobs/chat_replies
+        shardline_server/tokenize/chat_format stage/jobs/chat_replies
     """,
     "for a job that limits its tokens, or continues a message": """
-        shardline/tokenize/bad_words shardline/tokenize/continuation
+        shardline_server/tokenize/bad_words shardline_server/tokenize/continuation
     """,
     "for a job with a question": """
         gateway/routes/decisions shardline/client/decisions shardline/contract/decision
-        shardline/tokenize/questions
+        shardline_server/tokenize/questions
     """,
     "for a job with an adapter": """
         stage/engine/adapter_pool stage/adapters/peft
@@ -99,17 +99,17 @@ OFF_THE_PATH = {
         shardline/client/requests gateway/turns shardline/store/statistics/costs
         shardline/store/dead_letters shardline/store/listing shardline/store/idempotency
         shardline/store/responses shardline/store/statistics/reports
-        shardline/tokenize/token_texts stage/attention/sdpa
+        shardline_server/tokenize/token_texts stage/attention/sdpa
         stage/attention/triton_backend
     """,
     "for a task of the Celery door, and for Celery's result backend": """
-        shardline/contract/celery_results shardline/store/celery_tasks
+        shardline_server/celery_results shardline_server/store/celery_tasks
         stage/jobs/result_publisher
     """,
 }
 """What modules of the path import and this prompt does not pass, by reason."""
 
-OWN = ("services", "shardline", "shardline_fleet", "shardline_scheduler")
+OWN = ("services", "shardline", "shardline_fleet", "shardline_scheduler", "shardline_server")
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 

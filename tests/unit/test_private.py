@@ -14,7 +14,7 @@ from services.stage.hop_sockets import hop_sockets
 from services.stage.settings import StageSettings
 from services.standalone.cores import CoreClaims
 from shardline.base.errors import Invalid
-from shardline.host.private import (
+from shardline_server.host.private import (
     open_private_file,
     open_private_folder,
     private_folder,

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from shardline.host.threads import run_in_fresh_thread
+from shardline_server.host.threads import run_in_fresh_thread
 
 
 def test_what_runs_apart_gives_its_result_and_leaves_no_thread() -> None:

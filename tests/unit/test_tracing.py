@@ -11,8 +11,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
 from services.stage.stage_spans import StageSpans
-from shardline.base import genai
-from shardline.base.tracing import (
+from shardline.contract.job import SamplingParams
+from shardline_scheduler.step_plan import Open, Row, StepPlan
+from shardline_scheduler.step_times import EngineProgress, StepTime
+from shardline_server import genai
+from shardline_server.tracing import (
     ENDPOINTS,
     JobTrace,
     TracedPhase,
@@ -21,9 +24,6 @@ from shardline.base.tracing import (
     parse_traceparent,
     traceparent,
 )
-from shardline.contract.job import SamplingParams
-from shardline_scheduler.step_plan import Open, Row, StepPlan
-from shardline_scheduler.step_times import EngineProgress, StepTime
 from tests.collector import Collector, collecting
 from tests.polling import until
 

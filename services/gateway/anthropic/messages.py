@@ -16,7 +16,7 @@ from services.gateway.openai.reply_reader import ReplyReader
 from shardline.contract.chat import Reply, ReplyDelta
 from shardline.contract.job import FinishReason, Result, Usage
 from shardline.contract.wire import Delta
-from shardline.tokenize import CompletionText, Tokens
+from shardline_server.tokenize import CompletionText, Tokens
 
 INVALID_JSON = "INVALID_JSON"
 """The key that Anthropic names for an input that is no JSON object, such as one that was cut."""

@@ -43,13 +43,13 @@ from services.gateway.request_body import request_body
 from services.gateway.submit import read_jobs
 from shardline.base.aio import cancel_and_wait
 from shardline.base.errors import Invalid, JobEnded, ShardlineError, Unavailable
-from shardline.base.failpoints import Point, failpoint
 from shardline.client.job_reader import JobReader
 from shardline.client.requests import succeeded
 from shardline.contract.decision import Choice, Predicate, Question
 from shardline.contract.job import Job, JobRequest, Result
 from shardline.store.inserts import EncodedRequest, Tokenized, encode_choices
-from shardline.tokenize import RegisteredModel
+from shardline_server.failpoints import Point, failpoint
+from shardline_server.tokenize import RegisteredModel
 
 log = structlog.get_logger(__name__)
 

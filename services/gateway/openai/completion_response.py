@@ -36,10 +36,10 @@ from services.gateway.submit import AcceptedJob
 from shardline.base.aio import cancel_and_wait
 from shardline.base.errors import JobEnded, ShardlineError, Unavailable
 from shardline.base.log import job_context
-from shardline.base.tracing import JobTrace
 from shardline.client.requests import succeeded
 from shardline.contract.job import FinishReason, Job, JobRequest, JobState, Result, Usage
 from shardline.contract.wire import Delta
+from shardline_server.tracing import JobTrace
 
 log = structlog.get_logger(__name__)
 

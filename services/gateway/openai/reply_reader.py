@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from shardline.contract.chat import ReplyDelta
 from shardline.contract.wire import Delta
-from shardline.replies import ReplyParser
+from shardline_server.replies import ReplyParser
 
 NOTHING = ReplyDelta()
 

@@ -18,7 +18,7 @@ from services.gateway.openai.reply_reader import ReplyReader
 from shardline.contract.chat import Reply, ReplyDelta, ToolCallDelta
 from shardline.contract.job import FinishReason, Result, TokenLogprob, Usage
 from shardline.contract.wire import Delta
-from shardline.tokenize import BROKEN, Piece, Tokens, TokenText, TokenTexts
+from shardline_server.tokenize import BROKEN, Piece, Tokens, TokenText, TokenTexts
 
 NO_DELTA = bodies.ChatDelta()
 

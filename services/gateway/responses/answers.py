@@ -23,7 +23,7 @@ from services.gateway.responses.request_fields import StoredOptions
 from services.gateway.responses.tools import flat_choice, flat_tool
 from shardline.contract.job import MAX_TOKENS, FinishReason, Job, JobState, Usage, address_of
 from shardline.store.responses import ResponseRow
-from shardline.tokenize import Tokens
+from shardline_server.tokenize import Tokens
 
 PREFIX = "resp_"
 

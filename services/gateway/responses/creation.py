@@ -31,7 +31,7 @@ from shardline.contract.ids import parse_id
 from shardline.contract.job import address_of
 from shardline.store.inserts import Tokenized, encode_request
 from shardline.store.responses import EncodedResponse, NewResponse, ResponseRow, encode_response
-from shardline.tokenize import Tokens
+from shardline_server.tokenize import Tokens
 
 PREVIOUS = "previous_response_id"
 

@@ -28,8 +28,8 @@ from services.gateway.responses.output_items import (
 )
 from shardline.contract.chat import ReplyDelta, ToolCallDelta
 from shardline.contract.job import TokenLogprob
-from shardline.replies import ReplyParser
-from shardline.tokenize import CompletionText
+from shardline_server.replies import ReplyParser
+from shardline_server.tokenize import CompletionText
 
 
 @dataclass(slots=True, kw_only=True)

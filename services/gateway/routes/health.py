@@ -23,7 +23,7 @@ from services.gateway.schemas import GUARDED, TEXT, Content, answer, errors
 from shardline import __version__
 from shardline.base.errors import Unavailable
 from shardline.store.pipelines import LivePipeline
-from shardline.tokenize import RegisteredModel
+from shardline_server.tokenize import RegisteredModel
 
 router = APIRouter(tags=["operating"], default_response_class=Response)
 

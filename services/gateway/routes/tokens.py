@@ -23,7 +23,7 @@ from services.gateway.token_bodies import (
 )
 from shardline.base.errors import Invalid
 from shardline.contract.request_parsing import parse_fields
-from shardline.tokenize import RegisteredModel, Tokens
+from shardline_server.tokenize import RegisteredModel, Tokens
 
 TOKENIZE: Final = "/tokenize"
 DETOKENIZE: Final = "/detokenize"

@@ -16,7 +16,7 @@ from kombu.utils.json import loads
 from redis.exceptions import RedisError
 
 from shardline.base.clock import monotonic_s, wall_clock_s
-from shardline.base.failpoints import Point, failpoint
+from shardline_server.failpoints import Point, failpoint
 
 WAIT_S = 0.1
 """A message of a priority with its own queue is seen after this long at most."""

@@ -20,8 +20,8 @@ from services.relay.intake import ENTRY_IDS
 from shardline.base.errors import Invalid
 from shardline.contract.ids import parse_id
 from shardline.contract.job import JobRequest
-from shardline.store.celery_tasks import MAX_REQUEST_BYTES, CeleryTask
 from shardline.store.connection.encoding import storable
+from shardline_server.store.celery_tasks import MAX_REQUEST_BYTES, CeleryTask
 
 MAX_TASK_ID = 256
 ALREADY_EXPIRED_S = 0.001

@@ -15,11 +15,11 @@ import structlog
 from celery import Celery
 
 from services.relay.loop import POSTGRES_ERRORS, Loop, LoopContext
-from shardline.contract.celery_results import store_end
 from shardline.contract.job import JobState
-from shardline.store import celery_tasks
-from shardline.store.celery_tasks import CeleryTask
 from shardline.store.connection.encoding import storable
+from shardline_server.celery_results import store_end
+from shardline_server.store import celery_tasks
+from shardline_server.store.celery_tasks import CeleryTask
 
 log = structlog.get_logger(__name__)
 

@@ -18,11 +18,11 @@ from kombu.utils import json as kombu_json
 
 from services.relay.celery.once_transport import sending
 from services.relay.settings import RelaySettings
-from shardline.contract.celery_results import TIMEOUT_S, completion, error_of, results_app, told
 from shardline.contract.job import JobState
 from shardline.contract.keys import task_sends
 from shardline.contract.queues import INTAKE_QUEUE, SUBMIT_TASK
-from shardline.store.celery_tasks import EndedTask
+from shardline_server.celery_results import TIMEOUT_S, completion, error_of, results_app, told
+from shardline_server.store.celery_tasks import EndedTask
 
 CALLBACK_QUEUE = "celery"
 """Celery's own default, for callbacks that name no queue: they are other apps' tasks."""

@@ -14,9 +14,9 @@ import structlog
 
 from services.relay.celery.task_ends import TaskEnds
 from services.relay.loop import REDIS_ERRORS, Loop, LoopContext
-from shardline.base.failpoints import Point, failpoint
-from shardline.store import celery_tasks
-from shardline.store.celery_tasks import EndedTask
+from shardline_server.failpoints import Point, failpoint
+from shardline_server.store import celery_tasks
+from shardline_server.store.celery_tasks import EndedTask
 
 log = structlog.get_logger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import structlog
 
 from services.relay.loop import Loop, LoopContext
-from shardline.store.statistics import growth
+from shardline_server.store import growth
 
 log = structlog.get_logger(__name__)
 

@@ -4,8 +4,9 @@ rescue."""
 from __future__ import annotations
 
 from services.relay.loop import Loop, LoopContext
-from shardline.store import fleets, sweeps
+from shardline.store import fleets
 from shardline.store.statistics.demand import oldest_queued
+from shardline_server.store import sweeps
 
 TURNS_APART = 30
 """Polls between two counts."""

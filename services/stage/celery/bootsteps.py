@@ -13,8 +13,8 @@ from typing import Any
 
 from kombu.common import ignore_errors
 
-from shardline.base.broker import Reconnecting, guard
 from shardline.contract.job import INTERACTIVE
+from shardline_server.broker import Reconnecting, guard
 
 
 class SeatLimit(Reconnecting):

@@ -24,7 +24,7 @@ from services.stage.device.staging import Staging
 from services.stage.device.uploads import Uploads
 from services.stage.device.watts import Watts
 from shardline.base.errors import Invalid
-from shardline.host.cores import FIELD, FORMS
+from shardline_server.host.cores import FIELD, FORMS
 
 BUILT_IN = ("cuda", "xpu", "mps")
 """Device types of torch itself; `cuda` is also ROCm's."""

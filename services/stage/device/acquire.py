@@ -16,7 +16,7 @@ from services.stage.device.device import Device
 from services.stage.device.locks import holder
 from services.stage.ranks.processes import OtherRanks, start_ranks
 from shardline.base.errors import Invalid
-from shardline.host.cores import FIELD, show_cores
+from shardline_server.host.cores import FIELD, show_cores
 
 AUTO = "auto"
 CORES = "cpu"

@@ -18,7 +18,7 @@ from services.stage.device.memory_reservations import MemoryReservations
 from services.stage.device.rapl import Rapl
 from services.stage.device.watts import Watts
 from shardline.base.errors import Invalid
-from shardline.host.cores import FIELD, PREFIX, parse_cores, show_cores
+from shardline_server.host.cores import FIELD, PREFIX, parse_cores, show_cores
 
 CGROUP = Path("/sys/fs/cgroup")
 

@@ -17,8 +17,8 @@ from services.stage.device import cpu
 from services.stage.device.accelerator import accelerators, load_module
 from services.stage.device.locks import holder
 from services.stage.device.machine import instruction_sets
-from shardline.host.cores import parse_cores, show_cores
-from shardline.host.private import user_folder
+from shardline_server.host.cores import parse_cores, show_cores
+from shardline_server.host.private import user_folder
 
 NODES = Path("/sys/devices/system/node")
 

@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from shardline.base.errors import Invalid
-from shardline.host.lock_file import locked, try_lock
-from shardline.host.private import open_private_file, open_private_folder
+from shardline_server.host.lock_file import locked, try_lock
+from shardline_server.host.private import open_private_file, open_private_folder
 
 FIELD = "SHARDLINE_LOCK_DIR"
 HOLDER_MAX_BYTES = 256

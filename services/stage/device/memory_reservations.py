@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from uuid import uuid4
 
-from shardline.host.lock_file import locked, try_lock
+from shardline_server.host.lock_file import locked, try_lock
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 PATTERN = "memory-*.promise"

@@ -21,12 +21,12 @@ from services.stage.engine.tensors import name_of, quantized, tensor_of, view_of
 from services.stage.hop import Frame, Kind
 from services.stage.hop.frame import Buffer
 from services.stage.hop.wiring import Wiring
-from shardline.base import failpoints
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import LinkLost, ProtocolError
-from shardline.base.failpoints import Point, failpoint
 from shardline_scheduler.step_plan import StepPlan, StepResult, decode_plan, encode
 from shardline_scheduler.step_times import EngineProgress, StepTime
+from shardline_server import failpoints
+from shardline_server.failpoints import Point, failpoint
 
 log = structlog.get_logger(__name__)
 

@@ -25,8 +25,6 @@ from services.stage.engine.exactness import exactness_fingerprint
 from services.stage.engine.loading import ForwardLoad, LoadedForward, load_forward
 from services.stage.engine.memory import Limits, StageMemory
 from services.stage.engine.ranked_runner import load_ranked
-from services.stage.engine.sampled_sequence import SampledSequence
-from services.stage.engine.sampler import Sampler
 from services.stage.engine.shard_runner import AdapterRows, Pass, Runner
 from services.stage.engine.split_trial import check_split
 from services.stage.hop.frame import MAX_TENSOR_BYTES
@@ -34,12 +32,14 @@ from services.stage.kernels import kernel
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.weights import fingerprint
 from services.stage.ranks.messages import PassKind
+from services.stage.sampling.sampled_sequence import SampledSequence
+from services.stage.sampling.sampler import Sampler
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import Invalid, ProtocolError
-from shardline.tokenize.grammar import Grammars
-from shardline.tokenize.grammar_load import GrammarLoad
 from shardline_scheduler.open_sequences import OpenSequences
 from shardline_scheduler.step_plan import StepPlan, StepResult
+from shardline_server.tokenize.grammar import Grammars
+from shardline_server.tokenize.grammar_load import GrammarLoad
 
 log = structlog.get_logger(__name__)
 

@@ -26,7 +26,7 @@ from zmq.utils import z85
 from services.stage.hop.wakeup import Wakeup
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import Invalid, LinkLost, Unavailable
-from shardline.host.private import private_folder
+from shardline_server.host.private import private_folder
 
 ZAP_DOMAIN = "shardline"
 FOLDER_FIELD = "SHARDLINE_RUN_DIR"

@@ -9,9 +9,12 @@ from opentelemetry.trace import SpanKind
 
 from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.outcome import JobOutcome
-from shardline.base import genai
 from shardline.base.clock import monotonic_s
-from shardline.base.tracing import (
+from shardline.contract.job import JobState
+from shardline_scheduler.events import SequenceFailed
+from shardline_server import genai
+from shardline_server.store.claims import ClaimedJob
+from shardline_server.tracing import (
     JobTrace,
     TracedPhase,
     Tracer,
@@ -19,9 +22,6 @@ from shardline.base.tracing import (
     attempt_span_id,
     traceparent,
 )
-from shardline.contract.job import JobState
-from shardline.store.claims import ClaimedJob
-from shardline_scheduler.events import SequenceFailed
 
 
 class AttemptSpans:

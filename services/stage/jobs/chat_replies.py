@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardline.contract.chat import ToolCall
-from shardline.store.claims import ClaimedJob
-from shardline.tokenize import Tokens
+from shardline_server.store.claims import ClaimedJob
+from shardline_server.tokenize import Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

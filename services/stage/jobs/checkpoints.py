@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from services.stage.jobs.live_job import LiveJob
-from shardline.store.leases import Beat
+from shardline_server.store.leases import Beat
 
 MAX_REWRITTEN = 8_192
 """Tokens with log-probabilities that one beat rewrites: 7 MB with 20 alternatives each. A longer

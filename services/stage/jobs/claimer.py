@@ -24,11 +24,11 @@ from services.stage.jobs.live_jobs import LiveJobs
 from services.stage.jobs.quarantine import ClaimContext, Seats, beginnable, claimable, without_room
 from shardline.base.clock import lease_clock_s
 from shardline.base.config import Times
-from shardline.base.failpoints import Point, failpoint
-from shardline.store import claims, crashes, outbox
-from shardline.store.claims import Claimant, ClaimedJob
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 from shardline_scheduler.sequence import Key
+from shardline_server.failpoints import Point, failpoint
+from shardline_server.store import claims, crashes, outbox
+from shardline_server.store.claims import Claimant, ClaimedJob
 
 log = structlog.get_logger(__name__)
 

@@ -14,8 +14,8 @@ from uuid import UUID
 import structlog
 from redis.exceptions import RedisError
 
-from shardline.base.failpoints import Point, failpoint
 from shardline.contract.wire import Delta
+from shardline_server.failpoints import Point, failpoint
 
 log = structlog.get_logger(__name__)
 

@@ -12,10 +12,10 @@ from services.stage.jobs.attempt_spans import AttemptSpans
 from services.stage.jobs.chat_replies import ChatReplies
 from shardline.base.errors import Invalid
 from shardline.contract.job import SamplingParams
-from shardline.store.claims import ClaimedJob
-from shardline.tokenize import CompletionText, Tokens
-from shardline.tokenize.bad_words import BannedIds, banned_ids
 from shardline_scheduler.sequence import Request
+from shardline_server.store.claims import ClaimedJob
+from shardline_server.tokenize import CompletionText, Tokens
+from shardline_server.tokenize.bad_words import BannedIds, banned_ids
 
 OF_TEXTS = frozenset(
     {

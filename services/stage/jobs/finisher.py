@@ -22,11 +22,11 @@ from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.live_jobs import LiveJobs
 from services.stage.jobs.outcome import JobOutcome
 from shardline.base.config import Times
-from shardline.base.failpoints import Point, failpoint
 from shardline.contract.job import JobState
 from shardline.contract.wire import Delta
-from shardline.store import celery_tasks, crashes, ends, leases
 from shardline_scheduler.events import KvExceeded, SequenceCrashed, SequenceFailed, SequenceFinished
+from shardline_server.failpoints import Point, failpoint
+from shardline_server.store import celery_tasks, crashes, ends, leases
 
 log = structlog.get_logger(__name__)
 

@@ -17,9 +17,9 @@ from services.stage.jobs.quarantine import ClaimContext
 from services.stage.jobs.readiness import PipelineReadiness
 from shardline.base.clock import lease_clock_s, monotonic_s
 from shardline.base.config import Times
-from shardline.base.failpoints import Point, failpoint
 from shardline.contract.job import FinishReason
-from shardline.store import leases
+from shardline_server.failpoints import Point, failpoint
+from shardline_server.store import leases
 
 
 class Heartbeater:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.stage.hop.wiring import UNKNOWN, Member, Wiring
-from shardline.store.claims import Claimant
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS
+from shardline_server.store.claims import Claimant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,10 @@ from services.stage.jobs.latency import Latency
 from shardline.base.clock import monotonic_s
 from shardline.contract.job import TokenLogprob
 from shardline.contract.wire import Delta
-from shardline.store.claims import ClaimedJob
 from shardline.store.connection.encoding import Key as AttemptKey
-from shardline.store.leases import Beat
 from shardline_scheduler.events import NewTokens
+from shardline_server.store.claims import ClaimedJob
+from shardline_server.store.leases import Beat
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

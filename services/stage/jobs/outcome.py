@@ -11,13 +11,13 @@ import structlog
 
 from services.stage.jobs.chat_replies import ChatReplies
 from services.stage.jobs.live_job import LiveJob
-from shardline.base.tracing import JobTrace
-from shardline.contract.celery_results import completion
 from shardline.contract.decision import Decision, decide
 from shardline.contract.job import FinishReason, JobState, Result, Usage
 from shardline.contract.wire import Delta
-from shardline.store.ends import End
 from shardline_scheduler.events import SequenceFailed, SequenceFinished
+from shardline_server.celery_results import completion
+from shardline_server.store.ends import End
+from shardline_server.tracing import JobTrace
 
 log = structlog.get_logger(__name__)
 

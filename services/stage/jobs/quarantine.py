@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from services.stage.celery.delivery import Delivery
 from services.stage.jobs.live_job import LiveJob
 from shardline.contract.job import INTERACTIVE
-from shardline.store.claims import ClaimedJob
 from shardline.store.connection.encoding import Key
 from shardline_scheduler.kv_blocks import blocks_for
 from shardline_scheduler.parking import fits
+from shardline_server.store.claims import ClaimedJob
 
 PATIENCE_BEATS = 0.5
 """A quarantined job has waited for this many heartbeats: nothing else is claimed, so that live jobs

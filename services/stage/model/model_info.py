@@ -31,7 +31,7 @@ from services.stage.model.quantization import quantization_of
 from services.stage.model.refusal import refuse
 from services.stage.model.weights import header_of, weight_files
 from shardline.base.errors import Unavailable
-from shardline.tokenize import model_row, tokenizers_eos_id
+from shardline_server.tokenize import model_row, tokenizers_eos_id
 
 log = structlog.get_logger(__name__)
 

@@ -21,9 +21,9 @@ from services.stage.pipeline.control_client import ControlClient, StageRefusal
 from services.stage.pipeline.route import choose_route
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import LinkLost
-from shardline.base.failpoints import Point, failpoint
 from shardline.contract.lanes import MAX_LANES
 from shardline.contract.wire import StageCard
+from shardline_server.failpoints import Point, failpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,8 @@ from services.stage.pipeline.hosts import StageHost
 from services.stage.pipeline.status import StageStatus
 from shardline.base.config import Times
 from shardline.base.errors import LinkLost, Unavailable
-from shardline.base.failpoints import Point, failpoint
 from shardline.contract.wire import StageCard
+from shardline_server.failpoints import Point, failpoint
 
 log = structlog.get_logger(__name__)
 

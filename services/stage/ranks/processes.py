@@ -28,7 +28,7 @@ import structlog
 
 from services.stage.ranks.group import RankGroup
 from services.stage.ranks.messages import Message, encode
-from shardline.host.threads import die, num_threads
+from shardline_server.host.threads import die, num_threads
 
 log = structlog.get_logger(__name__)
 

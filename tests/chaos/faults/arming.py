@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from shardline.base.failpoints import ArmedPoint, Point
+from shardline_server.failpoints import ArmedPoint, Point
 from tests.polling import within
 
 STRIKE_S = 180.0
@@ -66,6 +66,6 @@ def arm(
     pause_s: float = 0.0,
     times: int | None = 1,
 ) -> Arming:
-    """See `shardline.base.failpoints.Armed`. Refuses what a process would refuse."""
+    """See `shardline_server.failpoints.Armed`. Refuses what a process would refuse."""
     says = {"action": action, "when": dict(when or {}), "pause_s": pause_s, "times": times}
     return Arming(folder, point, msgspec.convert(says, ArmedPoint))

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import psutil
 
-from shardline.base.failpoints import Point
+from shardline_server.failpoints import Point
 from tests.chaos.faults.arming import arm
 
 TAIL = "tail"

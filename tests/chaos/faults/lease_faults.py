@@ -13,7 +13,7 @@ import psycopg
 from psycopg import sql
 
 from services.standalone.processes import wait_until_gone
-from shardline.base.failpoints import Point
+from shardline_server.failpoints import Point
 from tests.chaos.faults.arming import arm
 from tests.chaos.faults.fault import Fault, NotInjected, Simple, hold
 from tests.chaos.faults.postgres_faults import session

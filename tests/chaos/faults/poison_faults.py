@@ -12,7 +12,7 @@ from uuid import UUID, uuid4
 
 import psycopg
 
-from shardline.base.failpoints import Point
+from shardline_server.failpoints import Point
 from tests.chaos.faults.arming import Arming, arm
 from tests.chaos.faults.fault import Broken, Fault, NotInjected
 from tests.chaos.load.journal import Asked

@@ -7,7 +7,7 @@ from typing import Final
 from tests.chaos.mutants.mutant import Hurt, Mutant, Patch
 
 REPEATS = "shared/shardline/store/idempotency.py"
-COMPLETION = "shared/shardline/tokenize/completion.py"
+COMPLETION = "shared/shardline_server/tokenize/completion.py"
 
 MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
@@ -62,7 +62,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         name="due rule: a job may end unseen while its task is stored",
         patches=(
             Patch(
-                file="shared/shardline/store/celery_tasks.py",
+                file="shared/shardline_server/store/celery_tasks.py",
                 within="STORE",
                 old="WHERE id = :job_id FOR NO KEY UPDATE",
                 new="WHERE id = :job_id",

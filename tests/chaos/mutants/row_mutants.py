@@ -7,11 +7,11 @@ from typing import Final
 
 from tests.chaos.mutants.mutant import RELAY_STATEMENTS, STATEMENTS, Hurt, Layer, Mutant, Patch
 
-CLAIMS = "shared/shardline/store/claims.py"
-LEASES = "shared/shardline/store/leases.py"
-ENDS = "shared/shardline/store/ends.py"
-OUTBOX = "shared/shardline/store/outbox.py"
-CRASHES = "shared/shardline/store/crashes.py"
+CLAIMS = "shared/shardline_server/store/claims.py"
+LEASES = "shared/shardline_server/store/leases.py"
+ENDS = "shared/shardline_server/store/ends.py"
+OUTBOX = "shared/shardline_server/store/outbox.py"
+CRASHES = "shared/shardline_server/store/crashes.py"
 
 ROWS_AGREE: Final = "tests/conformance/test_rows.py"
 CLAIM_TESTS: Final = "tests/integration/store/test_claims.py"

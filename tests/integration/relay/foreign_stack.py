@@ -18,7 +18,7 @@ from celery import Celery
 from sqlalchemy import text
 
 from shardline.contract.job import JobState
-from shardline.store.ends import End
+from shardline_server.store.ends import End
 from tests.integration.relay.foreign_app import CALLS
 from tests.integration.relay.relay_stack import PATIENCE_S, RelayStack, relay_stack
 from tests.integration.rows import cell, claim, end, success

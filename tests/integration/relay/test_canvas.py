@@ -12,8 +12,8 @@ import pytest
 from celery import Celery, chain, chord, group, signature
 from celery.exceptions import TaskRevokedError
 
-from shardline.base.failpoints import Point
 from shardline.contract.job import JobState
+from shardline_server.failpoints import Point
 from tests.chaos.faults.arming import arm
 from tests.integration.relay.foreign_stack import ForeignStack, foreign_stack
 from tests.integration.relay.relay_stack import PATIENCE_S

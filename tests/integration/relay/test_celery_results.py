@@ -17,7 +17,7 @@ from services.standalone.servers import Valkey
 from shardline.contract.job import JobState
 from shardline.contract.queues import INTAKE_QUEUE, SUBMIT_TASK
 from shardline.store import jobs
-from shardline.store.ends import End
+from shardline_server.store.ends import End
 from tests.integration.relay.foreign_stack import ForeignStack, foreign_stack
 from tests.integration.relay.relay_stack import PATIENCE_S
 from tests.integration.relay.test_canvas import TEXT, foreign, submit

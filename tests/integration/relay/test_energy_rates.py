@@ -21,8 +21,8 @@ from services.relay.statistics.energy_rates import EnergyRates
 from services.relay.statistics.rate_series import read_rates
 from shardline.base.config import Times
 from shardline.base.errors import Invalid
-from shardline.base.metrics import RelayMetrics
 from shardline.store.statistics.costs import present_rates
+from shardline_server.metrics import RelayMetrics
 from tests.integration.rows import cell
 
 SECRET = "sesame-4711"

@@ -14,7 +14,7 @@ from services.standalone.servers import Postgres, Valkey
 from shardline.contract.job import JobState
 from shardline.contract.keys import INTAKE, INTAKE_GROUP, OUTBOX_MARK
 from shardline.store import jobs
-from shardline.store.leases import Beat, heartbeat
+from shardline_server.store.leases import Beat, heartbeat
 from tests.integration.relay.relay_stack import RelayStack, relay_stack
 from tests.integration.rows import LONG_S, MODEL, cell, change, claim, pass_time, request
 from tests.polling import until

@@ -17,10 +17,10 @@ from services.relay.settings import RelaySettings
 from services.relay.statistics import growth
 from services.relay.statistics.growth import DoublingThreshold, Growth
 from shardline.base.config import Times
-from shardline.base.metrics import RelayMetrics
-from shardline.store import leases
-from shardline.store.claims import ClaimedJob
-from shardline.store.leases import Beat
+from shardline_server.metrics import RelayMetrics
+from shardline_server.store import leases
+from shardline_server.store.claims import ClaimedJob
+from shardline_server.store.leases import Beat
 from tests.integration.rows import LONG_S, change, claim, running, submit
 
 FILL = """

@@ -15,9 +15,9 @@ from sqlalchemy.exc import OperationalError
 from services.relay.intake import Intake
 from services.relay.loop import LoopContext
 from shardline.base.config import Times
-from shardline.base.metrics import RelayMetrics
 from shardline.contract.keys import INTAKE, INTAKE_DEAD, INTAKE_GROUP
 from shardline.store.connection.database import connect
+from shardline_server.metrics import RelayMetrics
 from tests.integration.rows import MODEL, cell
 
 TIMES = Times().scaled(0.002)

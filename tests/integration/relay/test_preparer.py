@@ -17,11 +17,11 @@ from services.relay.loop import LoopContext
 from services.relay.outbox import Outbox
 from services.relay.preparer import Preparer
 from shardline.base.config import Times
-from shardline.base.metrics import RelayMetrics
 from shardline.contract.job import JobState
 from shardline.store import jobs, models
 from shardline.store.connection.database import connect
-from shardline.tokenize import PreparedPrompt, Tokens
+from shardline_server.metrics import RelayMetrics
+from shardline_server.tokenize import PreparedPrompt, Tokens
 from tests.integration.relay.relay_stack import words_tokenizer
 from tests.integration.rows import MODEL, cell, database_with_head, model_row, request, state
 from tests.polling import until

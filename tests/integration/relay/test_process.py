@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardline.contract.queues import INTAKE_QUEUE
-from shardline.host.threads import HUNG_STATUS
+from shardline_server.host.threads import HUNG_STATUS
 from tests.integration.relay.relay_stack import PATIENCE_S, RelayStack, relay_stack
 from tests.integration.rows import MODEL
 from tests.polling import until

@@ -18,10 +18,10 @@ from services.relay.loop import LoopContext
 from services.relay.rejects import MAX_REQUEST_CHARS, record_reject
 from services.standalone.servers import Valkey
 from shardline.base.config import Times
-from shardline.base.metrics import RelayMetrics
 from shardline.contract.keys import INTAKE, INTAKE_DEAD, INTAKE_DEAD_MAX_BYTES, INTAKE_GROUP
 from shardline.contract.wire import Delta
 from shardline.streams import DeltaWriter
+from shardline_server.metrics import RelayMetrics
 
 MIB = 1 << 20
 ROOM = "16mb"

@@ -12,10 +12,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from sqlalchemy import Engine
 
 from services.relay.relay_spans import RelaySpans
-from shardline.base import genai
-from shardline.base.tracing import OFF, JobTrace, Tracer, attempt_span_id
 from shardline.contract.job import JobState
-from shardline.store import sweeps
+from shardline_server import genai
+from shardline_server.store import sweeps
+from shardline_server.tracing import OFF, JobTrace, Tracer, attempt_span_id
 from tests.integration.rows import change, database_with_head, pass_time, running, submit
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

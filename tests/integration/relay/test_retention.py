@@ -14,11 +14,12 @@ from structlog.testing import capture_logs
 from services.relay.loop import LoopContext
 from services.relay.retention import Retention
 from shardline.base.config import Times
-from shardline.base.metrics import RelayMetrics
 from shardline.contract.job import JobState
-from shardline.store import dead_letters, fleets, pipelines, retention
+from shardline.store import dead_letters, fleets, pipelines
 from shardline.store.fleets import WorkerOffer
-from shardline.store.retention import delete_old
+from shardline_server.metrics import RelayMetrics
+from shardline_server.store import retention
+from shardline_server.store.retention import delete_old
 from tests.integration.relay.relay_stack import relay_stack
 from tests.integration.rows import cell, change, claim, end, running, submit, success
 from tests.polling import until

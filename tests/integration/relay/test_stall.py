@@ -12,7 +12,7 @@ import pytest
 from services.standalone.servers import Postgres
 from shardline.base.config import Times
 from shardline.contract.job import JobState
-from shardline.store.leases import Beat, heartbeat
+from shardline_server.store.leases import Beat, heartbeat
 from tests.chaos.network.proxy import Direction, Proxy
 from tests.integration.relay.relay_stack import TIME_SCALE, RelayStack, relay_stack
 from tests.integration.rows import cell, change, running, state, submit

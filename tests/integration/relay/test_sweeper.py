@@ -18,13 +18,14 @@ from services.relay.loop import LoopContext
 from services.relay.statistics.job_counts import JobCounts
 from services.relay.sweeper import Sweeper
 from shardline.base.config import Times
-from shardline.base.metrics import RelayMetrics
 from shardline.contract.job import JobState
-from shardline.store import fleets, jobs, leases, models, sweeps
+from shardline.store import fleets, jobs, models
 from shardline.store.fleets import WorkerOffer
-from shardline.store.leases import Beat
 from shardline.store.statistics.demand import oldest_queued
-from shardline.tokenize import Tokens
+from shardline_server.metrics import RelayMetrics
+from shardline_server.store import leases, sweeps
+from shardline_server.store.leases import Beat
+from shardline_server.tokenize import Tokens
 from tests.integration.relay.relay_stack import words_tokenizer
 from tests.integration.rows import (
     LONG_S,

@@ -30,7 +30,7 @@ from shardline.contract import keys
 from shardline.contract.api_key import bearer
 from shardline.contract.decision import Question
 from shardline.contract.job import SamplingParams
-from shardline.tokenize import Tokens
+from shardline_server.tokenize import Tokens
 from tests.polling import until
 from tests.real_model import NAME, real_model
 from tests.stack import Stack

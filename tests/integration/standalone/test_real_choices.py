@@ -13,9 +13,9 @@ import psycopg
 import pytest
 from openai import OpenAI
 
-from shardline.base.failpoints import ArmedPoint, Point
 from shardline.client import Client
 from shardline.contract.choices import choice_seed
+from shardline_server.failpoints import ArmedPoint, Point
 from tests.chaos.faults.arming import Arming
 from tests.real_model import NAME, real_model
 from tests.stack import Stack

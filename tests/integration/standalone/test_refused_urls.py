@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from services.standalone.settings import CLERK
-from shardline.contract.refusals import REFUSED_STATUS
+from shardline_server.refusals import REFUSED_STATUS
 from tests.repository import REPOSITORY
 
 FLOWER = ("celery", "-A", "services.standalone.flower_app", "flower", "--port=0")

@@ -12,9 +12,10 @@ import pytest
 from sqlalchemy import Engine
 
 from shardline.contract.job import JobState
-from shardline.store import celery_tasks, jobs
-from shardline.store.celery_tasks import CeleryTask, EndedTask
-from shardline.store.ends import End
+from shardline.store import jobs
+from shardline_server.store import celery_tasks
+from shardline_server.store.celery_tasks import CeleryTask, EndedTask
+from shardline_server.store.ends import End
 from tests.integration.rows import (
     cell,
     change,

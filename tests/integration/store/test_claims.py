@@ -14,11 +14,12 @@ from sqlalchemy import Engine, text
 
 from shardline.contract.job import JobState, TokenLogprob
 from shardline.contract.tables import LEASES_CHANNEL
-from shardline.store import claims, crashes, ends, jobs, leases, outbox, pipelines
-from shardline.store.claims import ClaimedJob
+from shardline.store import jobs, pipelines
 from shardline.store.connection.database import connect
 from shardline.store.connection.notify import listening
-from shardline.store.leases import Beat, BeatReply
+from shardline_server.store import claims, crashes, ends, leases, outbox
+from shardline_server.store.claims import ClaimedJob
+from shardline_server.store.leases import Beat, BeatReply
 from tests.integration.rows import (
     HEAD,
     LONG_S,

@@ -10,10 +10,10 @@ from uuid import UUID
 import pytest
 from sqlalchemy import Engine, text
 
-from shardline.store import ends, leases
-from shardline.store.leases import Beat
 from shardline.store.statistics import costs
 from shardline.store.statistics.costs import Cost, EpochEnergy
+from shardline_server.store import ends, leases
+from shardline_server.store.leases import Beat
 from tests.integration.rows import LONG_S, MODEL, cell, change, claim, end, release, submit, success
 
 KWH_J = 3.6e6

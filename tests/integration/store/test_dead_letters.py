@@ -16,7 +16,7 @@ from shardline.base.errors import Conflict, Invalid, NotFound
 from shardline.cli.commands import cli
 from shardline.client import AsyncClient, Client
 from shardline.contract.job import JobState
-from shardline.store import sweeps
+from shardline_server.store import sweeps
 from tests.integration.rows import MODEL, cell, change, claim, pass_time, submit, success
 from tests.integration.rows import end as end_jobs
 

@@ -10,9 +10,9 @@ from sqlalchemy import Engine
 from shardline.contract.job import FinishReason, JobState, Result, Usage
 from shardline.contract.tables import DONE_CHANNEL, JOBS_CHANNEL
 from shardline.store import jobs
-from shardline.store.claims import ClaimedJob
 from shardline.store.connection.notify import listening
-from shardline.store.ends import End
+from shardline_server.store.claims import ClaimedJob
+from shardline_server.store.ends import End
 from tests.integration.rows import cell, change, claim, end, release, running, submit, success
 
 RELEASED = "SELECT outcome FROM attempts WHERE job_id = :id AND fence = :fence"

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from sqlalchemy import Engine
 
-from shardline.store import claims, pipelines
+from shardline.store import pipelines
+from shardline_server.store import claims
 from tests.integration.rows import (
     HEAD,
     cell,

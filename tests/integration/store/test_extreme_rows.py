@@ -14,7 +14,8 @@ from shardline.base.errors import Invalid
 from shardline.contract.ids import new_id
 from shardline.contract.job import JobRequest
 from shardline.contract.request_parsing import parse_request
-from shardline.store import claims, jobs, listing
+from shardline.store import jobs, listing
+from shardline_server.store import claims
 from tests.extreme_fields import Drawn, drawn
 from tests.integration.rows import HEAD, LONG_S, MODEL, database_with_head
 

@@ -13,10 +13,11 @@ from shardline.base.errors import Conflict, Invalid
 from shardline.contract.chat import Message
 from shardline.contract.ids import new_id
 from shardline.contract.job import JobRequest, JobState, SamplingParams, TokenLogprob
-from shardline.store import claims, ends, jobs, leases, listing
+from shardline.store import jobs, listing
 from shardline.store.connection.database import connect_async
-from shardline.store.leases import Beat
 from shardline.store.progress import ProgressQuestion, read_progress
+from shardline_server.store import claims, ends, leases
+from shardline_server.store.leases import Beat
 from tests.integration.rows import (
     LONG_S,
     MODEL,

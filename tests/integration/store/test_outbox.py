@@ -14,9 +14,10 @@ from sqlalchemy import Engine
 
 from shardline.contract.chat import Message
 from shardline.contract.job import JobState
-from shardline.store import jobs, models, outbox, pipelines, preparation
-from shardline.store.outbox import WINDOW_MIN, Send
-from shardline.store.preparation import PreparedJob
+from shardline.store import jobs, models, pipelines
+from shardline_server.store import outbox, preparation
+from shardline_server.store.outbox import WINDOW_MIN, Send
+from shardline_server.store.preparation import PreparedJob
 from tests.integration.rows import (
     LONG_S,
     MODEL,

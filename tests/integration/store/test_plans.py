@@ -14,23 +14,21 @@ from shardline.base.errors import Invalid
 from shardline.contract.ids import new_id
 from shardline.contract.job import JobState
 from shardline.contract.tables import TERMINAL
-from shardline.store import (
+from shardline.store import dead_letters, jobs, listing
+from shardline.store.statistics import demand
+from shardline_server.store import (
     claims,
     crashes,
-    dead_letters,
     ends,
-    jobs,
     leases,
-    listing,
     outbox,
     preparation,
     retention,
     sweeps,
 )
-from shardline.store.ends import End
-from shardline.store.leases import Beat
-from shardline.store.preparation import PreparedJob
-from shardline.store.statistics import demand
+from shardline_server.store.ends import End
+from shardline_server.store.leases import Beat
+from shardline_server.store.preparation import PreparedJob
 from tests.integration.rows import HEAD, LONG_S, MODEL, database_with_head, request
 
 LARGE = ("jobs", "attempts", "results")

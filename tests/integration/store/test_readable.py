@@ -9,7 +9,8 @@ import pytest
 from sqlalchemy import Engine, text
 
 from shardline.contract.job import JobState
-from shardline.store import jobs, outbox
+from shardline.store import jobs
+from shardline_server.store import outbox
 from tests.integration.rows import cell, change, claim, pass_time, submit
 
 SET_PARAMS = (

@@ -16,11 +16,12 @@ from shardline.base.errors import Conflict, Invalid
 from shardline.contract.chat import Message
 from shardline.contract.ids import new_id
 from shardline.contract.job import JobRequest, JobState
-from shardline.store import jobs, preparation
+from shardline.store import jobs
 from shardline.store.connection.encoding import dump
 from shardline.store.inserts import INSERT, _row
 from shardline.store.jobs import StoredRequest
-from shardline.store.preparation import PreparedJob
+from shardline_server.store import preparation
+from shardline_server.store.preparation import PreparedJob
 from tests.integration.rows import MODEL, cell, change, claim, end, request, success
 
 CHAT = (Message(role="system", content="be brief"), Message(role="user", content="hi", name="ann"))

@@ -9,8 +9,8 @@ import pytest
 from sqlalchemy import Engine
 from sqlalchemy.exc import IntegrityError
 
-from shardline.store import leases
-from shardline.store.leases import Beat
+from shardline_server.store import leases
+from shardline_server.store.leases import Beat
 from tests.integration.rows import LONG_S, cell, change, end, running, success
 
 

@@ -13,10 +13,11 @@ import pytest
 from sqlalchemy import Engine, text
 
 from shardline.contract.job import Job, JobState
-from shardline.store import claims, crashes, jobs, leases, sweeps
-from shardline.store.claims import ClaimedJob
-from shardline.store.leases import Beat
-from shardline.store.sweeps import Partial
+from shardline.store import jobs
+from shardline_server.store import claims, crashes, leases, sweeps
+from shardline_server.store.claims import ClaimedJob
+from shardline_server.store.leases import Beat
+from shardline_server.store.sweeps import Partial
 from tests.integration.rows import (
     HEAD,
     LONG_S,

@@ -15,7 +15,7 @@ from services.gateway.openai.reply_reader import NOTHING
 from services.gateway.openai.responses import ChatResponses, CompletionResponses
 from shardline.contract.job import FinishReason, JobState, Result, TokenLogprob, Usage
 from shardline.contract.wire import Delta
-from shardline.tokenize import Tokens
+from shardline_server.tokenize import Tokens
 from tests.unit.tokenize.small_tokenizers import byte_fallback, byte_level, id_of
 
 JOB_ID = uuid4()

@@ -15,8 +15,8 @@ from services.gateway.responses.output import ResponseOutput
 from services.gateway.responses.output_items import CallItem, MessageItem, ReasoningItem
 from shardline.contract.chat import FunctionDefinition, Tool
 from shardline.contract.job import MAX_TOKENS, SamplingParams, TokenLogprob
-from shardline.replies import ReplyParser
-from shardline.tokenize import Tokens
+from shardline_server.replies import ReplyParser
+from shardline_server.tokenize import Tokens
 from tests.tiny_head import clerk_row
 
 JOB = UUID(int=17)

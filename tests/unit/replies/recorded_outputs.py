@@ -12,7 +12,7 @@ from canitoolcall.pytest_plugin import family_for
 from canitoolcall.results import Observation, ParsedToolCall, ParseResult
 
 from shardline.contract.chat import Reply, Tool
-from shardline.replies import ReplyParser, joined, parse
+from shardline_server.replies import ReplyParser, joined, parse
 
 JOB_ID = uuid.UUID(int=4711)
 

@@ -8,7 +8,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.replies import FAMILIES, ReplyParser, joined, parse
+from shardline_server.replies import FAMILIES, ReplyParser, joined, parse
 from tests.unit.replies.recorded_outputs import (
     JOB_ID,
     family_name,

@@ -9,7 +9,7 @@ import pytest
 
 from shardline.base.errors import Invalid
 from shardline.contract.chat import FunctionDefinition, Reply, Tool
-from shardline.replies import FAMILIES, ReplyParser, family_of, joined, parse
+from shardline_server.replies import FAMILIES, ReplyParser, family_of, joined, parse
 
 JOB_ID = uuid.UUID(int=4711)
 PROPERTIES = {

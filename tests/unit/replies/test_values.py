@@ -8,10 +8,10 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.replies.argument_writer import json_of
-from shardline.replies.json_scanner import MAX_DEPTH, JsonScanner
-from shardline.replies.json_text import text_of
-from shardline.replies.python_literal import json_of_literal
+from shardline_server.replies.argument_writer import json_of
+from shardline_server.replies.json_scanner import MAX_DEPTH, JsonScanner
+from shardline_server.replies.json_text import text_of
+from shardline_server.replies.python_literal import json_of_literal
 
 values = st.recursive(
     st.none()

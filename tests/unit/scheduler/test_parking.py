@@ -9,10 +9,10 @@ from uuid import UUID
 
 from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.quarantine import without_room
-from shardline.store.claims import ClaimedJob
 from shardline_scheduler.events import MayBegin
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 from shardline_scheduler.sequence import MAX_OVERTAKEN
+from shardline_server.store.claims import ClaimedJob
 from tests.simulation.pipeline import Pipeline, config, decoding, expected_output, request
 
 

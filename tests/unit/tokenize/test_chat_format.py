@@ -14,8 +14,8 @@ from tokenizers.models import BPE
 from shardline.base.errors import Invalid
 from shardline.contract.job import JobRequest
 from shardline.contract.request_parsing import parse_request
-from shardline.tokenize import Tokens
-from shardline.tokenize.grammar import Grammars
+from shardline_server.tokenize import Tokens
+from shardline_server.tokenize.grammar import Grammars
 
 JOB_ID = UUID(int=7)
 END, THINK, END_THINK, CALL, END_CALL, START = range(256, 262)

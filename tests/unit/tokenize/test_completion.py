@@ -9,8 +9,13 @@ from msgspec import structs
 from tokenizers import Tokenizer, models
 
 from shardline.contract.job import FinishReason, SamplingParams
-from shardline.tokenize import Vocabulary
-from shardline.tokenize.completion import MAX_WINDOW_TOKENS, CompletionText, Detokenizer, StopFinder
+from shardline_server.tokenize import Vocabulary
+from shardline_server.tokenize.completion import (
+    MAX_WINDOW_TOKENS,
+    CompletionText,
+    Detokenizer,
+    StopFinder,
+)
 from tests.unit.tokenize.small_tokenizers import byte_fallback, byte_level
 
 BYTES = byte_level()

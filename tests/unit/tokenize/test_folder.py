@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from shardline.base.errors import Invalid
 from shardline.contract.job import SamplingParams
-from shardline.tokenize import Tokens, model_row
+from shardline_server.tokenize import Tokens, model_row
 from tests.unit.tokenize.small_tokenizers import byte_level
 
 

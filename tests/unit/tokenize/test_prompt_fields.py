@@ -9,8 +9,8 @@ import pytest
 from shardline.base.errors import Invalid
 from shardline.contract.chat import Message
 from shardline.contract.job import SamplingParams
-from shardline.tokenize import Tokens
-from shardline.tokenize.bad_words import banned_ids
+from shardline_server.tokenize import Tokens
+from shardline_server.tokenize.bad_words import banned_ids
 from tests.tiny_head import clerk_row
 from tests.unit.tokenize.small_tokenizers import byte_level
 

@@ -14,7 +14,7 @@ from shardline.contract.chat import FunctionDefinition, Message, Tool
 from shardline.contract.decision import Choice, Option, Predicate, Question, Score
 from shardline.contract.job import FinishReason, JobRequest, SamplingParams
 from shardline.contract.request_parsing import check_params, check_request
-from shardline.tokenize import Tokens
+from shardline_server.tokenize import Tokens
 from tests.real_model import real_model
 from tests.tiny_head import clerk_row
 from tests.unit.tokenize.small_tokenizers import byte_level, word_pieces

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from shardline.contract.job import FinishReason, JobProgress, JobState, SamplingParams
 from shardline.contract.wire import Delta
 from shardline.streams import Cursor, Place
-from shardline.tokenize import CompletionText, Vocabulary
+from shardline_server.tokenize import CompletionText, Vocabulary
 from tests.unit.tokenize.small_tokenizers import byte_fallback, byte_level
 
 BYTES = byte_level()

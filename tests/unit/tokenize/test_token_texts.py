@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from shardline.contract.job import FinishReason, SamplingParams
-from shardline.tokenize import CompletionText, TokenTexts, Vocabulary
+from shardline_server.tokenize import CompletionText, TokenTexts, Vocabulary
 from tests.unit.tokenize import small_tokenizers as small
 
 KINDS = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardline.base.errors import UnknownModel
-from shardline.tokenize import RegisteredModel, TokenizerCache
+from shardline_server.tokenize import RegisteredModel, TokenizerCache
 
 
 def row(name: str, fingerprint: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from shardline.base.errors import ContextExceeded, Invalid
 from shardline.contract.chat import Message
 from shardline.contract.job import SamplingParams
-from shardline.tokenize import ChatTemplate, Tokens, model_row
+from shardline_server.tokenize import ChatTemplate, Tokens, model_row
 from tests.tiny_head import CLERK, clerk_row
 
 NO_LIMITS = SamplingParams()

@@ -10,9 +10,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from shardline.contract.job import SamplingParams
-from shardline.tokenize import CompletionText
 from shardline_scheduler.events import Event, NewTokens, SequenceFailed, SequenceFinished
 from shardline_scheduler.sequence import Request
+from shardline_server.tokenize import CompletionText
 from tests.benchmarks.bare import Pipeline, parser
 from tests.benchmarks.peers.runners.wire import Engine, Record, Settings, Work, serve
 

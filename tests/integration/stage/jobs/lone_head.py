@@ -37,14 +37,14 @@ from services.stage.jobs.outcome import JobOutcome
 from services.stage.jobs.quarantine import Seats
 from services.stage.metrics import StageMeter
 from shardline.base.config import Times
-from shardline.base.tracing import OFF, Tracer
 from shardline.contract.job import MAX_CRASHES
 from shardline.store import jobs
 from shardline.streams import DeltaWriter
-from shardline.tokenize import Tokens
 from shardline_scheduler.events import Event
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.scheduler_config import SchedulerConfig
+from shardline_server.tokenize import Tokens
+from shardline_server.tracing import OFF, Tracer
 from tests.integration.rows import cell, request
 from tests.links import make_card
 from tests.models import VOCAB_SIZE, save_model

@@ -15,12 +15,12 @@ from services.stage.jobs.attempt_spans import AttemptSpans
 from services.stage.jobs.chat_replies import ReplyColumns
 from services.stage.jobs.engine_requests import EngineRequests
 from shardline.base.config import Times
-from shardline.base.tracing import OFF
 from shardline.contract.chat import Message
 from shardline.contract.decision import Predicate
 from shardline.contract.job import FinishReason, JobState, SamplingParams
 from shardline.store import jobs
-from shardline.tokenize import Tokens
+from shardline_server.tokenize import Tokens
+from shardline_server.tracing import OFF
 from tests.integration.rows import request, running
 from tests.integration.stage.jobs.lone_head import LoneHead, open_lone_head
 from tests.models import VOCAB_SIZE

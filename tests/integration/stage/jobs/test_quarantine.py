@@ -34,13 +34,14 @@ from services.stage.jobs.live_jobs import LiveJobs
 from services.stage.jobs.quarantine import ClaimContext, Seats
 from services.stage.settings import StageSettings
 from shardline.base.config import Times
-from shardline.base.tracing import OFF
 from shardline.contract.job import FinishReason, JobState
 from shardline.contract.queues import GENERATE_TASK
-from shardline.store import claims, crashes, jobs, leases
-from shardline.store.claims import ClaimedJob
-from shardline.tokenize import Tokens
+from shardline.store import jobs
 from shardline_scheduler.sequence import Key, Request, TokenSink
+from shardline_server.store import claims, crashes, leases
+from shardline_server.store.claims import ClaimedJob
+from shardline_server.tokenize import Tokens
+from shardline_server.tracing import OFF
 from tests.integration.rows import MODEL, cell, change, request, state, submit
 from tests.integration.stage.jobs.lone_head import LoneHead, open_lone_head
 from tests.polling import until
@@ -62,7 +63,6 @@ def crash(database: Database, job_id: UUID) -> None:
 
 
 # Choice and claim are two transactions
-# --------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True)

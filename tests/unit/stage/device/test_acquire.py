@@ -13,7 +13,7 @@ from services.stage.device.acquire import acquire
 from services.stage.device.cpu import Cpu, usable_cores
 from services.stage.device.locks import DeviceLocks, holder
 from shardline.base.errors import Invalid
-from shardline.host.cores import show_cores
+from shardline_server.host.cores import show_cores
 from tests.pinned import unpinned_afterwards
 
 

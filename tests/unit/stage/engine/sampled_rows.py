@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.stage.engine.sampled_sequence import SampledSequence
-from services.stage.engine.sampler import Sampler
+from services.stage.sampling.sampled_sequence import SampledSequence
+from services.stage.sampling.sampler import Sampler
 from shardline.contract.job import SamplingParams
 from shardline_scheduler.step_plan import Open
 

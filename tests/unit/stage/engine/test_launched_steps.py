@@ -34,9 +34,9 @@ from services.stage.settings import StageSettings
 from shardline.base.clock import monotonic_s
 from shardline.contract.job import SamplingParams
 from shardline.contract.split import even_split
-from shardline.host.threads import run_in_fresh_thread
 from shardline_scheduler.step_plan import Open, Row, StepPlan, encode
 from shardline_scheduler.step_times import StepTime
+from shardline_server.host.threads import run_in_fresh_thread
 from tests.chain import generate, requests
 from tests.engines import PATIENCE_S, PIPELINE, Links, open_engines, open_links
 from tests.models import VOCAB_SIZE, save_model

@@ -229,7 +229,7 @@ def test_a_rank_ends_whose_stage_ended_while_it_was_starting() -> None:
 def test_a_stage_has_one_thread_after_its_imports_so_that_its_ranks_can_be_forks() -> None:
     script = (
         "import services.stage.__main__; "
-        "from shardline.host.threads import num_threads; print(num_threads())"
+        "from shardline_server.host.threads import num_threads; print(num_threads())"
     )
     environment = {
         name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.stage.engine.sampler import Sample, uniform
+from services.stage.sampling.sampler import Sample, uniform
 from shardline.contract.job import SamplingParams, TokenLogprob
 from tests.unit.stage.engine.sampled_rows import GREEDY, VOCAB, logits, sampler, sequence
 
@@ -152,7 +152,7 @@ def test_random_numbers_are_a_part_of_the_contract() -> None:
 def test_no_number_leads_to_a_token_without_weight(
     monkeypatch: pytest.MonkeyPatch, number: float, token: int
 ) -> None:
-    monkeypatch.setattr("services.stage.engine.sampler.uniform", lambda *_: number)
+    monkeypatch.setattr("services.stage.sampling.sampler.uniform", lambda *_: number)
     row = torch.full((1, VOCAB), -math.inf)
     row[0, [200, 700]] = 1.0
 

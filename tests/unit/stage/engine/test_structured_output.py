@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.stage.engine.sampled_sequence import SampledSequence
-from services.stage.engine.sampler import Sampler
+from services.stage.sampling.sampled_sequence import SampledSequence
+from services.stage.sampling.sampler import Sampler
 from shardline.contract.job import FinishReason, SamplingParams
 from shardline.contract.structured_output import StructuredOutput
-from shardline.tokenize.completion import CompletionText
-from shardline.tokenize.grammar import Grammars
-from shardline.tokenize.vocabulary import Vocabulary
 from shardline_scheduler.step_plan import Open
+from shardline_server.tokenize.completion import CompletionText
+from shardline_server.tokenize.grammar import Grammars
+from shardline_server.tokenize.vocabulary import Vocabulary
 from tests.unit.tokenize.small_tokenizers import END, byte_fallback, byte_level, id_of
 
 PERSON = {

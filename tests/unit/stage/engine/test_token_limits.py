@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.stage.engine.sampled_sequence import SampledSequence
-from services.stage.engine.sampler import Sampler
+from services.stage.sampling.sampled_sequence import SampledSequence
+from services.stage.sampling.sampler import Sampler
 from shardline.contract.job import SamplingParams
 from shardline.contract.structured_output import StructuredOutput
 from shardline_scheduler.step_plan import Open

@@ -11,8 +11,8 @@ from services.stage.jobs.checkpoints import MAX_REWRITTEN, beats_of
 from services.stage.jobs.live_job import LiveJob
 from shardline.contract.ids import new_id
 from shardline.contract.job import SamplingParams, TokenLogprob
-from shardline.store.claims import ClaimedJob
-from shardline.store.leases import Beat
+from shardline_server.store.claims import ClaimedJob
+from shardline_server.store.leases import Beat
 
 ONE = TokenLogprob(7, -0.5)
 

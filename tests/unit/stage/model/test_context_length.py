@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.stage.model.model_info import ModelInfo
-from shardline.tokenize import Tokens
+from shardline_server.tokenize import Tokens
 from tests.models import edit_config, save_model
 
 PHI_ROPE: dict[str, Any] = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}

@@ -1,7 +1,0 @@
-"""What a model has written, as a reply: content, reasoning, calls. Pure and incremental; knows no
-tokens, no job and no template engine."""
-
-from shardline.replies.families import FAMILIES, Family, family_of
-from shardline.replies.reply_parser import ReplyParser, joined, parse
-
-__all__ = ["FAMILIES", "Family", "ReplyParser", "family_of", "joined", "parse"]
