@@ -89,10 +89,13 @@ def total_usage(usages: Sequence[Usage], n: int) -> Usage:
     prompts = [usages[first : first + n] for first in range(0, len(usages), n)]
     cached = [[usage.cached_tokens for usage in each] for each in prompts]
     known = [min(one for one in each if one is not None) for each in cached if None not in each]
+    thought = [usage.reasoning_tokens for usage in usages]
+    reasoning = [one for one in thought if one is not None]
     return Usage(
         prompt_tokens=sum(each[0].prompt_tokens for each in prompts),
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         cached_tokens=sum(known) if len(known) == len(prompts) else None,
+        reasoning_tokens=sum(reasoning) if len(reasoning) == len(usages) else None,
     )
 
 
