@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from torch import nn
 
 from services.stage.device.device import Device
@@ -21,16 +22,21 @@ from services.stage.streaming.streamed_layers import StreamedLayers, tiles
 from shardline.base.errors import Invalid, Unavailable
 from shardline.contract.job import SamplingParams
 from shardline.contract.stage_memory import NUM_BUFFERS
+from shardline.contract.structured_output import StructuredOutput
 from shardline_scheduler.events import SequenceFinished
+from shardline_scheduler.step_plan import Open
 from tests.chain import complete, load_chain, requests
 from tests.models import VOCAB_SIZE, save_model
 from tests.pinned import first_core
+from tests.tiny_head import CLERK
 
 SAMPLED = SamplingParams(max_tokens=8, temperature=0.9, logprobs=1)
 LENGTHS = (1, 5, 40, 17)
 BUDGET = 24
 """Below the longest prompt: some steps sample nothing, so that the last layer stops behind its
 KV."""
+
+TOKENIZER = str(CLERK / "tokenizer.json")
 
 
 @pytest.fixture(scope="module")
@@ -189,3 +195,16 @@ def test_weights_of_another_dtype_are_converted_on_disk(
     assert completions(stages) == expected
     written = {file.name for file in (tmp_path / "floats").rglob("layer-*.safetensors")}
     assert written == {f"layer-{number}.safetensors" for number in range(4)}
+
+
+def test_layers_of_float_files_leave_the_vocabulary_with_the_model(
+    device: Device, tmp_path: Path
+) -> None:
+    # The demo model is bfloat16: in float32 its layers are streamed from files in another folder
+    (stage,) = load_chain(CLERK, 1, device, tmp_path, streamed_layers=2)
+    assert stage.info.path != CLERK
+    yes = SamplingParams(structured_outputs=StructuredOutput(choice=("yes",)))
+    sequence = stage._sampler.open(Open(0, (5, 6), 2, yes, 1, 1))
+    sample = stage._sampler.sample(torch.zeros(1, stage.info.vocab_size), [sequence])
+    assert (sequence.refusal, sample.refused) == ("", ())
+    assert "yes".startswith(Tokenizer.from_file(TOKENIZER).decode(sample.tokens[0]))
