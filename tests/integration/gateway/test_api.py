@@ -25,7 +25,7 @@ from tests.integration.gateway.route_requests import ASKED, DECISIONS
 from tests.integration.gateway.running_gateway import PROMPT, one_of_each, running_gateway
 from tests.tiny_head import TinyHead
 
-NUM_EXAMPLES = 15
+NUM_EXAMPLES = 8
 TIMEOUT_S = 60
 HELD_TO: list[Any] = CHECKS.get_by_names(
     [
