@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sqlalchemy import text
 
 from services.standalone.servers import Postgres
 from shardline.base.config import Times
@@ -76,4 +77,22 @@ def test_heads_may_beat_before_a_rescue_after_a_stall_of_postgres(
     # The head that never comes back is noticed as ever, a lease later.
     here.wait_for(dead.job_id, lambda job: job.state is JobState.QUEUED)
     assert state(here.engine, living.job_id) is JobState.RUNNING
+    assert cell(here.engine, "SELECT crashes FROM jobs WHERE id = :id", id=living.job_id) == 0
+
+
+@pytest.mark.parametrize("table", ["pipelines", "results"])
+def test_a_table_that_heads_wait_for_is_a_stall_too(here: RelayStack, table: str) -> None:
+    here.start_relay()
+    wait_for_a_sweep(here)
+
+    living = running(here.engine, lease_s=LEASE_S)
+    expired = "SELECT lease_until < now() FROM jobs WHERE id = :id"
+    with here.engine.begin() as connection:
+        connection.execute(text(f"LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"))
+        until(lambda: cell(here.engine, expired, id=living.job_id))
+    wait_for_a_sweep(here)
+
+    with here.engine.begin() as connection:
+        beat = Beat(job_id=living.job_id, fence=living.fence, start=0)
+        assert heartbeat(connection, [beat], lease_s=60)
     assert cell(here.engine, "SELECT crashes FROM jobs WHERE id = :id", id=living.job_id) == 0
