@@ -91,10 +91,15 @@ POISONS = {
 
 NO_ITEMS = {
     "services.gateway.http.connections.ConnectionRegister._sweep": "times of its own connections",
+    "services.gateway.decisions.answers._until_ended": "one request's",
+    "services.gateway.decisions.answers.disconnected": "one request's",
+    "services.gateway.decisions.answers.gateway.stopping.wait": "one request's",
+    "services.gateway.openai.choice_answers._hear": "one request's; passes on whatever it meets",
     "services.gateway.openai.completion_response.disconnected": "one request's",
     "services.gateway.openai.completion_response.gateway.client.until_ended": "one request's",
     "services.gateway.openai.completion_response.gateway.stopping.wait": "one request's",
     "services.gateway.job_events.gateway.client.get": "one request's",
+    "services.gateway.responses.response_events.gateway.client.response": "one request's",
     "services.gateway.http.sse.EventStream._send_all": "one request's",
     "services.gateway.http.sse.disconnected": "one request's",
     "services.relay.statistics.growth.Growth": "sizes of tables",
@@ -118,6 +123,7 @@ NO_ITEMS = {
     "services.standalone.readiness.ReadinessWatcher._watch": "ends when the stack is ready",
     "shardline.client.ends.Ends._listen": "nobody reads what a NOTIFY says",
     "shardline.client.ends.Ends._look": "ids alone",
+    "shardline_server.tokenize.grammar_load.GrammarLoad._read": "the model's own tokenizer, once",
     "shardline_server.tracing.Tracer._processor.shutdown": "ends at a stop",
 }
 """By loop: why nothing bad can reach it from outside."""
