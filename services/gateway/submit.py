@@ -40,10 +40,6 @@ Complete = Callable[[RequestT_co], Awaitable[RequestT_co]]
 """Adds to a parsed request what its rows have."""
 Encode = Callable[[RequestT_co, Tokenized], EncodedRequest]
 
-ROW_SHARE = 2
-"""Of a body's bytes: what each further row of its prompt takes until it is stored, as text and as
-ids in JSON."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptedJob(Generic[RequestT_co]):
@@ -95,8 +91,6 @@ async def submit_choices(
     async with request_body(gateway, request) as body:
         jobs = await read_jobs(body, request, caller, parse)
         gateway.admission.take_places(request, caller.tenant, len(jobs))
-        n = jobs[0].n if isinstance(jobs[0], OpenAiRequest) else 1
-        body.room.add_decoded(ROW_SHARE * len(body.data) * (n - 1))
         accepted = await _store(gateway, body, jobs, _encode_choices)
     _trace(gateway.tracer, accepted, began_s)
     return accepted
@@ -122,10 +116,12 @@ async def _store(
         replace_fields(job, id=job.id or new_id(), model=model.name, adapter=model.adapter)
         for job in jobs
     )
-    # A grammar may take a second to judge.
-    body.is_large |= jobs[0].structured_outputs is not None or bool(jobs[0].tools)
+    # A grammar may take a second to judge, and several prompts add up.
+    body.is_large |= len(jobs) > 1 or _has_grammar(jobs[0])
     prepared = await body.run(_prepare_all, model, jobs)
     encoded = await body.run(encode, jobs, prepared)
+    if len(jobs) > 1:
+        body.room.add_decoded(encoded.num_bytes)
     stored = await gateway.insert_batcher.insert(model.name, encoded)
     failpoint(Point.GATEWAY_INSERTED)
     return tuple(
@@ -139,6 +135,11 @@ async def _store(
         )
         for job_id, job, one in zip((stored.job_id, *stored.others), jobs, prepared, strict=True)
     )
+
+
+def _has_grammar(job: JobRequest) -> bool:
+    params = job.params()
+    return params.structured_outputs is not None or bool(params.tools)
 
 
 def _encode_choices(

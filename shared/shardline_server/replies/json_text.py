@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, NoReturn
+
+from shardline_server.replies.json_scanner import MAX_DEPTH
+
+BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
 
 
 class _RepeatedKey(Exception):
@@ -15,11 +20,22 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def value_of(text: str) -> Any:
-    """Returns the value of JSON text; ValueError if it is none."""
-    try:
-        return json.loads(text, parse_constant=_refuse)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
+    """Returns the value of JSON text; ValueError if it is none, or nested too deep."""
+    _check_depth(text)
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _check_depth(text: str) -> None:
+    """Raises ValueError beyond the scanner's limit: how deep Python reads depends on its
+    caller."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return
+    depth = 0
+    for found in BRACKETS.finditer(text):
+        mark = found.group()
+        depth += 1 if mark in "[{" else -1 if mark in "]}" else 0
+        if depth > MAX_DEPTH:
+            raise ValueError("nested too deep")
 
 
 def text_of(value: Any) -> str:
@@ -49,5 +65,11 @@ def without_repeated_keys(text: str) -> str:
     try:
         json.loads(text, object_pairs_hook=_object_of)
     except _RepeatedKey:
-        return text_of(json.loads(text))
-    return text
+        value = json.loads(text)
+    else:
+        return text
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:  # a number too large for a float: it would become no JSON at all
+        return text
+    return text_of(value)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ast
 import json
+from uuid import UUID
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardline.contract.chat import FunctionDefinition, Tool
+from shardline_server.replies import parse
 from shardline_server.replies.argument_writer import json_of
 from shardline_server.replies.json_scanner import MAX_DEPTH, JsonScanner
-from shardline_server.replies.json_text import text_of
+from shardline_server.replies.json_text import text_of, without_repeated_keys
 from shardline_server.replies.python_literal import json_of_literal
 
 values = st.recursive(
@@ -77,3 +81,19 @@ def test_literals_of_python_become_json(value: object) -> None:
 def test_half_a_pair_of_surrogates_stays_escaped() -> None:
     assert text_of("\ud800é") == '"\\ud800\\u00e9"'
     assert text_of("é") == '"é"'
+
+
+@pytest.mark.parametrize("depth", [100, 975, 100_000])
+def test_arguments_nested_in_a_string_are_content_or_a_call_and_never_an_error(depth: int) -> None:
+    nested = "[" * depth + "]" * depth
+    arguments = json.dumps(f'{{"a": {nested}}}')
+    text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    tool = Tool(function=FunctionDefinition(name="f"))
+    reply = parse(text, "hermes", job_id=UUID(int=0), tools=(tool,))
+    assert bool(reply.tool_calls) == (depth < MAX_DEPTH)
+    assert bool(reply.content) == (depth > MAX_DEPTH)
+
+
+def test_a_repeated_key_beside_a_number_beyond_floats_stays_json() -> None:
+    assert without_repeated_keys('{"a": 1, "a": 1e999}') == '{"a": 1, "a": 1e999}'
+    assert without_repeated_keys('{"a": 1, "a": 2}') == '{"a": 2}'
