@@ -95,11 +95,3 @@ class ResponseDeleted(
 
     id: str
     deleted: Literal[True] = True
-
-
-class InputTokens(
-    msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="response.input_tokens"
-):
-    """How many tokens a request's prompt has."""
-
-    input_tokens: int

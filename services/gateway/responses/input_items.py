@@ -15,7 +15,6 @@ from msgspec import Meta
 MAX_ITEMS = 4_096
 """Of one request."""
 
-ROLES = ("user", "assistant", "system", "developer")
 CallId = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
