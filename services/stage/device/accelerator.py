@@ -136,23 +136,26 @@ class Accelerator(Device):
         return self._found.total_bytes()
 
     def meter(self) -> Meter | None:
-        """Returns NVML, through torch and nvidia-ml-py. Raises OSError, with the reason, if that
-        does not tell."""
+        """Returns NVML, through nvidia-ml-py. Raises OSError, with the reason, if that does not
+        tell."""
         if self._found.type != "cuda" or torch.version.hip:
             return None
         try:
-            self._spent_j(0.0)
+            # Opened once: torch.cuda.power_draw starts the library anew at each call
+            nvml: Any = importlib.import_module("pynvml")
+            nvml.nvmlInit()
+            handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{self._found.uuid}")
+            nvml.nvmlDeviceGetPowerUsage(handle)
         # the driver, its library and the package may be missing, each in its own words
         except Exception as error:
             raise OSError(f"NVML does not tell: {error}") from error
-        return Meter("nvml", self._spent_j)
+        return Meter(
+            "nvml", lambda elapsed_s: nvml.nvmlDeviceGetPowerUsage(handle) * 1e-3 * elapsed_s
+        )
 
     def watts(self) -> Watts | None:
         """Returns the board power that the table has for its model."""
         return Watts.of_accelerator(self._found.model())
-
-    def _spent_j(self, elapsed_s: float) -> float:
-        return torch.cuda.power_draw(self._found.index) * 1e-3 * elapsed_s
 
     def enter_thread(self) -> None:
         """Makes the device the calling thread's: a new thread has the first one, whatever others

@@ -19,8 +19,10 @@ from shardline.base.clock import monotonic_s
 log = structlog.get_logger(__name__)
 
 SAMPLE_S = 0.2
-"""A meter is read at most so often: a step takes milliseconds, and what a reading takes is its
-driver's affair."""
+"""A meter is read at most so often: a step takes milliseconds."""
+MAX_SHARE = 0.01
+"""Of the time may go into readings: the engine waits for them, and a driver's may take longer than
+SAMPLE_S."""
 
 
 class Power(ABC):
@@ -78,6 +80,7 @@ class MeasuredPower(Power):
         self._spent_j = meter.spent_j
         self._lock = threading.Lock()
         self._read_s = monotonic_s()
+        self._next_s = self._read_s + SAMPLE_S
         self._watts = 0.0
         self._drawn_j = 0.0
         self._is_lost = False
@@ -93,11 +96,14 @@ class MeasuredPower(Power):
 
     def _read(self) -> None:
         with self._lock:
-            elapsed_s = monotonic_s() - self._read_s
-            if elapsed_s < SAMPLE_S:
+            began_s = monotonic_s()
+            if began_s < self._next_s:
                 return
+            elapsed_s = began_s - self._read_s
             spent_j = self._measure(elapsed_s)
-            self._read_s += elapsed_s
+            self._read_s = began_s
+            ended_s = monotonic_s()
+            self._next_s = ended_s + max(SAMPLE_S, (ended_s - began_s) / MAX_SHARE)
             self._watts = spent_j / elapsed_s
             self._drawn_j += spent_j
 

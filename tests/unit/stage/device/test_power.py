@@ -162,6 +162,26 @@ def test_a_meter_is_not_read_at_every_step(clock: SimpleNamespace) -> None:
     assert readings == pytest.approx([SAMPLE_S * 1.2] * 3)
 
 
+def test_a_meter_that_is_slow_is_read_seldom(clock: SimpleNamespace) -> None:
+    # Given a driver that takes longer than the time between two readings
+    readings = 0
+
+    def wait(_elapsed_s: float) -> float:
+        nonlocal readings
+        readings += 1
+        clock.now_s += 3 * SAMPLE_S
+        return 1.0
+
+    power = measured(wait)
+    began_s = clock.now_s
+    while clock.now_s < began_s + 100 * SAMPLE_S:
+        clock.now_s += SAMPLE_S / 10
+        power.add(SAMPLE_S / 10)
+
+    # Then steps do not wait for it again and again
+    assert readings == 1
+
+
 def test_a_meter_that_fails_is_told_once_and_its_last_power_counts_on(
     clock: SimpleNamespace,
 ) -> None:
