@@ -57,9 +57,16 @@ COMMANDS = {"devices": listing.main, "profile": profiling.main}
 """Commands other than the stage itself."""
 
 
+SWITCH_S = 0.0005
+"""How long a thread may keep the interpreter while others wait. The engine's gives it up in every
+operator of torch, dozens of times in a step of a GPU that takes 2 ms, and with Python's own 5 ms
+gets it back after a multiple of the step."""
+
+
 def main() -> int:
     """Loads, serves until asked to stop, gives everything back. Returns the exit status."""
     gc.enable()
+    sys.setswitchinterval(SWITCH_S)
     with refusing():
         settings = StageSettings()
     log.configure(service="stage", level=settings.log_level, form=settings.log_format)
