@@ -86,15 +86,15 @@ class StageSettings(ProfiledSettings):
         description="parts that a stage on an accelerator keeps on the CPU: embedding, output, "
         "or both with a comma; tied weights need both",
     )
-    gpu_products: Literal["torch", "triton"] = Field(
-        "torch",
+    gpu_products: Literal["auto", "torch", "triton"] = Field(
+        "auto",
         description="what computes linear layers and RMSNorms on a GPU: torch, "
-        "or triton for exact rows; not measured",
+        "or triton for exact rows; auto: triton where it serves",
     )
-    cuda_graphs: bool = Field(
-        False,
-        description="record decode steps on CUDA or ROCm as graphs and replay them; "
-        "not with SDPA, mixtures, CPU parts or streamed layers; not measured",
+    cuda_graphs: bool | None = Field(
+        None,
+        description="record steps on CUDA or ROCm as graphs and replay them; "
+        "not with SDPA, mixtures, CPU parts or streamed layers; default: where that can be",
     )
     device_watts: float | None = Field(
         None,

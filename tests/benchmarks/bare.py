@@ -110,10 +110,15 @@ def _add_stage_options(options: argparse.ArgumentParser) -> None:
         "--kv-bytes", type=int, help="of each stage; default: as a stage decides it"
     )
     options.add_argument(
-        "--gpu-products", choices=["torch", "triton"], default="torch", help="of stages on GPUs"
+        "--gpu-products",
+        choices=["auto", "torch", "triton"],
+        default="auto",
+        help="of stages on GPUs",
     )
     options.add_argument(
-        "--cuda-graphs", action="store_true", help="record decode steps of stages on GPUs"
+        "--cuda-graphs",
+        action=argparse.BooleanOptionalAction,
+        help="record steps of stages on GPUs; default: where that can be",
     )
     options.add_argument(
         "--kv-offload-mib", type=int, default=0, help="of each stage, for KV of preempted sequences"

@@ -51,7 +51,7 @@ VARIANTS = {
     "graphs": Variant(arguments=("--cuda-graphs",)),
     "products-triton-graphs": Variant(arguments=("--gpu-products", "triton", "--cuda-graphs")),
     SDPA: Variant(environment={"SHARDLINE_KERNEL": "off"}),
-    CHAIN: Variant(),
+    CHAIN: Variant(arguments=("--gpu-products", "triton")),
 }
 
 
@@ -97,6 +97,8 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--size", choices=SIZES, default="1b")
     options.add_argument("--prompts", type=int, default=64)
+    options.add_argument("--seats", type=int, default=64)
+    options.add_argument("--token-budget", type=int, default=256, help="rows of a step")
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--kv-mib", type=int, help="of each stage; default: as a stage decides it")
     options.add_argument("--only", nargs="*", choices=VARIANTS, default=list(VARIANTS))
@@ -126,7 +128,9 @@ def run(name: str, model: Path, options: argparse.Namespace) -> dict[str, Any]:
         "1",
     ]
     argv += [part for device in devices for part in ("--device", device)] + split
-    argv += ["--prompts", str(options.prompts), *VARIANTS[name].arguments]
+    argv += ["--prompts", str(options.prompts), "--seats", str(options.seats)]
+    argv += ["--token-budget", str(options.token_budget)]
+    argv += ["--gpu-products", "torch", "--no-cuda-graphs", *VARIANTS[name].arguments]
     argv += ["--kv-bytes", str(options.kv_mib << 20)] if options.kv_mib else []
     done = subprocess.run(
         argv,

@@ -44,7 +44,7 @@ OFF_THE_PATH = {
         gateway/context gateway/settings stage/backends stage/runtime
         stage/device/device stage/engine/memory shardline_scheduler/scheduler_config
         stage/engine/exactness stage/engine/accelerator_options
-        stage/engine/decode_graphs stage/model/cpu_parts stage/engine/loading
+        stage/engine/step_graphs stage/model/cpu_parts stage/engine/loading
         stage/engine/split_trial stage/products/experts stage/model/model_info
         stage/model/pieces stage/products/packing stage/model/refusal
         stage/model/weights

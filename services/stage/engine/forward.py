@@ -20,7 +20,7 @@ from torch import Tensor
 
 from services.stage.attention.attention import Attention
 from services.stage.attention.paged_kv import MicroBatch, PagedKv, Span
-from services.stage.engine.decode_graphs import DecodeGraphs, Recorder
+from services.stage.engine.step_graphs import Recorder, StepGraphs
 from services.stage.kernels.kernel import Kernel
 from services.stage.model.fused_layer import fuse_layers
 from services.stage.model.last_layer import LastLayer, Narrow
@@ -60,7 +60,7 @@ class Forward:
             else None
         )
         self._last = last if last is not None and self._can_narrow(last) else None
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self.num_fused = 0
         """Layers that are one call of the kernel."""
 
@@ -80,14 +80,19 @@ class Forward:
         log.info("layers as one call", fused=self.num_fused, layers=len(layers))
         return self.num_fused
 
-    def record_decodes(self, recorder: Recorder, *, max_rows: int) -> None:
-        """Replays decode steps of up to `max_rows` rows from now on. The shard's modules must not
-        change any more.
+    def record_steps(self, recorder: Recorder, *, max_rows: int, max_sampled: int) -> None:
+        """Replays steps of up to `max_rows` rows from now on, of which the last shard samples up to
+        `max_sampled`. The shard's modules must not change any more.
 
         Raises Invalid if the model's forward cannot be recorded.
         """
-        self._graphs = DecodeGraphs(
-            self.shard, self.attention, self.kv, recorder, max_rows=max_rows
+        self._graphs = StepGraphs(
+            self.shard,
+            self.attention,
+            self.kv,
+            recorder,
+            max_rows=max_rows,
+            max_sampled=max_sampled,
         )
 
     @contextmanager
@@ -106,7 +111,7 @@ class Forward:
 
         Raises ProtocolError for spans that point outside the KV.
         """
-        if not self.shard.is_last and (replayed := self._replayed(spans, x)) is not None:
+        if not self.shard.is_last and (replayed := self._replayed(spans, x, ())) is not None:
             return replayed
         padded, position = self._pad(spans, x)
         return self.shard.hidden(padded, position)[: len(x)]
@@ -120,7 +125,7 @@ class Forward:
         """
         if not self.shard.is_last:
             return self.hidden(spans, x)[sampled_rows]
-        if len(sampled_rows) == len(x) and (replayed := self._replayed(spans, x)) is not None:
+        if (replayed := self._replayed(spans, x, sampled_rows)) is not None:
             return replayed
         if self._last is not None and 2 * len(sampled_rows) <= len(x):
             return self._narrowed(self._last, spans, x, sampled_rows)
@@ -133,6 +138,8 @@ class Forward:
         This is for a step of the last shard that samples nothing. Raises ProtocolError for spans
         that point outside the KV.
         """
+        if self._replayed(spans, x, ()) is not None:
+            return
         padded, position = self._pad(spans, x)
         if self._last is None:
             self.shard.hidden(padded, position)
@@ -153,12 +160,14 @@ class Forward:
         states = torch.randn(num_rows, self.shard.info.hidden_size, generator=generator)
         return states.to(device=self.shard.device, dtype=self.shard.dtype)
 
-    def _replayed(self, spans: Sequence[Span], x: Tensor) -> Tensor | None:
-        """The outputs of all rows, if a graph has them."""
+    def _replayed(
+        self, spans: Sequence[Span], x: Tensor, sampled_rows: Sequence[int]
+    ) -> Tensor | None:
+        """The outputs of the sampled rows on the last shard, else of all, if a graph has them."""
         return (
             None
             if self._graphs is None or self._narrow_adapters is not None
-            else self._graphs.outputs(spans, x)
+            else self._graphs.outputs(spans, x, sampled_rows)
         )
 
     def _logits(self, spans: Sequence[Span], x: Tensor, sampled_rows: list[int]) -> Tensor:

@@ -23,11 +23,11 @@ from services.stage.attention.paged_kv import KvShape, PagedKv
 from services.stage.device.device import INT8
 from services.stage.device.uploads import Uploads
 from services.stage.engine.accelerator_options import AcceleratorOptions
-from services.stage.engine.decode_graphs import CudaRecorder
 from services.stage.engine.exactness import Probe, choose_row_buckets
 from services.stage.engine.forward import Forward
 from services.stage.engine.memory import Limits, WeightBytes
 from services.stage.engine.shard_runner import Runner, ShardRunner
+from services.stage.engine.step_graphs import CudaRecorder
 from services.stage.kernels.kernel import Kernel
 from services.stage.model.cpu_parts import CpuPart, num_bytes, parts_of
 from services.stage.model.float_files import with_floats
@@ -36,7 +36,7 @@ from services.stage.model.model_info import ModelInfo
 from services.stage.model.owned_weights import give_back, own
 from services.stage.model.shard import Shard, build_skeleton, shard_layers
 from services.stage.model.split_layers import gathered, send_embedding, split_shard, widest
-from services.stage.products.fused import fuse, fuse_norms
+from services.stage.products.fused import NativeParts, fuse, fuse_norms
 from services.stage.products.packing import (
     Packing,
     pack,
@@ -45,7 +45,7 @@ from services.stage.products.packing import (
     unshare_embedding,
 )
 from services.stage.products.row_buckets import MAX_ADDED, VECTORS
-from services.stage.products.triton_products import TritonRmsNorm
+from services.stage.products.triton_products import TritonParts
 from services.stage.ranks.group import RankGroup
 from services.stage.streaming.streamed_layers import StreamedLayers, streamed_bytes
 
@@ -151,7 +151,7 @@ def load_forward(load: ForwardLoad) -> LoadedForward:
     pack_shard(shard, packing, streaming, group=load.group)
     kv_shapes = probe_kv_shapes(shard)
     if load.native is not None:
-        fuse(shard.model, load.native)
+        fuse(shard.model, NativeParts(load.native))
     padding, rows_are_exact = choose_row_buckets(
         shard,
         can_be_exact=attention.exact,
@@ -218,11 +218,15 @@ def _is_exact(forward: Forward, rows_are_exact: bool) -> bool:
 
 
 def _save_calls(forward: Forward, load: ForwardLoad) -> None:
-    """Makes fewer calls of the same work: whole layers on the CPU, whole decode steps on a GPU."""
+    """Makes fewer calls of the same work: whole layers on the CPU, whole steps on a GPU."""
     if load.native is not None:
         forward.fuse_layers(load.native, load.group)
-    if load.options.cuda_graphs:
-        forward.record_decodes(CudaRecorder(), max_rows=load.limits.max_decodes)
+    shard = forward.shard
+    if load.options.records_graphs(load.device, shard.model, shard.streamed_layers):
+        limits = load.limits
+        forward.record_steps(
+            CudaRecorder(), max_rows=limits.token_budget, max_sampled=2 * limits.max_decodes
+        )
 
 
 def pack_shard(
@@ -295,4 +299,8 @@ def _use_triton(shard: Shard, packing: Packing) -> None:
     has_output = shard.is_last and shard.output_device == shard.device
     for piece in [*layers, shard.model] if has_output else layers:
         pack(piece, packing)
-    fuse_norms(shard.model, TritonRmsNorm)
+    parts = TritonParts(shard.device)
+    if shard.streamed_layers:  # a trial of their products would run without weights
+        fuse_norms(shard.model, parts.norm)
+    else:
+        fuse(shard.model, parts)

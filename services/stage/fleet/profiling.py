@@ -155,7 +155,9 @@ class _Measuring:
             limits=limits,
             cache_folder=settings.cache_dir,
             on_accelerator=AcceleratorOptions(
-                cpu_parts=parse_parts(settings.cpu_parts), products=settings.gpu_products
+                cpu_parts=parse_parts(settings.cpu_parts),
+                products=settings.gpu_products,
+                cuda_graphs=False,  # passes that leave layers out are measured too
             ),
         )
 

@@ -1,5 +1,4 @@
-"""Elementwise parts of a model, each in one pass over memory instead of one per torch operation: on
-the CPU all that it recognizes, on GPUs RMSNorm.
+"""Elementwise parts of a model, each in one pass over memory instead of one per torch operation.
 
 A fused part replaces a module or function of transformers only where it gives the same values on
 trial rows. Knows no model by name: what it does not recognize stays as it is.
@@ -13,9 +12,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from ctypes import byref
-from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,16 +31,63 @@ MakeNorm = Callable[[Tensor, float, bool], nn.Module]
 offset, its epsilon, and whether x / rms(x) is rounded before it is weighted."""
 
 
-def fuse(model: nn.Module, kernel: Kernel) -> int:
+class ElementwiseParts(Protocol):
+    """Computes parts of a model, each in one pass, on one device."""
+
+    device: torch.device
+
+    def norm(self, weight: Tensor, eps: float, rounds_first: bool) -> nn.Module:
+        """Makes an RMSNorm, as MakeNorm."""
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Returns silu(gate) * up, dense: all [T, N] of one dtype, rows any distance apart."""
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotates the halves of x [1, H, T, D], the heads of a token adjacent in memory, by dense
+        cos and sin [1, T, D]; returns [1, H, T, D]."""
+
+
+class NativeParts:
+    """The parts on cores, through the CPU kernels."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.device = torch.device("cpu")
+        self._kernel = kernel
+
+    def norm(self, weight: Tensor, eps: float, rounds_first: bool) -> nn.Module:
+        """Makes an RMSNorm."""
+        return FusedRmsNorm(self._kernel, weight, eps, rounds_first)
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Returns silu(gate) * up, dense: all [T, N]."""
+        out = gate.new_empty(gate.shape)
+        pointers = (gate.data_ptr(), up.data_ptr(), out.data_ptr())
+        strides = (gate.stride(0), up.stride(0))
+        self._kernel.silu_mul(
+            *pointers, *gate.shape, *strides, DTYPES[gate.dtype], torch.get_num_threads()
+        )
+        return out
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotates x [1, H, T, D]; returns a view of memory [1, T, H, D]."""
+        _, num_heads, num_rows, dim = x.shape
+        out = x.new_empty(1, num_rows, num_heads, dim)
+        pointers = (x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr())
+        sizes = (num_rows, num_heads, dim, x.stride(2))
+        self._kernel.rotate(*pointers, *sizes, DTYPES[x.dtype], torch.get_num_threads())
+        return out.transpose(1, 2)
+
+
+def fuse(model: nn.Module, parts: ElementwiseParts) -> int:
     """Replaces the parts of a model that it recognizes; returns how many. Call it when no weight
     will move any more."""
-    num_fused = fuse_norms(model, partial(FusedRmsNorm, kernel))
+    num_fused = fuse_norms(model, parts.norm)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if (fused := _fused_mlp(child, kernel)) is not None:
+            if (fused := _fused_mlp(child, parts)) is not None:
                 setattr(parent, name, fused)
                 num_fused += 1
-        num_fused += _fuse_rotary(parent, kernel)
+        num_fused += _fuse_rotary(parent, parts)
     return num_fused
 
 
@@ -91,9 +136,9 @@ class FusedRmsNorm(nn.Module):
 class FusedMlp(nn.Module):
     """A gated MLP, down(silu(gate(x)) * up(x)), with the elementwise part in one pass."""
 
-    def __init__(self, kernel: Kernel, mlp: Any) -> None:
+    def __init__(self, parts: ElementwiseParts, mlp: Any) -> None:
         super().__init__()
-        self._kernel = kernel
+        self._parts = parts
         self.gate_proj = mlp.gate_proj
         self.up_proj = mlp.up_proj
         self.down_proj = mlp.down_proj
@@ -102,23 +147,18 @@ class FusedMlp(nn.Module):
         """Maps x [..., K] to [..., K], K the hidden size, in the dtype of the weights."""
         gate = self.gate_proj(x)
         up = self.up_proj(x)
-        out = gate.new_empty(gate.shape)
-        gate = gate.reshape(-1, gate.shape[-1])
-        up = up.reshape(-1, up.shape[-1])
-        pointers = (gate.data_ptr(), up.data_ptr(), out.data_ptr())
-        strides = (gate.stride(0), up.stride(0))
-        self._kernel.silu_mul(
-            *pointers, *gate.shape, *strides, DTYPES[gate.dtype], torch.get_num_threads()
-        )
-        return self.down_proj(out)
+        rows = (each.reshape(-1, each.shape[-1]) for each in (gate, up))
+        return self.down_proj(self._parts.silu_mul(*rows).reshape(gate.shape))
 
 
 class Rotary:
     """Replaces a modeling file's `apply_rotary_pos_emb`, and calls it for inputs that the kernel
     cannot read."""
 
-    def __init__(self, kernel: Kernel, original: Callable[..., tuple[Tensor, Tensor]]) -> None:
-        self._kernel = kernel
+    def __init__(
+        self, parts: ElementwiseParts, original: Callable[..., tuple[Tensor, Tensor]]
+    ) -> None:
+        self._parts = parts
         self._original = original
 
     def __call__(
@@ -138,7 +178,7 @@ class Rotary:
             return self._original(q, k, cos, sin, *args, **kwargs)
         cos = cos.contiguous()
         sin = sin.contiguous()
-        return self._rotated(q, cos, sin), self._rotated(k, cos, sin)
+        return self._parts.rotate(q, cos, sin), self._parts.rotate(k, cos, sin)
 
     @staticmethod
     def _is_readable(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
@@ -153,14 +193,6 @@ class Rotary:
             and cos.shape == sin.shape == shape
             and cos.dtype == sin.dtype == x.dtype
         )
-
-    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        _, num_heads, num_rows, dim = x.shape
-        out = x.new_empty(1, num_rows, num_heads, dim)
-        pointers = (x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr())
-        sizes = (num_rows, num_heads, dim, x.stride(2))
-        self._kernel.rotate(*pointers, *sizes, DTYPES[x.dtype], torch.get_num_threads())
-        return out.transpose(1, 2)
 
 
 def _fused_norm(module: nn.Module, make: MakeNorm) -> nn.Module | None:
@@ -189,7 +221,7 @@ def _fused_norm(module: nn.Module, make: MakeNorm) -> nn.Module | None:
     return best if _agree(best(x), expected) else None
 
 
-def _fused_mlp(module: Any, kernel: Kernel) -> FusedMlp | None:
+def _fused_mlp(module: Any, parts: ElementwiseParts) -> FusedMlp | None:
     if {name for name, _ in module.named_children()} != {
         "gate_proj",
         "up_proj",
@@ -201,12 +233,12 @@ def _fused_mlp(module: Any, kernel: Kernel) -> FusedMlp | None:
     dtype = module.down_proj.weight.dtype
     if not isinstance(width, int) or dtype not in DTYPES:
         return None
-    fused = FusedMlp(kernel, module)
-    x = _trial(width, dtype=dtype)
+    fused = FusedMlp(parts, module)
+    x = _trial(width, dtype=dtype).to(parts.device)
     return fused if _agree(fused(x), module(x)) else None
 
 
-def _fuse_rotary(module: nn.Module, kernel: Kernel) -> int:
+def _fuse_rotary(module: nn.Module, parts: ElementwiseParts) -> int:
     """Gives this one module a copy of its forward that finds `Rotary` under the name
     `apply_rotary_pos_emb`; returns 1, or 0 if nothing was replaced.
 
@@ -221,8 +253,8 @@ def _fuse_rotary(module: nn.Module, kernel: Kernel) -> int:
     if not isinstance(forward, FunctionType) or _ROTARY not in forward.__code__.co_names:
         return 0
     original = forward.__globals__[_ROTARY]
-    rotary = Rotary(kernel, original)
-    if not _rotates_halves(original, rotary):
+    rotary = Rotary(parts, original)
+    if not _rotates_halves(original, rotary, parts.device):
         return 0
     names = forward.__globals__ | {_ROTARY: rotary}
     fused = FunctionType(
@@ -233,13 +265,13 @@ def _fuse_rotary(module: nn.Module, kernel: Kernel) -> int:
     return 1
 
 
-def _rotates_halves(original: Callable[..., Any], rotary: Rotary) -> bool:
+def _rotates_halves(original: Callable[..., Any], rotary: Rotary, device: torch.device) -> bool:
     """Whether a modeling file's function does what the kernel does: some rotate neighboring
     elements, or a part."""
     if tuple(inspect.signature(original).parameters)[:4] != ("q", "k", "cos", "sin"):
         return False
-    q, k = (_trial(4, num_heads, 32).transpose(1, 2) for num_heads in (4, 2))
-    cos, sin = (_trial(4, 1, 32)[:, :, 0] for _ in range(2))
+    q, k = (_trial(4, num_heads, 32).to(device).transpose(1, 2) for num_heads in (4, 2))
+    cos, sin = (_trial(4, 1, 32).to(device)[:, :, 0] for _ in range(2))
     try:
         pairs = zip(rotary(q, k, cos, sin), original(q, k, cos, sin), strict=True)
     except (RuntimeError, TypeError, ValueError):

@@ -1,12 +1,12 @@
-"""Products and RMSNorm for GPUs in Triton. Imported only where they run: importing this module
-imports triton.
+"""Products, RMSNorm and elementwise parts for GPUs in Triton. Imported only where they run:
+importing this module imports triton.
 
 The promise: a row's bits depend on that row and the weights. Nothing else: not the number of rows,
 nor the place of the row among them. It rests on these rules:
 
-- **One shape.** A tile is ROWS rows, constants of the layer's dtype, whether one row fills it or
-  many do: the same matrix instructions for one decode row as for a prefill. A row's sums take
-  nothing from another row of the tile.
+- **Whole tiles.** A tile is ROWS rows, whether one row fills it or many do. A row's sums take
+  nothing from another row of the tile. Few rows and many have tiles of other sizes, which take the
+  same matrix instructions along a sum; the tests compare their bits on every device they run on.
 - **One order.** A sum runs over the inputs in whole blocks of INPUTS, ascending, in float32. No sum
   is split over programs. A norm is one program for each row.
 - **One precision.** float32 inputs are multiplied as float32 (`ieee`), never as TF32; results are
@@ -89,3 +89,64 @@ def rms_norm(
         normed = normed.to(x.dtype.element_ty).to(tl.float32)
     weighted = normed * tl.load(scale + dim, mask=is_here, other=0.0)
     tl.store(out + at, weighted.to(out.dtype.element_ty), mask=is_here)
+
+
+@triton.jit
+def silu_mul(
+    gate,
+    up,
+    out,
+    WIDTH: tl.constexpr,
+    GATE_ROW: tl.constexpr,
+    UP_ROW: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Program (row, block of columns) computes silu(gate) * up for its part of out [T, WIDTH]; rows
+    of `gate` and `up` are GATE_ROW and UP_ROW elements apart."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_here = column < WIDTH
+    gates = tl.load(gate + row * GATE_ROW + column, mask=is_here, other=0.0).to(tl.float32)
+    ups = tl.load(up + row * UP_ROW + column, mask=is_here, other=0.0).to(tl.float32)
+    kind = out.dtype.element_ty
+    # Rounded where the model rounds
+    activated = (gates / (1.0 + tl.exp(-gates))).to(kind).to(tl.float32)
+    tl.store(out + row * WIDTH + column, (activated * ups).to(kind), mask=is_here)
+
+
+@triton.jit
+def rotate(
+    x,
+    cos,
+    sin,
+    out,
+    NUM_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
+    X_ROW: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Program (row, HEADS heads) rotates the halves of each head of one row by cos and sin
+    [T, 2 HALF] into out [T, NUM_HEADS, 2 HALF]; rows of `x` are X_ROW elements apart."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dim = tl.arange(0, PADDED_HALF)
+    is_dim = dim < HALF
+    is_here = (head < NUM_HEADS)[:, None] & is_dim[None, :]
+    table = row * 2 * HALF + dim
+    first_cos = tl.load(cos + table, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+    second_cos = tl.load(cos + table + HALF, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+    first_sin = tl.load(sin + table, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+    second_sin = tl.load(sin + table + HALF, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+    place = head[:, None] * (2 * HALF) + dim[None, :]
+    first = tl.load(x + row * X_ROW + place, mask=is_here, other=0.0).to(tl.float32)
+    second = tl.load(x + row * X_ROW + place + HALF, mask=is_here, other=0.0).to(tl.float32)
+    to = out + row * NUM_HEADS * (2 * HALF) + place
+    kind = out.dtype.element_ty
+    # Rounded where the model rounds
+    near = (first * first_cos).to(kind).to(tl.float32)
+    far = (second * first_sin).to(kind).to(tl.float32)
+    tl.store(to, (near - far).to(kind), mask=is_here)
+    near = (second * second_cos).to(kind).to(tl.float32)
+    far = (first * second_sin).to(kind).to(tl.float32)
+    tl.store(to + HALF, (near + far).to(kind), mask=is_here)

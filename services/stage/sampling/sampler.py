@@ -12,9 +12,7 @@ tiles.
 
 from __future__ import annotations
 
-import hashlib
 import math
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, count, pairwise
 from typing import NamedTuple
@@ -24,7 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from services.stage.sampling import triton_draws
+from services.stage.sampling.batched_draws import draw_ahead
 from services.stage.sampling.sampled_sequence import SampledSequence
+from services.stage.sampling.triton_draws import NONE_DRAWN, NONE_LEFT, NOT_FINITE
+from services.stage.sampling.uniform import uniform
 from shardline.base.errors import Invalid
 from shardline.base.rounding import round_up
 from shardline.contract.job import TokenLogprob
@@ -91,6 +93,9 @@ class Sampler:
         self._device = torch.device(device)
         self._grammars = grammars
         self._weights = torch.zeros(round_up(vocab_size, TILE), device=self._device)
+        self._draws = triton_draws.load(
+            self._device, log2_e=LOG2_E, least_temperature=LEAST_TEMPERATURE
+        )
 
     def open(self, record: Open) -> SampledSequence:
         """Returns the state of a sequence that is opened, or restored, in this epoch."""
@@ -142,8 +147,13 @@ class Sampler:
             for token, peak in zip(best, peaks, strict=True)
         ]
         each_row = rows.unbind()
+        drawn = (
+            [NONE_DRAWN] * len(rows)
+            if self._draws is None
+            else draw_ahead(self._draws, rows, best, sequences, starts)
+        )
         runs = [
-            self._run(each_row[start:end], best[start:end], sequence, guesses)
+            self._run(each_row[start:end], best[start:end], sequence, guesses, drawn[start:end])
             for sequence, guesses, (start, end) in zip(
                 sequences, drafts, pairwise(starts), strict=True
             )
@@ -170,14 +180,17 @@ class Sampler:
         best: list[int],
         sequence: SampledSequence,
         drafts: tuple[int, ...],
+        drawn: list[int],
     ) -> _Run:
         """Samples from row to row, as long as the token sampled is the one that the next row was
         computed with."""
         tokens: list[int] = []
-        for row, greedy, draft in zip(rows, best, (*drafts, None), strict=True):
+        for row, greedy, draft, ready in zip(rows, best, (*drafts, None), drawn, strict=True):
             token = greedy
             if token != NO_TOKEN and sequence.labels:
                 token = _likeliest(row, sequence.labels)
+            elif ready != NONE_DRAWN:
+                token = _taken(ready, sequence)
             elif token != NO_TOKEN and not _is_plain_greedy(sequence):
                 token = self._choose(row, sequence, greedy)
             if token == NO_TOKEN:
@@ -244,12 +257,6 @@ class Sampler:
         return self._weights
 
 
-def uniform(seed: int, index: int, proposal: int) -> float:
-    """Returns a number in [0, 1) that is a function of its key: 53 bits of BLAKE2b."""
-    digest = hashlib.blake2b(struct.pack("<QQQ", seed, index, proposal), digest_size=8).digest()
-    return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
-
-
 def first_largest(rows: Tensor) -> list[int]:
     """Returns the index of the largest value of each row of [R, V], float32: the first of equals, a
     NaN before all."""
@@ -265,6 +272,13 @@ def _likeliest(row: Tensor, labels: list[int]) -> int:
     logits = row[labels]
     best = first_largest(logits.unsqueeze(0))[0]
     return labels[best] if math.isfinite(float(logits[best])) else NO_TOKEN
+
+
+def _taken(drawn: int, sequence: SampledSequence) -> int:
+    """The token that was drawn, NO_TOKEN if the row is no distribution."""
+    if drawn == NONE_LEFT:
+        sequence.refuse_all_tokens()
+    return NO_TOKEN if drawn in {NONE_LEFT, NOT_FINITE} else drawn
 
 
 def _is_plain_greedy(sequence: SampledSequence) -> bool:

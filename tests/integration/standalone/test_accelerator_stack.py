@@ -1,7 +1,8 @@
-"""A stack over a core and the test accelerator gives the tokens of `generate`, also after kills of
-its stages.
+"""A stack over a core and an accelerator gives the tokens of `generate`, also after kills of its
+stages.
 
-Each stage streams a layer, the one from a file, the other from the host's memory.
+Each stage streams a layer, the one from a file, the other from the host's memory. The accelerator
+is the test's own, unless SHARDLINE_TEST_DEVICE names a real one (`make test-gpu`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +25,8 @@ from shardline.store.connection.database import connect
 from tests.polling import until
 from tests.stack import Stack
 
-DEVICES = (f"cpu:{usable_cores()[0]}", "toy:0")
+GPU = os.environ.get("SHARDLINE_TEST_DEVICE")
+DEVICES = (f"cpu:{usable_cores()[0]}", GPU or "toy:0")
 NUM_NEW = 128
 PARAMS: dict[str, Any] = {"max_tokens": NUM_NEW, "temperature": 0, "ignore_eos": True}
 
@@ -33,7 +36,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("stack")
     settings = {
         "DEVICES": " ".join(DEVICES),
-        "DEVICE_MODULE": "tests.accelerator",
+        **({} if GPU else {"DEVICE_MODULE": "tests.accelerator"}),
         "STREAMED_LAYERS": "1",
         "KV_MIB": "2",  # the test accelerator copies a layer's KV for each operator on it
         "TIME_SCALE": "0.5",
@@ -76,15 +79,44 @@ def test_its_jobs_end_once_with_the_tokens_of_generate(
             assert client.get(ids[-1]).result is None, "the kill came too late"
         jobs = client.wait(ids, 120)
     assert [job.result.token_ids for job in jobs if job.result is not None] == expected
-    assert not any(job.result.exact for job in jobs if job.result is not None), (
-        "the accelerator promises no bits"
-    )
+    # The test accelerator promises no bits, our kernels on a GPU do
+    assert [job.result.exact for job in jobs if job.result is not None] == [GPU is not None] * 3
     until(lambda: tuple(places(stack)) == DEVICES, timeout_s=60)
     logs = [
         (stack.home.folder / "logs" / f"stage-{place}.log").read_text()
         for place in range(len(DEVICES))
     ]
     assert all("layers are streamed" in log for log in logs)
+
+
+@pytest.mark.skipif(GPU is None, reason="only a GPU has kernels and graphs")
+def test_a_gpu_that_is_exact_gives_the_same_tokens_after_a_kill(tmp_path: Path) -> None:
+    # Given a stage on the GPU alone, which replays its steps
+    stack = Stack(tmp_path, SHARDLINE_DEVICES=str(GPU))
+    sampled = {**PARAMS, "temperature": 1, "seed": 5}
+    prompt = list(range(5, 60))
+    stack.start()
+    try:
+        with Client(database_url=stack.urls["database"], redis_url=stack.urls["redis"]) as client:
+            whole = client.wait([client.submit("clerk", prompt, **sampled)], 120)[0].result
+
+            # When it is killed while it generates beside others
+            crowd = [client.submit("clerk", [5 + each, 9], **PARAMS) for each in range(20)]
+            job = client.submit("clerk", prompt, **sampled)
+            next(iter(client.stream(job)))
+            os.kill(stack.look()["processes"]["stage-0"], signal.SIGKILL)
+            assert client.get(job).result is None, "the kill came too late"
+            found = client.wait([job, *crowd], 120)[0].result
+    finally:
+        stack.end()
+
+    # Then the row is the same, and says so
+    assert "are not recorded" not in (tmp_path / "logs" / "stage-0.log").read_text()
+    assert whole is not None
+    assert found is not None
+    assert whole.exact
+    assert found.exact
+    assert found.token_ids == whole.token_ids
 
 
 def places(stack: Stack) -> dict[str, str]:

@@ -28,6 +28,8 @@ from services.stage.device.accelerator import Accelerator, AcceleratorInfo
 from services.stage.engine import executor, loading
 from services.stage.model import shard
 from services.stage.products import triton_kernels as model_kernels
+from services.stage.products import triton_products
+from services.stage.sampling import triton_kernels as sampling_kernels
 from tests.extensions.build import build
 
 GIB = 1 << 30
@@ -149,8 +151,12 @@ class Capture(TorchDispatchMode):
 class FakeRecorder:
     """Runs what it records once, as a capture would see it."""
 
+    def __init__(self) -> None:
+        self.num_recorded = 0
+
     def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Replays by running it again."""
+        self.num_recorded += 1
         with Capture():
             run()
         return run
@@ -199,11 +205,17 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Launched]]:
     # only values tell whether logits agree
     monkeypatch.setattr(executor, "check_split", lambda *_: None)
     monkeypatch.setattr(loading, "give_back", lambda _: None)  # fake tensors have no pages
-    kernels = {name: Launched() for name in ("attend", "write", "multiply", "rms_norm")}
-    for name, kernel in kernels.items():
-        monkeypatch.setattr(
-            attention_kernels if name in {"attend", "write"} else model_kernels, name, kernel
-        )
+    modules = {
+        attention_kernels: ("attend", "write"),
+        model_kernels: ("multiply", "rms_norm", "silu_mul", "rotate"),
+        sampling_kernels: ("draw",),
+    }
+    kernels = {name: Launched() for names in modules.values() for name in names}
+    for module, names in modules.items():
+        for name in names:
+            monkeypatch.setattr(module, name, kernels[name])
+    least = triton_products.LEAST_SHARED_BYTES
+    monkeypatch.setattr(triton_products, "shared_bytes", lambda _: least)
     torch.ops.load_library(build("cuda_guard"))
     with fake, Answers(), Memory():
         yield kernels

@@ -10,9 +10,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from services.stage.attention.paged_kv import Span
+from services.stage.engine import loading
 from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
+from services.stage.engine.step_graphs import graph_sizes
 from services.stage.model.cpu_parts import parse_parts
 from services.stage.model.model_info import ModelInfo
 from services.stage.products.triton_products import TritonLinear
@@ -31,8 +33,8 @@ WITH_LAYER_NORM = (
     *("phi", "gpt-neox", "cohere", "cohere2", "starcoder2"),
     *("gpt2", "gpt-bigcode", "opt", "stablelm", "nemotron"),
 )
-BY_DEFAULT = AcceleratorOptions()
-TRITON = AcceleratorOptions(products="triton")
+TORCH = AcceleratorOptions(products="torch", cuda_graphs=False)
+TRITON = AcceleratorOptions(products="triton", cuda_graphs=False)
 KINDS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, logprobs=2),
@@ -133,7 +135,7 @@ def test_torchs_products_are_not_exact_and_have_another_fingerprint(
 def test_with_our_products_an_output_layer_on_the_cpu_stays_torchs(
     parts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = AcceleratorOptions(products="triton", cpu_parts=parse_parts(parts))
+    options = AcceleratorOptions(cpu_parts=parse_parts(parts))
     (stage,) = run_chain(
         save_model(tmp_path), 1, "bfloat16", tmp_path, monkeypatch, options=options
     )
@@ -142,7 +144,7 @@ def test_with_our_products_an_output_layer_on_the_cpu_stays_torchs(
     assert isinstance(stage.forward.shard.model.lm_head, TritonLinear) is stage.exact
 
 
-def test_a_step_of_a_dense_layer_is_six_launches_of_products_and_norms(
+def test_a_step_of_a_dense_layer_is_eleven_launches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save_model(tmp_path)
@@ -163,12 +165,20 @@ def test_a_step_of_a_dense_layer_is_six_launches_of_products_and_norms(
         stage.run(plans()[0], rows.repeat(24, 1))
 
     launches = {name: kernel.num_launches - before[name] for name, kernel in kernels.items()}
-    assert launches == {"write": 1, "attend": 1, "multiply": 4, "rms_norm": 2}
+    assert launches == {
+        "write": 1,
+        "attend": 1,
+        "multiply": 4,
+        "rms_norm": 2,
+        "silu_mul": 1,
+        "rotate": 2,
+        "draw": 0,
+    }
     gpu.release()
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in MIXTURES])
-def test_a_decode_holds_nothing_that_a_cuda_graph_cannot(
+def test_a_step_holds_nothing_that_a_cuda_graph_cannot(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = FakeGpu(tmp_path)
@@ -183,14 +193,31 @@ def test_a_decode_holds_nothing_that_a_cuda_graph_cannot(
                 dtype="bfloat16",
                 limits=limits,
                 cache_folder=tmp_path,
+                on_accelerator=TORCH,
             )
-            stage.forward.record_decodes(FakeRecorder(), max_rows=limits.max_decodes)
-            spans = [Span(start=70, length=1, blocks=[0, 1]), Span(start=3, length=1, blocks=[2])]
-            x = stage.forward.random_inputs(len(spans), torch.Generator())
-            out = stage.forward.sampled_outputs(spans, x, [0, 1])
+            stage.forward.record_steps(
+                FakeRecorder(), max_rows=limits.token_budget, max_sampled=limits.max_decodes
+            )
+            spans = [Span(start=70, length=1, blocks=[0, 1]), Span(start=3, length=5, blocks=[2])]
+            x = stage.forward.random_inputs(6, torch.Generator())
+            out = stage.forward.sampled_outputs(spans, x, [0, 5])
             assert len(out) == 2
             assert out.device.type == "cuda"
     gpu.release()
+
+
+def test_by_default_a_gpu_is_exact_and_replays_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = FakeRecorder()
+    monkeypatch.setattr(loading, "CudaRecorder", lambda: recorder)
+    options = AcceleratorOptions()
+    (stage,) = run_chain(
+        save_model(tmp_path), 1, "bfloat16", tmp_path, monkeypatch, options=options
+    )
+
+    assert stage.exact
+    assert recorder.num_recorded == len(graph_sizes(stage.token_budget))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +231,7 @@ def test_a_decode_holds_nothing_that_a_cuda_graph_cannot(
         ),
     ],
 )
-def test_graphs_are_refused_where_a_decode_cannot_be_recorded(
+def test_graphs_are_refused_where_a_step_cannot_be_recorded(
     kernel: str,
     options: AcceleratorOptions,
     reason: str,
@@ -228,7 +255,7 @@ def test_graphs_of_a_mixture_which_asks_for_values_are_refused(
         torch.inference_mode(),
         pytest.raises(AssertionError, match="a graph cannot hold"),
     ):
-        stage.forward.record_decodes(FakeRecorder(), max_rows=1)
+        stage.forward.record_steps(FakeRecorder(), max_rows=1, max_sampled=1)
     with pytest.raises(Invalid, match=r"SHARDLINE_CUDA_GRAPHS.*experts"):
         run_chain(
             path, 1, "bfloat16", tmp_path, monkeypatch, options=AcceleratorOptions(cuda_graphs=True)
@@ -255,7 +282,7 @@ def run_chain(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     *,
-    options: AcceleratorOptions = BY_DEFAULT,
+    options: AcceleratorOptions = TORCH,
     streamed_layers: int = 0,
 ) -> list[Executor]:
     """Loads head, middle and tail, and runs a prefill in two chunks, moves of KV, a decode, and a

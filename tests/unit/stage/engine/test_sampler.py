@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.stage.sampling.sampler import Sample, uniform
+from services.stage.sampling.sampler import Sample
+from services.stage.sampling.uniform import uniform
 from shardline.contract.job import SamplingParams, TokenLogprob
 from tests.unit.stage.engine.sampled_rows import GREEDY, VOCAB, logits, sampler, sequence
 

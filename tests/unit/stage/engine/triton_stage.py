@@ -24,10 +24,10 @@ from services.stage.engine.shard_runner import ShardRunner
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.shard import Shard
-from services.stage.products.fused import fuse_norms
+from services.stage.products.fused import fuse
 from services.stage.products.packing import pack, triton_packing
 from services.stage.products.row_buckets import RowPadding
-from services.stage.products.triton_products import TritonRmsNorm, are_covered
+from services.stage.products.triton_products import TritonParts, are_covered
 from tests.conformance.test_architectures import BUDGET
 from tests.pinned import unpinned_afterwards
 
@@ -44,7 +44,7 @@ def load_forward(path: Path, dtype: torch.dtype) -> Forward:
     shard = Shard.load(info, layers, dtype=dtype, attn_implementation=attention.name, device=DEVICE)
     kv_shapes = probe_kv_shapes(shard)
     pack(shard.model, triton_packing())
-    fuse_norms(shard.model, TritonRmsNorm)
+    fuse(shard.model, TritonParts(DEVICE))
     assert are_covered(shard.model)
     kv = PagedKv(layers=kv_shapes, num_blocks=NUM_BLOCKS, dtype=dtype, device=DEVICE)
     return Forward(shard, attention, kv, RowPadding(buckets=frozenset()))

@@ -14,7 +14,7 @@ from services.stage.engine.loading import pack_shard
 from services.stage.kernels.kernel import Kernel, load
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.shard import Shard
-from services.stage.products.fused import fuse
+from services.stage.products.fused import NativeParts, fuse
 from services.stage.products.packing import packing_for
 from services.stage.products.row_buckets import RowPadding
 from shardline.base.errors import ProtocolError
@@ -58,7 +58,7 @@ def forward_of(folder: Path, dtype: torch.dtype, *, int8: bool = False) -> Forwa
     )
     kv_shapes = probe_kv_shapes(shard)
     pack_shard(shard, packing)
-    fuse(shard.model, native)
+    fuse(shard.model, NativeParts(native))
     return Forward(
         shard,
         attention,

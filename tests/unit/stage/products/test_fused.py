@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.olmo2 import modeling_olmo2
 
 from services.stage.kernels.kernel import Kernel
-from services.stage.products.fused import FusedMlp, FusedRmsNorm, Rotary, fuse
+from services.stage.products.fused import FusedMlp, FusedRmsNorm, NativeParts, Rotary, fuse
 from tests.models import COMMON, CONFIGS
 from tests.unit.stage.attention.attending import kernels
 
@@ -48,7 +48,7 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
 def fused(module: nn.Module, kernel: Kernel) -> nn.Module:
     """The part that replaces it in a model."""
     parent = nn.ModuleDict({"part": module})
-    assert fuse(parent, kernel) == 1
+    assert fuse(parent, NativeParts(kernel)) == 1
     return parent["part"]
 
 
@@ -101,7 +101,7 @@ def test_rotated_heads_have_the_models_bits(dim: int, dtype: torch.dtype, kernel
         draw(1, ROWS, num_heads, dim, dtype=dtype).transpose(1, 2) for num_heads in (4, 2)
     ]
     cos_and_sin = [draw(1, ROWS, dim, dtype=dtype, seed=seed) for seed in (5, 6)]
-    rotary = Rotary(kernel, modeling_llama.apply_rotary_pos_emb)
+    rotary = Rotary(NativeParts(kernel), modeling_llama.apply_rotary_pos_emb)
 
     ours = rotary(*query_and_key, *cos_and_sin)
     theirs = modeling_llama.apply_rotary_pos_emb(*query_and_key, *cos_and_sin)
@@ -128,7 +128,9 @@ def test_fused_views_of_one_wide_product_are_read_in_place(
         )
 
     # When each runs
-    rotated = Rotary(kernel, lambda *_: pytest.fail("not recognized"))(query, key, *cos_and_sin)
+    rotated = Rotary(NativeParts(kernel), lambda *_: pytest.fail("not recognized"))(
+        query, key, *cos_and_sin
+    )
 
     # Then no view is taken for dense rows
     expected = modeling_llama.apply_rotary_pos_emb(query, key, *cos_and_sin)
@@ -143,7 +145,7 @@ def test_heads_side_by_side_are_rotated_by_the_models_function(kernel: Kernel) -
 
     theirs = modeling_llama.apply_rotary_pos_emb(*query_and_key, *cos_and_sin)
 
-    assert Rotary(kernel, lambda *_: theirs)(*query_and_key, *cos_and_sin) is theirs
+    assert Rotary(NativeParts(kernel), lambda *_: theirs)(*query_and_key, *cos_and_sin) is theirs
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -197,14 +199,14 @@ def test_a_nan_stays_a_nan(kernel: Kernel) -> None:
 def test_other_modules_are_not_fused(module: nn.Module, kernel: Kernel) -> None:
     parent = nn.ModuleDict({"part": module})
 
-    assert fuse(parent, kernel) == 0
+    assert fuse(parent, NativeParts(kernel)) == 0
     assert parent["part"] is module
 
 
 def test_positions_of_a_model_that_rotates_neighbors_are_not_fused(kernel: Kernel) -> None:
     layer = modeling_cohere.CohereAttention(tf.CohereConfig(**COMMON), 0)
 
-    assert fuse(nn.ModuleDict({"attention": layer}), kernel) == 0
+    assert fuse(nn.ModuleDict({"attention": layer}), NativeParts(kernel)) == 0
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -214,7 +216,7 @@ def test_every_fused_architecture_gives_the_same(name: str) -> None:
     ids = torch.arange(3, 43)[None]
     expected = model(ids, use_cache=False).logits
 
-    num_fused = fuse(model, kernels()[0])
+    num_fused = fuse(model, NativeParts(kernels()[0]))
 
     torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
     assert num_fused >= {"llama": 17, "qwen3": 25, "gemma3": 29}.get(name, 0)

@@ -17,12 +17,25 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from services.stage.products.fused import fuse_norms
+from services.stage.products import triton_products
+from services.stage.products.fused import FusedMlp, fuse, fuse_norms
 from services.stage.products.packing import Part, pack, triton_packing
-from services.stage.products.triton_products import TritonLinear, TritonRmsNorm, are_covered
+from services.stage.products.triton_products import (
+    FEW_ROWS,
+    INPUT_BYTES,
+    LARGER,
+    WIDE,
+    Tile,
+    TritonLinear,
+    TritonParts,
+    TritonRmsNorm,
+    are_covered,
+    stages_of,
+    tile_of,
+)
 from tests.models import CONFIGS
 
 DEVICE = os.environ.get("SHARDLINE_TEST_DEVICE", "cpu")
@@ -131,6 +144,84 @@ def test_a_norm_rounds_where_the_model_does_and_keeps_a_rows_bits(
     assert torch.equal(model["norm"](x[row:]), found[row:])
 
 
+@settings(max_examples=10)
+@given(
+    num_rows=st.integers(1, 40), width=st.integers(1, 1100), apart=st.integers(0, 9), dtype=dtypes
+)
+def test_a_gated_activation_rounds_where_the_model_does(
+    num_rows: int, width: int, apart: int, dtype: torch.dtype
+) -> None:
+    wide = 4 * draw(num_rows, 2 * width + apart, dtype=dtype)
+    gate, up = wide[:, :width], wide[:, width + apart :]
+
+    found = TritonParts(torch.device(DEVICE)).silu_mul(gate, up)
+
+    roundings = 2 * ROUNDINGS[dtype]
+    torch.testing.assert_close(found, nn.functional.silu(gate) * up, rtol=roundings, atol=roundings)
+
+
+@settings(max_examples=10)
+@given(
+    num_rows=st.integers(1, 20),
+    num_heads=st.integers(1, 19),
+    half=st.sampled_from([3, 32, 40, 64]),
+    apart=st.integers(0, 9),
+    dtype=dtypes,
+)
+def test_heads_are_rotated_as_the_model_does(
+    num_rows: int, num_heads: int, half: int, apart: int, dtype: torch.dtype
+) -> None:
+    wide = draw(1, num_rows, num_heads * 2 * half + apart, dtype=dtype)
+    x = wide[..., apart:].unflatten(-1, (num_heads, 2 * half)).transpose(1, 2)
+    cos, sin = (draw(1, num_rows, 2 * half, dtype=dtype, seed=seed) for seed in (5, 6))
+
+    found = TritonParts(torch.device(DEVICE)).rotate(x, cos, sin)
+
+    expected, _ = apply_rotary_pos_emb(x, x, cos, sin)
+    roundings = 2 * ROUNDINGS[dtype]
+    torch.testing.assert_close(found, expected, rtol=roundings, atol=roundings)
+
+
+@pytest.mark.parametrize("tile", [FEW_ROWS, WIDE, *LARGER])
+@pytest.mark.parametrize("shared_kib", [48, 64, 99, 227])
+def test_what_a_program_fetches_ahead_fits_its_memory(tile: Tile, shared_kib: int) -> None:
+    num_stages = stages_of(tile, shared_kib << 10)
+
+    assert 1 <= num_stages <= tile.num_stages
+    assert num_stages * (tile.rows + tile.outputs) * INPUT_BYTES <= shared_kib << 10
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "tile"),
+    [
+        (1, 28_672, FEW_ROWS),
+        (64, 28_672, FEW_ROWS),
+        (96, 2_048, FEW_ROWS),
+        (96, 6_144, LARGER[1]),
+        (128, 28_672, LARGER[0]),
+        (512, 4_096, LARGER[0]),
+    ],
+)
+def test_tiles_are_as_large_as_leaves_programs_for_the_whole_gpu(
+    num_rows: int, num_outputs: int, tile: Tile
+) -> None:
+    assert tile_of(num_rows, num_outputs, 2) is tile
+
+
+@pytest.mark.parametrize("tile", LARGER)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_tile_gives_a_row_the_same_bits(
+    tile: Tile, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = linear(150, 700, dtype, bias=True)
+    x = draw(200, 700, dtype=dtype)
+    expected = layer(x)
+
+    monkeypatch.setattr(triton_products, "tile_of", lambda *_: tile)
+
+    assert torch.equal(layer(x), expected)
+
+
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "gemma2"])
 @torch.inference_mode()
 def test_a_packed_model_says_the_same_and_shares_a_tied_weight(name: str) -> None:
@@ -142,11 +233,12 @@ def test_a_packed_model_says_the_same_and_shares_a_tied_weight(name: str) -> Non
     expected = model(ids, use_cache=False).logits
 
     pack(model, triton_packing())
-    fuse_norms(model, TritonRmsNorm)
+    fuse(model, TritonParts(torch.device(DEVICE)))
 
     torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
     assert are_covered(model)
     assert isinstance(model.model.layers[0].self_attn.q_proj, Part)
+    assert isinstance(model.model.layers[0].mlp, FusedMlp) is (name != "gemma2")
     is_shared = model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     assert is_shared is model.config.tie_word_embeddings
 

@@ -1,22 +1,25 @@
-"""Decode steps that are recorded and replayed: the tokens of steps that are not, whoever comes and
-goes.
+"""Steps that are recorded and replayed: the tokens of steps that are not, whoever comes and goes.
 
 Without a GPU a recording is the function itself, which runs again over the same buffers.
 """
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.stage.attention.paged_kv import Span
 from services.stage.device.device import Device
-from services.stage.engine.decode_graphs import CudaRecorder, Recorder, graph_sizes
 from services.stage.engine.executor import Executor
+from services.stage.engine.step_graphs import CudaRecorder, Recorder, graph_sizes
 from shardline.base.errors import ProtocolError
 from shardline.contract.job import SamplingParams
 from shardline_scheduler.events import SequenceFinished
@@ -56,11 +59,40 @@ class Again:
         return replay
 
 
+class Watching(TorchDispatchMode):
+    """Notes which tensors a function reads that were there before, and forgets the function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[weakref.ref[Tensor]] = []
+        self._made: list[Tensor] = []
+
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Runs it once; replays nothing."""
+        with self:
+            out = run()
+        self._made.clear()
+        return lambda: out
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = {id(one) for one in self._made}
+        self.read += [
+            weakref.ref(one) for one in args if isinstance(one, Tensor) and id(one) not in made
+        ]
+        out = func(*args, **(kwargs or {}))
+        self._made += [
+            one for one in (out if isinstance(out, tuple) else (out,)) if one is not None
+        ]
+        return out
+
+
 @torch.inference_mode()
-def record(stages: Sequence[Executor], recorder: Recorder, *, max_rows: int) -> None:
-    """All stages replay their decodes from now on."""
+def record(
+    stages: Sequence[Executor], recorder: Recorder, *, max_rows: int, max_sampled: int | None = None
+) -> None:
+    """All stages replay their steps of so many rows from now on."""
     for stage in stages:
-        stage.forward.record_decodes(recorder, max_rows=max_rows)
+        stage.forward.record_steps(recorder, max_rows=max_rows, max_sampled=max_sampled or max_rows)
 
 
 def ends(stages: Sequence[Executor], *, guesses: Guesses | None = None) -> list[SequenceFinished]:
@@ -75,7 +107,7 @@ def ends(stages: Sequence[Executor], *, guesses: Guesses | None = None) -> list[
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_replayed_decodes_give_the_tokens_and_logprobs_of_others(
+def test_replayed_steps_give_the_tokens_and_logprobs_of_others(
     num_stages: int, tmp_path: Path, device: Device
 ) -> None:
     stages = load_chain(save_model(tmp_path), num_stages, device, tmp_path)
@@ -88,7 +120,7 @@ def test_replayed_decodes_give_the_tokens_and_logprobs_of_others(
     assert {1, 2} <= set(recorder.replayed) <= set(graph_sizes(SEATS))
 
 
-def test_a_decode_of_more_rows_than_any_graph_has_runs_as_before(
+def test_a_step_of_more_rows_than_any_graph_has_runs_as_before(
     tmp_path: Path, device: Device
 ) -> None:
     stages = load_chain(save_model(tmp_path), 1, device, tmp_path)
@@ -101,17 +133,29 @@ def test_a_decode_of_more_rows_than_any_graph_has_runs_as_before(
     assert set(recorder.replayed) == {1, 2}
 
 
-def test_rows_with_guesses_are_not_replayed(tmp_path: Path, device: Device) -> None:
-    stages = load_chain(save_model(tmp_path), 1, device, tmp_path)
+def test_steps_with_chunks_and_guesses_are_replayed_too(tmp_path: Path, device: Device) -> None:
+    stages = load_chain(save_model(tmp_path), 2, device, tmp_path)
     expected = ends(stages)
     recorder = Again()
     guesses = Guesses()
 
-    record(stages, recorder, max_rows=SEATS)
+    record(stages, recorder, max_rows=BUDGET, max_sampled=BUDGET)
 
     assert ends(stages, guesses=guesses) == expected
     assert guesses.num_made > 0
-    assert recorder.replayed
+    assert BUDGET in recorder.replayed
+
+
+def test_all_that_a_recording_reads_is_kept(tmp_path: Path, device: Device) -> None:
+    # Given recordings that keep memory no more than a GPU's graph does
+    (stage,) = load_chain(save_model(tmp_path), 1, device, tmp_path)
+    recorder = Watching()
+
+    record([stage], recorder, max_rows=2)
+    gc.collect()
+
+    assert recorder.read
+    assert all(each() is not None for each in recorder.read)
 
 
 def test_what_a_step_returned_survives_the_next_one(tmp_path: Path, device: Device) -> None:
@@ -150,9 +194,15 @@ def test_a_gpus_attention_reads_the_buffers_of_a_graph(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("max_rows", "sizes"),
-    [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (72, [1, 2, 4, 8, 16, 32, 64, 72])],
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (8, [1, 2, 4, 8]),
+        (72, [1, 2, 4, 8, 16, 32, 64, 72]),
+        (256, [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256]),
+    ],
 )
-def test_graphs_have_powers_of_two_rows_and_as_many_as_there_are_seats(
+def test_graphs_have_powers_of_two_rows_their_middles_and_the_budget(
     max_rows: int, sizes: list[int]
 ) -> None:
     assert graph_sizes(max_rows) == sizes

@@ -1,10 +1,12 @@
-"""Decode steps as graphs: recorded once for a few numbers of rows, then replayed, which costs the
-host one call.
+"""Steps as graphs: recorded once for a few numbers of rows, then replayed, which costs the host one
+call.
 
-Owns the numbers of rows and the buffers that a graph reads: every step is copied into these, and
-padded. Knows no StepPlan and no sampling.
+Attention reads each row's sequence and position from memory, so one graph holds decodes, chunks of
+prompts, and both together. Owns the numbers of rows and the buffers that a graph reads: every step
+is copied into these, and padded. Knows no StepPlan and no sampling.
 
-Letters of shapes: T packed rows of a step, R rows of a graph, H the hidden size, V the vocabulary.
+Letters of shapes: T packed rows of a step, R rows of a graph, S sampled rows of a step, H the
+hidden size, V the vocabulary.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from shardline.base.errors import Invalid
 from shardline_scheduler.kv_blocks import blocks_for
 
 FIELD = "SHARDLINE_CUDA_GRAPHS"
-WARM_UPS = 3
-"""Runs before a recording, as torch's documentation asks: kernels are compiled and libraries get
-their workspaces."""
+WARM_UPS = 2
+"""Runs before a recording: kernels are compiled and libraries get their workspaces."""
+FINE_ROWS = 64
+"""Above it there are two graphs for each doubling of rows: at most a third of a step is padding."""
 
 
 class Recorder(Protocol):
@@ -34,8 +37,8 @@ class Recorder(Protocol):
         """Runs `run`, which gives a tensor [R, ...] of any dtype, some times; returns what does the
         same again.
 
-        Both read and write the same memory each time, the result's included. Raises Invalid if it
-        cannot be recorded.
+        Both read and write the same memory each time, the result's included: whoever records keeps
+        all that `run` reads. Raises Invalid if it cannot be recorded.
         """
 
 
@@ -60,7 +63,7 @@ class CudaRecorder:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 out = run()
         except RuntimeError as error:
-            problem = f"a decode step of this model cannot be recorded: {error}"
+            problem = f"a step of this model cannot be recorded: {error}"
             raise Invalid(FIELD, problem, "Set it to false") from error
 
         def replay() -> Tensor:
@@ -70,45 +73,59 @@ class CudaRecorder:
         return replay
 
 
-class DecodeGraphs:
+class StepGraphs:
     """The graphs of one stage. Used by one thread."""
 
     def __init__(
-        self, shard: Shard, attention: Attention, kv: PagedKv, recorder: Recorder, *, max_rows: int
+        self,
+        shard: Shard,
+        attention: Attention,
+        kv: PagedKv,
+        recorder: Recorder,
+        *,
+        max_rows: int,
+        max_sampled: int,
     ) -> None:
-        """Records decodes of up to `max_rows` rows. They write to no KV block."""
+        """Records steps of up to `max_rows` rows, of which the last shard samples up to
+        `max_sampled`. The recordings write to no KV block."""
         self._num_blocks = kv.num_blocks
         self._table_width = min(blocks_for(shard.info.context_length), kv.num_blocks)
         # The largest first: the others find memory in the pool that it has left
         self._graphs = [
-            DecodeGraph(
-                shard, attention, recorder, num_rows=num_rows, table_width=self._table_width
+            StepGraph(
+                shard,
+                attention,
+                recorder,
+                num_rows=num_rows,
+                max_sampled=min(num_rows, max_sampled),
+                table_width=self._table_width,
             )
             for num_rows in reversed(graph_sizes(max_rows))
         ][::-1]
 
-    def outputs(self, spans: Sequence[Span], x: Tensor) -> Tensor | None:
-        """Returns the outputs of all rows of a decode step; None for any other step, or one too
-        large for the graphs.
+    def outputs(
+        self, spans: Sequence[Span], x: Tensor, sampled_rows: Sequence[int]
+    ) -> Tensor | None:
+        """Returns the outputs of a step, in separate memory; None if it is too large for the
+        graphs.
 
         `x` holds ids int64 [T] on the first shard, else hidden states [T, H] in the shard's dtype.
-        Outputs are logits [T, V] on the last shard, in the dtype that the model gives them, else
-        hidden states [T, H]. Raises ProtocolError for spans that point outside the KV.
+        Outputs are the logits [S, V] of the sampled rows on the last shard, in the dtype that the
+        model gives them, else hidden states [T, H]. Raises ProtocolError for spans that point
+        outside the KV.
         """
-        if any(
-            span.length != 1 or blocks_for(span.start + 1) > self._table_width for span in spans
-        ):
+        if any(blocks_for(span.start + span.length) > self._table_width for span in spans):
             return None
-        graph = next((graph for graph in self._graphs if graph.num_rows >= len(spans)), None)
+        graph = next((each for each in self._graphs if each.holds(len(x), len(sampled_rows))), None)
         if graph is None:
             return None
         micro_batch = MicroBatch.of(spans, min_rows=graph.num_rows)
         micro_batch.check_blocks(self._num_blocks)
-        return graph.run(micro_batch, x)
+        return graph.run(micro_batch, x, sampled_rows)
 
 
-class DecodeGraph:
-    """A decode of `num_rows` rows. Rows that a step leaves over belong to no sequence, as padding
+class StepGraph:
+    """A step of `num_rows` rows. Rows that a step leaves over belong to no sequence, as padding
     rows do."""
 
     def __init__(
@@ -118,10 +135,12 @@ class DecodeGraph:
         recorder: Recorder,
         *,
         num_rows: int,
+        max_sampled: int,
         table_width: int,
     ) -> None:
         """Records it over its own buffers."""
         self.num_rows = num_rows
+        self._is_last = shard.is_last
         self._x = shard.zeros(num_rows)
         self._rows = MicroBatch(
             sequence=torch.full((num_rows,), NO_SEQUENCE, dtype=torch.int32, device=shard.device),
@@ -131,20 +150,26 @@ class DecodeGraph:
             ),
             spans=(),
         )
-        every_row = torch.arange(num_rows, device=shard.device)
+        self._sampled_rows = torch.zeros(max_sampled, dtype=torch.long, device=shard.device)
 
         def run() -> Tensor:
             attention.use(self._rows)
             position = self._rows.position.long()
             if shard.is_last:
-                return shard.logits(self._x, position, every_row)
+                return shard.logits(self._x, position, self._sampled_rows)
             return shard.hidden(self._x, position)
 
         self._replay = recorder.record(run)
 
-    def run(self, micro_batch: MicroBatch, x: Tensor) -> Tensor:
-        """Returns the outputs [T, ...] of a decode step in separate memory; `x` is [T] or [T, H],
-        as recorded.
+    def holds(self, num_rows: int, num_sampled: int) -> bool:
+        """Whether a step of so many rows fits, so many of them sampled."""
+        return num_rows <= self.num_rows and (
+            not self._is_last or num_sampled <= len(self._sampled_rows)
+        )
+
+    def run(self, micro_batch: MicroBatch, x: Tensor, sampled_rows: Sequence[int]) -> Tensor:
+        """Returns the outputs of a step, [S, V] or [T, H], in separate memory; `x` is [T] or
+        [T, H], as recorded.
 
         `micro_batch` has R rows, int32, in the host's memory.
         """
@@ -153,11 +178,20 @@ class DecodeGraph:
         self._rows.sequence.copy_(micro_batch.sequence)
         self._rows.position.copy_(micro_batch.position)
         self._rows.table[:num_sequences, :width].copy_(micro_batch.table)
-        return self._replay()[: len(x)].clone()
+        if not self._is_last:
+            return self._replay()[: len(x)].clone()
+        self._sampled_rows[: len(sampled_rows)].copy_(torch.tensor(sampled_rows, dtype=torch.long))
+        return self._replay()[: len(sampled_rows)].clone()
 
 
 def graph_sizes(max_rows: int) -> list[int]:
-    """Returns the numbers of rows of graphs: powers of two, and the largest number of rows
-    itself."""
-    powers = [1 << exponent for exponent in range((max_rows - 1).bit_length())]
-    return [*powers, max_rows]
+    """Returns the numbers of rows of graphs, up to `max_rows`: powers of two, from FINE_ROWS on
+    their middles too."""
+    sizes = {max_rows}
+    size = 1
+    while size < max_rows:
+        sizes.add(size)
+        if size >= FINE_ROWS and size * 3 // 2 < max_rows:
+            sizes.add(size * 3 // 2)
+        size *= 2
+    return sorted(sizes)
