@@ -77,7 +77,7 @@ real-model: setup ## Fetch the small chat model of the tests, once: 98 MB of the
 test-gpu: ## Pipelines and the Triton kernels on a real GPU (DEVICE=cuda:0 PYTHON_GPU=.venv/bin/python)
 	@$(PYTHON_GPU) -c 'import pytest, triton, transformers, torch; torch.zeros(1, device="$(DEVICE)")' || \
 		{ echo "$(PYTHON_GPU) cannot use $(DEVICE): install a torch built for it, and pip install -e '.[dev]'" >&2; exit 1; }
-	SHARDLINE_TEST_DEVICE=$(DEVICE) $(PYTHON_GPU) -m pytest tests/conformance/test_accelerator.py tests/integration/standalone/test_accelerator_stack.py tests/unit/stage/attention/test_triton.py tests/unit/stage/products/test_triton_products.py tests/unit/stage/engine/test_triton_stage.py tests/unit/stage/engine/test_step_graphs.py tests/unit/stage/engine/test_triton_draws.py $(TEST_OPTIONS)
+	SHARDLINE_TEST_DEVICE=$(DEVICE) $(PYTHON_GPU) -m pytest tests/conformance/test_accelerator.py tests/integration/standalone/test_accelerator_stack.py tests/integration/standalone/gpu_stack.py tests/unit/stage/attention/test_triton.py tests/unit/stage/products/test_triton_products.py tests/unit/stage/engine/test_triton_stage.py tests/unit/stage/engine/test_step_graphs.py tests/unit/stage/engine/test_triton_draws.py $(TEST_OPTIONS)
 
 check: setup ## Lint, types, import rules, unit tests: four minutes on two cores
 	@$(MAKE) -j4 --output-sync=target lint types imports unit

@@ -55,7 +55,9 @@ OFF_THE_PATH = {
     "for a job that is traced": """
         shardline_server/genai stage/stage_spans stage/jobs/attempt_spans
     """,
-    "on an accelerator": """stage/device/staging""",
+    "on an accelerator": """
+        stage/device/staging stage/sampling/batched_draws stage/sampling/triton_draws
+    """,
     "for a job that was preempted": """
         shardline_scheduler/offload shardline_scheduler/recompute_cost
     """,

@@ -37,14 +37,14 @@ class ElementwiseParts(Protocol):
     device: torch.device
 
     def norm(self, weight: Tensor, eps: float, rounds_first: bool) -> nn.Module:
-        """Makes an RMSNorm, as MakeNorm."""
+        """Makes an RMSNorm of a weight [D] of any float dtype, as MakeNorm."""
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """Returns silu(gate) * up, dense: all [T, N] of one dtype, rows any distance apart."""
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotates the halves of x [1, H, T, D], the heads of a token adjacent in memory, by dense
-        cos and sin [1, T, D]; returns [1, H, T, D]."""
+        cos and sin [1, T, D], all of one dtype; returns [1, H, T, D]."""
 
 
 class NativeParts:
@@ -55,11 +55,11 @@ class NativeParts:
         self._kernel = kernel
 
     def norm(self, weight: Tensor, eps: float, rounds_first: bool) -> nn.Module:
-        """Makes an RMSNorm."""
+        """Makes an RMSNorm of a weight [D] of any float dtype."""
         return FusedRmsNorm(self._kernel, weight, eps, rounds_first)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Returns silu(gate) * up, dense: all [T, N]."""
+        """Returns silu(gate) * up, dense: all [T, N] of one dtype."""
         out = gate.new_empty(gate.shape)
         pointers = (gate.data_ptr(), up.data_ptr(), out.data_ptr())
         strides = (gate.stride(0), up.stride(0))
@@ -69,7 +69,7 @@ class NativeParts:
         return out
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotates x [1, H, T, D]; returns a view of memory [1, T, H, D]."""
+        """Rotates x [1, H, T, D] by tables of its dtype; returns a view of memory [1, T, H, D]."""
         _, num_heads, num_rows, dim = x.shape
         out = x.new_empty(1, num_rows, num_heads, dim)
         pointers = (x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr())

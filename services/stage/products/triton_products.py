@@ -152,7 +152,7 @@ class TritonParts:
         self._kernels = TritonKernels.load(KERNELS, __file__)
 
     def norm(self, weight: Tensor, eps: float, rounds_first: bool) -> nn.Module:
-        """Returns an RMSNorm of a weight [D]."""
+        """Returns an RMSNorm of a weight [D] of any float dtype."""
         return TritonRmsNorm(weight, eps, rounds_first)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class TritonParts:
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotates the halves of x [1, H, T, D], the heads of a token adjacent in memory, by dense
-        cos and sin [1, T, D]; returns a view of memory [1, T, H, D]."""
+        cos and sin [1, T, D] of its dtype; returns a view of memory [1, T, H, D]."""
         _, num_heads, num_rows, dim = x.shape
         out = x.new_empty(1, num_rows, num_heads, dim)
         self._kernels.module.rotate[num_rows, ceil_div(num_heads, HEADS)](

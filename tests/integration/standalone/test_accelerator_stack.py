@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,36 +86,6 @@ def test_its_jobs_end_once_with_the_tokens_of_generate(
         for place in range(len(DEVICES))
     ]
     assert all("layers are streamed" in log for log in logs)
-
-
-@pytest.mark.skipif(GPU is None, reason="only a GPU has kernels and graphs")
-def test_a_gpu_that_is_exact_gives_the_same_tokens_after_a_kill(tmp_path: Path) -> None:
-    # Given a stage on the GPU alone, which replays its steps
-    stack = Stack(tmp_path, SHARDLINE_DEVICES=str(GPU))
-    sampled = {**PARAMS, "temperature": 1, "seed": 5}
-    prompt = list(range(5, 60))
-    stack.start()
-    try:
-        with Client(database_url=stack.urls["database"], redis_url=stack.urls["redis"]) as client:
-            whole = client.wait([client.submit("clerk", prompt, **sampled)], 120)[0].result
-
-            # When it is killed while it generates beside others
-            crowd = [client.submit("clerk", [5 + each, 9], **PARAMS) for each in range(20)]
-            job = client.submit("clerk", prompt, **sampled)
-            next(iter(client.stream(job)))
-            os.kill(stack.look()["processes"]["stage-0"], signal.SIGKILL)
-            assert client.get(job).result is None, "the kill came too late"
-            found = client.wait([job, *crowd], 120)[0].result
-    finally:
-        stack.end()
-
-    # Then the row is the same, and says so
-    assert "are not recorded" not in (tmp_path / "logs" / "stage-0.log").read_text()
-    assert whole is not None
-    assert found is not None
-    assert whole.exact
-    assert found.exact
-    assert found.token_ids == whole.token_ids
 
 
 def places(stack: Stack) -> dict[str, str]:
