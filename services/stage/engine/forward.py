@@ -10,7 +10,7 @@ holds ids int64 [T] on the first shard, and hidden states [T, H] in the shard's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from services.stage.attention.attention import Attention
 from services.stage.attention.paged_kv import MicroBatch, PagedKv, Span
-from services.stage.engine.step_graphs import Recorder, StepGraphs
+from services.stage.engine.step_graphs import Recorder, StepGraph, StepGraphs
 from services.stage.kernels.kernel import Kernel
 from services.stage.model.fused_layer import fuse_layers
 from services.stage.model.last_layer import LastLayer, Narrow
@@ -94,6 +94,23 @@ class Forward:
             max_rows=max_rows,
             max_sampled=max_sampled,
         )
+
+    def recorded(
+        self, recorder: Recorder, spans: Sequence[Span], x: Tensor
+    ) -> Callable[[], Tensor]:
+        """Records one pass over all rows with the layers that the shard has now; returns its
+        replay, which gives the hidden states [T, H] in the shard's dtype. `x` is an input, [T] or
+        [T, H]."""
+        micro_batch = MicroBatch.of(spans)
+        graph = StepGraph(
+            self.shard,
+            self.attention,
+            recorder,
+            num_rows=len(x),
+            max_sampled=0,
+            table_width=micro_batch.table.shape[1],
+        )
+        return partial(graph.run, micro_batch, x, ())
 
     @contextmanager
     def adapted(self, narrow: Narrow) -> Iterator[None]:

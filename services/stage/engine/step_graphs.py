@@ -97,7 +97,7 @@ class StepGraphs:
                 attention,
                 recorder,
                 num_rows=num_rows,
-                max_sampled=min(num_rows, max_sampled),
+                max_sampled=min(num_rows, max_sampled) if shard.is_last else 0,
                 table_width=self._table_width,
             )
             for num_rows in reversed(graph_sizes(max_rows))
@@ -138,9 +138,9 @@ class StepGraph:
         max_sampled: int,
         table_width: int,
     ) -> None:
-        """Records it over its own buffers."""
+        """Records it over its own buffers. Without sampled rows it gives hidden states."""
         self.num_rows = num_rows
-        self._is_last = shard.is_last
+        self._samples = max_sampled > 0
         self._x = shard.zeros(num_rows)
         self._rows = MicroBatch(
             sequence=torch.full((num_rows,), NO_SEQUENCE, dtype=torch.int32, device=shard.device),
@@ -155,7 +155,7 @@ class StepGraph:
         def run() -> Tensor:
             attention.use(self._rows)
             position = self._rows.position.long()
-            if shard.is_last:
+            if self._samples:
                 return shard.logits(self._x, position, self._sampled_rows)
             return shard.hidden(self._x, position)
 
@@ -164,7 +164,7 @@ class StepGraph:
     def holds(self, num_rows: int, num_sampled: int) -> bool:
         """Whether a step of so many rows fits, so many of them sampled."""
         return num_rows <= self.num_rows and (
-            not self._is_last or num_sampled <= len(self._sampled_rows)
+            not self._samples or num_sampled <= len(self._sampled_rows)
         )
 
     def run(self, micro_batch: MicroBatch, x: Tensor, sampled_rows: Sequence[int]) -> Tensor:
@@ -178,7 +178,7 @@ class StepGraph:
         self._rows.sequence.copy_(micro_batch.sequence)
         self._rows.position.copy_(micro_batch.position)
         self._rows.table[:num_sequences, :width].copy_(micro_batch.table)
-        if not self._is_last:
+        if not self._samples:
             return self._replay()[: len(x)].clone()
         self._sampled_rows[: len(sampled_rows)].copy_(torch.tensor(sampled_rows, dtype=torch.long))
         return self._replay()[: len(sampled_rows)].clone()

@@ -29,6 +29,7 @@ from services.stage.device.machine import boot_id
 from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
+from services.stage.engine.step_graphs import CudaRecorder, Recorder
 from services.stage.fleet.frame_cost import measure_frames
 from services.stage.fleet.step_timing import CONTEXT, DECODES, Clock, FirstLayers, Tail
 from services.stage.hop.zeromq import ZeroMqHop
@@ -125,7 +126,7 @@ class _Measuring:
             else 0.0
         )
         first = self._load(info, range(_num_layers(model, settings.dtype)))
-        self._first = FirstLayers(first, model, Clock(device))
+        self._first = FirstLayers(first, model, Clock(device), self._recorder_of(first))
         last = (
             first
             if first.is_last
@@ -157,9 +158,19 @@ class _Measuring:
             on_accelerator=AcceleratorOptions(
                 cpu_parts=parse_parts(settings.cpu_parts),
                 products=settings.gpu_products,
-                cuda_graphs=False,  # passes that leave layers out are measured too
+                cuda_graphs=False,  # passes that leave layers out have graphs of their own
             ),
         )
+
+    def _recorder_of(self, executor: Executor) -> Recorder | None:
+        """What records steps here, if they will run as graphs."""
+        settings = self._settings
+        shard = executor.forward.shard
+        options = AcceleratorOptions(
+            cpu_parts=parse_parts(settings.cpu_parts), cuda_graphs=settings.cuda_graphs
+        )
+        has_graphs = options.records_graphs(shard.device, shard.model, shard.streamed_layers)
+        return CudaRecorder() if has_graphs else None
 
     def profile(self) -> DeviceProfile:
         """Runs for some seconds."""
@@ -254,6 +265,7 @@ def _file_name(settings: StageSettings, device: Device, model: ModelCosts) -> st
         str(settings.token_budget),
         settings.cpu_parts,
         settings.gpu_products,
+        str(settings.cuda_graphs),
         str(VERSION),
     ]
     limits += [str(settings.streaming_folder)] if settings.streams_on(cores=device.is_cpu) else []

@@ -14,6 +14,7 @@ from services.stage.attention.paged_kv import Span
 from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
 from services.stage.engine.shard_runner import Pass
+from services.stage.engine.step_graphs import Recorder
 from services.stage.ranks.messages import PassKind
 from shardline.base.clock import monotonic_s
 from shardline.contract.job import SamplingParams
@@ -68,9 +69,13 @@ class Clock:
 class FirstLayers:
     """Times steps of a shard that holds the embedding and some first layers."""
 
-    def __init__(self, executor: Executor, model: ModelCosts, clock: Clock) -> None:
+    def __init__(
+        self, executor: Executor, model: ModelCosts, clock: Clock, recorder: Recorder | None = None
+    ) -> None:
+        """With a recorder steps are timed as graphs, as they will run."""
         self._executor = executor
         self._clock = clock
+        self._recorder = recorder
         self._budget = executor.token_budget
         self._num_blocks = executor.num_blocks
         self._kinds: dict[str, list[int]] = {}
@@ -110,6 +115,11 @@ class FirstLayers:
     def _seconds(self, spans: Sequence[Span], left_out: Iterable[int]) -> float:
         """Returns the time of a step without these layers."""
         x = _inputs(self._executor, spans)
+        if self._recorder is not None:
+            forward = self._executor.forward
+            with forward.shard.without(left_out):
+                replay = forward.recorded(self._recorder, spans, x)
+            return self._clock.seconds(replay)
         what = Pass(kind=PassKind.HIDDEN, spans=spans, left_out=tuple(left_out))
         return self._clock.seconds(lambda: self._executor.run_pass(what, x))
 

@@ -19,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from services.stage.attention.paged_kv import Span
 from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
+from services.stage.engine.shard_runner import Pass
 from services.stage.engine.step_graphs import CudaRecorder, Recorder, graph_sizes
+from services.stage.ranks.messages import PassKind
 from shardline.base.errors import ProtocolError
 from shardline.contract.job import SamplingParams
 from shardline_scheduler.events import SequenceFinished
@@ -168,6 +170,22 @@ def test_what_a_step_returned_survives_the_next_one(tmp_path: Path, device: Devi
         stage.forward.hidden(spans, torch.tensor([6]))
 
     assert torch.equal(first, kept)
+
+
+@pytest.mark.parametrize("left_out", [(), (1,)])
+def test_a_recorded_pass_gives_the_states_of_the_layers_that_are_there(
+    left_out: tuple[int, ...], tmp_path: Path, device: Device
+) -> None:
+    (stage,) = load_chain(save_model(tmp_path), 1, device, tmp_path)
+    spans = [Span(start=0, length=5, blocks=[3]), Span(start=0, length=1, blocks=[1])]
+    with torch.inference_mode():
+        x = stage.forward.random_inputs(6, torch.Generator().manual_seed(1))
+        expected = stage.run_pass(Pass(kind=PassKind.HIDDEN, spans=spans, left_out=left_out), x)
+
+        with stage.forward.shard.without(left_out):
+            found = stage.forward.recorded(Again(), spans, x)()
+
+    assert torch.equal(found, expected)
 
 
 def test_blocks_outside_the_pool_are_refused(tmp_path: Path, device: Device) -> None:
