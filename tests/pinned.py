@@ -1,4 +1,5 @@
-"""A device of this process for tests: its threads are pinned for a while, and free afterwards."""
+"""A device of this process for tests: its threads are pinned for a while, and free afterwards.
+Processes of pytest-xdist begin with different cores, so that they compute side by side."""
 
 from __future__ import annotations
 
@@ -10,8 +11,15 @@ from pathlib import Path
 import torch
 
 from services.stage.device.acquire import acquire
-from services.stage.device.cpu import pin
+from services.stage.device.cpu import pin, usable_cores
 from services.stage.device.device import Device
+
+
+def own_cores(num: int = 1) -> tuple[int, ...]:
+    """`num` cores for this process, or all if there are fewer."""
+    cores = usable_cores()
+    first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % len(cores)
+    return (cores[first:] + cores[:first])[:num]
 
 
 @contextmanager
@@ -37,9 +45,10 @@ def cores_of_threads() -> set[tuple[int, ...]]:
 
 @contextmanager
 def first_core(lock_folder: Path) -> Iterator[Device]:
-    """Core 0, locked in a folder of the caller's own."""
+    """The first of this process's own cores, locked in a folder of the caller's."""
+    (core,) = own_cores()
     with unpinned_afterwards():
-        device = acquire("cpu:0", worker="tests", lock_folder=lock_folder)
+        device = acquire(f"cpu:{core}", worker="tests", lock_folder=lock_folder)
         try:
             yield device
         finally:

@@ -19,7 +19,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
-    """Core 0, locked in a folder of its own. Given back at once: whole stacks of later tests need
+    """A core, locked in a folder of its own. Given back at once: whole stacks of later tests need
     every core."""
     with first_core(tmp_path_factory.mktemp("locks")) as device:
         yield device

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 
 from tests.conformance.matrix import Cell, offered_isas
+from tests.pinned import own_cores
 
 NUM_PROMPTS = 24
 OFFERED = offered_isas()
@@ -26,7 +27,8 @@ OFFERED = offered_isas()
     ids=str,
 )
 def test_jobs_have_the_same_bits_in_batches_of_any_size(cell: Cell) -> None:
-    verdicts = list(cell.verdicts(prompts=NUM_PROMPTS, stages=(1, 2)))
+    cores = own_cores(cell.threads)
+    verdicts = list(cell.verdicts(prompts=NUM_PROMPTS, stages=(1, 2), cores=cores))
 
     assert [verdict.stages for verdict in verdicts] == [1, 2]
     assert all(verdict.exact and verdict.is_held for verdict in verdicts), list(map(str, verdicts))

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.standalone.cores import usable_cores
 from tests.benchmarks.peers.shardline import Shardline
+from tests.pinned import own_cores
 from tests.repository import REPOSITORY
 from tests.tiny_head import CLERK
 
@@ -67,7 +67,7 @@ def bench_gpu(device: str, folder: Path) -> Any:
         "--device",
         device,
         "--core",
-        f"cpu:{usable_cores()[0]}",
+        f"cpu:{own_cores()[0]}",
     ]
     argv += ["--size", "tiny", "--prompts", "2", "--rounds", "1", "--kv-mib", "1"]
     argv += ["--cache", str(folder), "--output", str(output)]

@@ -13,14 +13,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.stage.device.cpu import usable_cores
 from services.stage.fleet import profiling
 from services.stage.fleet.profiling import recalled, retime
 from services.stage.fleet.step_timing import Clock
 from services.stage.settings import StageSettings
 from shardline_fleet.planner import DeviceProfile, ModelCosts, Workload, make_plans, read_profiles
 from tests.models import save_model
-from tests.pinned import first_core
+from tests.pinned import first_core, own_cores
 
 MEASURED = "device measured"
 
@@ -57,7 +56,7 @@ def profile(
 def environment(folder: Path, model: Path) -> dict[str, str]:
     return {
         "SHARDLINE_MODEL": str(model),
-        "SHARDLINE_DEVICE": f"cpu:{usable_cores()[0]}",
+        "SHARDLINE_DEVICE": f"cpu:{own_cores()[0]}",
         "SHARDLINE_TOKEN_BUDGET": "64",
         "SHARDLINE_LOCK_DIR": str(folder / "locks"),
         "SHARDLINE_CACHE_DIR": str(folder / "cache"),
@@ -119,7 +118,7 @@ def test_a_core_that_another_program_uses_is_noticed(folder: Path, model: Path) 
         "while True: pass"
     )
     other = subprocess.Popen(
-        [sys.executable, "-c", spin, str(usable_cores()[0])], stdout=subprocess.PIPE
+        [sys.executable, "-c", spin, str(own_cores()[0])], stdout=subprocess.PIPE
     )
     try:
         assert other.stdout is not None
