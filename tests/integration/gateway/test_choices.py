@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 from uuid import UUID
 
@@ -16,7 +16,7 @@ from sqlalchemy import text
 from shardline.contract.choices import choice_seed
 from shardline.contract.job import JobState
 from tests.integration.gateway.running_gateway import PROMPT, running_gateway
-from tests.tiny_head import Sequence, TinyHead, tiny_head
+from tests.tiny_head import Sequence, TinyHead
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -25,12 +25,6 @@ ROWS = text(
     "SELECT id, choice_of, choice_index, seed, prompt, priority, metadata, created_at, state"
     " FROM jobs ORDER BY choice_index"
 )
-
-
-@pytest.fixture
-def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
-    with tiny_head(database_url, redis_url) as head:
-        yield head
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ question. A head without a model answers."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from uuid import UUID
 
@@ -18,8 +17,8 @@ from openai.types.decision import (
 from sqlalchemy import text
 
 from shardline.contract.api_key import bearer
-from tests.integration.gateway.running_gateway import make_key, running_gateway
-from tests.tiny_head import TinyHead, tiny_head
+from tests.integration.gateway.running_gateway import make_key
+from tests.tiny_head import TinyHead
 
 TICKET = "I was charged twice."
 QUESTIONS: tuple[dict[str, Any], ...] = (
@@ -38,20 +37,6 @@ ROWS = text(
 )
 
 CHOICES = text("SELECT id, choice_of, choice_index FROM jobs ORDER BY choice_index")
-
-
-@pytest.fixture
-def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
-    with tiny_head(database_url, redis_url) as head:
-        yield head
-
-
-@pytest.fixture
-async def http(
-    database_url: str, redis_url: str, head: TinyHead
-) -> AsyncIterator[httpx.AsyncClient]:
-    async with running_gateway(database_url, redis_url) as http:
-        yield http
 
 
 async def test_openais_client_reads_an_answer_of_each_kind(

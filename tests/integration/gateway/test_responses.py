@@ -4,7 +4,7 @@ cancelled, deleted, gone on with."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -23,24 +23,10 @@ from tests.integration.gateway.running_gateway import (
     running_gateway,
 )
 from tests.integration.gateway.test_openai_client import official
-from tests.tiny_head import TinyHead, tiny_head
+from tests.tiny_head import TinyHead
 
 PATH = "/v1/responses"
 ASKED: dict[str, Any] = {"model": "clerk", "input": PROMPT}
-
-
-@pytest.fixture
-def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
-    with tiny_head(database_url, redis_url) as head:
-        yield head
-
-
-@pytest.fixture
-async def http(
-    database_url: str, redis_url: str, head: TinyHead
-) -> AsyncIterator[httpx.AsyncClient]:
-    async with running_gateway(database_url, redis_url) as http:
-        yield http
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -12,28 +12,14 @@ from openai import AsyncOpenAI
 from sqlalchemy import text
 
 from shardline.contract.api_key import bearer
-from tests.integration.gateway.running_gateway import PROMPT, make_key, running_gateway
-from tests.tiny_head import TinyHead, tiny_head
+from tests.integration.gateway.running_gateway import PROMPT, make_key
+from tests.tiny_head import TinyHead
 
 MESSAGES: Any = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": PROMPT},
 ]
 ROUTE = "/v1/chat/completions"
-
-
-@pytest.fixture
-def head(database_url: str, redis_url: str) -> Iterator[TinyHead]:
-    with tiny_head(database_url, redis_url) as head:
-        yield head
-
-
-@pytest.fixture
-async def http(
-    database_url: str, redis_url: str, head: TinyHead
-) -> AsyncIterator[httpx.AsyncClient]:
-    async with running_gateway(database_url, redis_url) as http:
-        yield http
 
 
 @pytest.fixture
