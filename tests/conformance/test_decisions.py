@@ -3,7 +3,8 @@ runs beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,18 @@ QUESTIONS: tuple[Question, ...] = (
 )
 
 
+@cache
+def reference(folder: Path) -> tf.PreTrainedModel:
+    return tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _references_are_freed() -> Iterator[None]:
+    yield
+    reference.cache_clear()
+    probabilities.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("name", "num_stages", "seats"),
     [
@@ -53,7 +66,6 @@ def test_probabilities_are_those_of_transformers(
 ) -> None:
     folder = CLERK if name == "clerk" else real_model()
     tokens = Tokens.from_row(ModelInfo.read(folder).row(name=name, fingerprint="w"))
-    reference = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     stages = load_chain(folder, num_stages, device, tmp_path, kv_bytes=KV_BYTES)
     asked = [(text, question) for text in INPUTS for question in QUESTIONS]
     wanted = [asking(tokens, text, question, place) for place, (text, question) in enumerate(asked)]
@@ -65,7 +77,7 @@ def test_probabilities_are_those_of_transformers(
         (answer,) = end.logprobs
         assert tuple(token for token, _ in answer.top) == request.labels
         found = decide(question, [logprob for _, logprob in answer.top])
-        expected, mass = probabilities(reference, request.prompt_ids, request.labels)
+        expected, mass = probabilities(folder, tuple(request.prompt_ids), request.labels)
         assert found.probabilities == pytest.approx(expected, abs=MOST_WRONG)
         assert found.label_mass == pytest.approx(mass, abs=MOST_WRONG)
         assert end.output_ids == (request.labels[expected.index(max(expected))],)
@@ -87,12 +99,13 @@ def asking(tokens: Tokens, text: str, question: Question, place: int) -> Request
     )
 
 
+@cache
 @torch.inference_mode()
 def probabilities(
-    model: tf.PreTrainedModel, prompt: Sequence[int], labels: Sequence[int]
+    folder: Path, prompt: tuple[int, ...], labels: tuple[int, ...]
 ) -> tuple[list[float], float]:
     """Those of the labels behind the prompt among themselves, and their share of all."""
-    every = model(torch.tensor([prompt])).logits[0, -1].double().softmax(0)
+    every = reference(folder)(torch.tensor([prompt])).logits[0, -1].double().softmax(0)
     of_labels = every[list(labels)]
     found: list[float] = (of_labels / of_labels.sum()).tolist()
     return found, float(of_labels.sum())

@@ -3,7 +3,8 @@ in quality."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,15 @@ QUESTIONS = ("What is the capital of Italy?", "Name three colors.", "Écris une 
 
 
 @pytest.fixture(scope="module")
-def reference() -> tf.PreTrainedModel:
-    return tf.AutoModelForCausalLM.from_pretrained(real_model(), dtype=torch.float32).eval()
+def reference() -> Iterator[tf.PreTrainedModel]:
+    yield tf.AutoModelForCausalLM.from_pretrained(real_model(), dtype=torch.float32).eval()
+    log_probabilities.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def exact(reference: tf.PreTrainedModel) -> float:
+    """transformers' perplexity."""
+    return perplexity(reference_logits(reference, window) for window in text_windows())
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +92,7 @@ def test_a_pipeline_gives_the_tokens_and_log_probabilities_of_transformers(
 
     assert all(stage.exact for stage in stages)
     for prompt, end in zip(prompts, ends, strict=True):
-        expected = log_probabilities(reference, prompt, end.output_ids)
+        expected = log_probabilities(reference, tuple(prompt), tuple(end.output_ids))
         assert expected.argmax(-1).tolist() == list(end.output_ids)
         assert end.logprobs is not None
         found = torch.tensor([one.logprob for one in end.logprobs])
@@ -92,9 +100,10 @@ def test_a_pipeline_gives_the_tokens_and_log_probabilities_of_transformers(
         assert (found - likeliest).abs().max() < LOGPROB_ERROR
 
 
+@cache
 @torch.inference_mode()
 def log_probabilities(
-    model: tf.PreTrainedModel, prompt: Sequence[int], output: Sequence[int]
+    model: tf.PreTrainedModel, prompt: tuple[int, ...], output: tuple[int, ...]
 ) -> Tensor:
     """What transformers gives for each place of the output, [len(output), vocabulary], when the
     tokens before it are those: a greedy output is transformers' own exactly if each token is the
@@ -107,14 +116,12 @@ def log_probabilities(
     ("dtype", "most"), [("float32", 1.0001), ("bfloat16", 1.005), ("int8", 1.02)]
 )
 def test_a_narrower_dtype_costs_no_more_perplexity_than_documented(
-    dtype: str, most: float, device: Device, tmp_path: Path, reference: tf.PreTrainedModel
+    dtype: str, most: float, device: Device, tmp_path: Path, exact: float
 ) -> None:
-    windows = list(text_windows())
     (stage,) = load_chain(real_model(), 1, device, tmp_path, dtype=dtype, kv_bytes=KV_BYTES)
 
-    cost = perplexity(stage_logits(stage, window) for window in windows)
+    cost = perplexity(stage_logits(stage, window) for window in text_windows())
 
-    exact = perplexity(reference_logits(reference, window) for window in windows)
     assert 1 / most < cost / exact < most
 
 
