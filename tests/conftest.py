@@ -28,6 +28,9 @@ from tests.stack import no_foreign_settings
 
 TEMPLATE = "shardline_template"
 
+SHARED_STACKS = ("hurt", "real_stack")
+"""Fixtures of packages."""
+
 LARGE_BYTES = 1 << 30
 """Of a test process that looks for memory to give back."""
 
@@ -52,18 +55,28 @@ settings.load_profile("steady")
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One worker of pytest-xdist runs a file as a whole. Files with stacks whose leases are seconds
-    come at the end; those that share a stack are the very last, because it lives to the end of the
-    session."""
+    """One worker of pytest-xdist runs a file as a whole, and all files that share a stack. Stacks
+    whose leases are seconds come late, the longest group first; the many short files of unit tests
+    are the last, so that all workers end together."""
+    sharing = {
+        _file(item): name
+        for item in items
+        for name in SHARED_STACKS
+        if isinstance(item, pytest.Function) and name in item.fixturenames
+    }
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+        item.add_marker(pytest.mark.xdist_group(sharing.get(_file(item), _file(item))))
     items.sort(
-        key=lambda item: (item.get_closest_marker("short_leases") is not None, _shares_stack(item))
+        key=lambda item: (
+            _file(item).startswith("tests/unit/"),
+            item.get_closest_marker("short_leases") is not None,
+            _file(item) not in sharing,
+        )
     )
 
 
-def _shares_stack(item: pytest.Item) -> bool:
-    return isinstance(item, pytest.Function) and "hurt" in item.fixturenames
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,5 +1,5 @@
 """The small stack that the tests of single faults share. Each leaves it whole; it ends with the
-session."""
+last of them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from tests.faults.small_stack import MAX_TOKENS, Hurt, small_stack
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def hurt() -> Iterator[Hurt]:
     """Only for tests marked `short_leases`."""
     with small_stack() as hurt:
         yield hurt
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def undisturbed(hurt: Hurt) -> list[tuple[int, ...]]:
     """The MAX_TOKENS tokens of every request while nobody dies; of fewer tokens it is the
     beginning."""

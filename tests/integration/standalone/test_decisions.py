@@ -4,7 +4,7 @@ every door, from one SQL statement, and after a stage was killed."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 from uuid import uuid4
@@ -73,41 +73,31 @@ FROM decisions WHERE metadata ? 'ticket' GROUP BY 1 ORDER BY 1
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    settings = {
-        "SHARDLINE_MODEL": str(real_model()),
-        "SHARDLINE_MODEL_NAME": NAME,
-        "SHARDLINE_DTYPE": "float32",
-    }
-    stack = Stack(tmp_path_factory.mktemp("decisions"), **settings)
-    stack.start()
-    yield stack
-    stack.end()
-    assert stack.left() == []
+def stack(real_stack: Stack) -> Stack:
+    return real_stack
 
 
 @pytest.fixture(scope="module")
-def openai(stack: Stack) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{stack.urls['gateway']}/v1", api_key=stack.urls["api_key"]) as openai:
-        yield openai
+def expected(reference: tf.PreTrainedModel) -> Callable[[str, int], list[float]]:
+    """By transformers, alone: of a ticket and the place of a question."""
+    tokens = Tokens.from_row(ModelInfo.read(real_model()).row(name=NAME, fingerprint="w"))
+
+    @cache
+    def probabilities(ticket: str, place: int) -> list[float]:
+        question = msgspec.convert(QUESTIONS[place], Question)
+        ids = tokens.prepare(prompt=ticket, params=SamplingParams(question=question)).prompt_ids
+        labels = [label.token_id for label in tokens.question_labels.of(question)]
+        with torch.inference_mode():
+            logits = reference(torch.tensor([ids])).logits[0, -1].double()
+        found: list[float] = logits[labels].softmax(0).tolist()
+        return found
+
+    return probabilities
 
 
-@cache
-def expected(ticket: str, place: int) -> list[float]:
-    """By transformers in float32, alone."""
-    folder = real_model()
-    tokens = Tokens.from_row(ModelInfo.read(folder).row(name=NAME, fingerprint="w"))
-    model = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    question = msgspec.convert(QUESTIONS[place], Question)
-    ids = tokens.prepare(prompt=ticket, params=SamplingParams(question=question)).prompt_ids
-    labels = [label.token_id for label in tokens.question_labels.of(question)]
-    with torch.inference_mode():
-        logits = model(torch.tensor([ids])).logits[0, -1].double()
-    found: list[float] = logits[labels].softmax(0).tolist()
-    return found
-
-
-def test_openais_client_gets_the_probabilities_of_transformers(openai: OpenAI) -> None:
+def test_openais_client_gets_the_probabilities_of_transformers(
+    openai: OpenAI, expected: Callable[[str, int], list[float]]
+) -> None:
     body: dict[str, Any] = {"model": NAME, "input": TICKETS[0], "questions": QUESTIONS}
     decision = openai.decisions.create(**body)
 
@@ -127,7 +117,9 @@ def test_openais_client_gets_the_probabilities_of_transformers(openai: OpenAI) -
     assert decision.usage.output_tokens == len(QUESTIONS)
 
 
-def test_one_statement_classifies_a_table(database: Engine, client: Client) -> None:
+def test_one_statement_classifies_a_table(
+    database: Engine, client: Client, expected: Callable[[str, int], list[float]]
+) -> None:
     with database.begin() as connection:
         connection.execute(text("CREATE TABLE tickets (id text PRIMARY KEY, body text)"))
         rows = [{"id": str(place), "body": body} for place, body in enumerate(TICKETS)]
@@ -147,7 +139,9 @@ def test_one_statement_classifies_a_table(database: Engine, client: Client) -> N
         assert row.angry == pytest.approx(expected(ticket, 0)[0], abs=MOST_WRONG)
 
 
-def test_a_stream_entry_asks_a_question(stack: Stack, client: Client) -> None:
+def test_a_stream_entry_asks_a_question(
+    stack: Stack, client: Client, expected: Callable[[str, int], list[float]]
+) -> None:
     job_id = uuid4()
     request = {"id": str(job_id), "model": NAME, "prompt": TICKETS[1], "question": QUESTIONS[1]}
     with redis.Redis.from_url(stack.urls["redis"]) as producer:

@@ -3,7 +3,7 @@ transformers writes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -31,39 +31,31 @@ LINES = QUESTIONS[1]
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    settings = {"SHARDLINE_MODEL": str(real_model()), "SHARDLINE_MODEL_NAME": NAME}
-    stack = Stack(tmp_path_factory.mktemp("real"), **settings)
-    stack.start()
-    yield stack
-    stack.end()
-    assert stack.left() == []
-
-
-@pytest.fixture(scope="module")
-def openai(stack: Stack) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{stack.urls['gateway']}/v1", api_key=stack.urls["api_key"]) as openai:
-        yield openai
+def stack(real_stack: Stack) -> Stack:
+    return real_stack
 
 
 def messages(question: str) -> list[ChatCompletionMessageParam]:
     return [ChatCompletionUserMessageParam(role="user", content=question)]
 
 
-@cache
-def expected(question: str) -> str:
+@pytest.fixture(scope="module")
+def expected(reference: tf.PreTrainedModel) -> Callable[[str], str]:
     """Greedy, in float32, alone, by transformers' own `generate` and tokenizer."""
-    folder = real_model()
-    tokenizer = tf.AutoTokenizer.from_pretrained(folder)
-    model = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
-    )
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False
-    )
-    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+    tokenizer = tf.AutoTokenizer.from_pretrained(real_model())
+
+    @cache
+    def answer(question: str) -> str:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
+        )
+        ids = torch.tensor([prompt])
+        out = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False
+        )
+        return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+    return answer
 
 
 def whole(openai: OpenAI, question: str) -> str | None:
@@ -87,7 +79,7 @@ def pieces(openai: OpenAI, question: str, stop: list[str] | None = None) -> list
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_a_chat_has_the_text_of_transformers_whole_and_in_pieces(
-    question: str, openai: OpenAI
+    question: str, openai: OpenAI, expected: Callable[[str], str]
 ) -> None:
     assert whole(openai, question) == expected(question)
     streamed = pieces(openai, question)
@@ -95,7 +87,9 @@ def test_a_chat_has_the_text_of_transformers_whole_and_in_pieces(
     assert len(streamed) > len(expected(question).split()) // 2, "it came in pieces"
 
 
-def test_chats_at_once_have_the_texts_of_chats_alone(openai: OpenAI) -> None:
+def test_chats_at_once_have_the_texts_of_chats_alone(
+    openai: OpenAI, expected: Callable[[str], str]
+) -> None:
     with ThreadPoolExecutor(len(QUESTIONS)) as threads:
         found = list(threads.map(lambda question: whole(openai, question), QUESTIONS * 2))
 
@@ -166,7 +160,9 @@ def test_a_schema_that_cannot_be_held_is_refused_at_the_door(
         )
 
 
-def test_a_stop_of_several_tokens_ends_the_text_before_it(openai: OpenAI) -> None:
+def test_a_stop_of_several_tokens_ends_the_text_before_it(
+    openai: OpenAI, expected: Callable[[str], str]
+) -> None:
     before, stop, after = expected(LINES).partition("4, 5")
     assert before
     assert after, "the model wrote no such thing"

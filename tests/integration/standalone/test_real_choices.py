@@ -4,7 +4,6 @@ killed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from shardline.client import Client
 from shardline.contract.choices import choice_seed
 from shardline_server.failpoints import ArmedPoint, Point
 from tests.chaos.faults.arming import Arming
-from tests.real_model import NAME, real_model
+from tests.real_model import NAME
 from tests.stack import Stack
 
 NUM = 3
@@ -31,31 +30,13 @@ FAILPOINTS = "failpoints"
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    folder = tmp_path_factory.mktemp("choices")
-    (folder / FAILPOINTS).mkdir()
-    settings = {
-        "SHARDLINE_MODEL": str(real_model()),
-        "SHARDLINE_MODEL_NAME": NAME,
-        "SHARDLINE_FAILPOINTS": str(folder / FAILPOINTS),
-    }
-    stack = Stack(folder, **settings)
-    stack.start()
-    yield stack
-    stack.end()
-    assert stack.left() == []
+def stack(real_stack: Stack) -> Stack:
+    return real_stack
 
 
 @pytest.fixture
 def failpoints(stack: Stack) -> Path:
     return Path(stack.settings["SHARDLINE_FAILPOINTS"])
-
-
-@pytest.fixture(scope="module")
-def openai(stack: Stack) -> Iterator[OpenAI]:
-    url = f"{stack.urls['gateway']}/v1"
-    with OpenAI(base_url=url, api_key=stack.urls["api_key"], max_retries=20) as openai:
-        yield openai
 
 
 @pytest.fixture(scope="module")

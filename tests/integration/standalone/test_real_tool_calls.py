@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any, cast
 from uuid import UUID
 
@@ -17,7 +16,7 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletion
 
 from shardline.client import Client
-from tests.real_model import NAME, real_model
+from tests.real_model import NAME
 from tests.stack import Stack
 
 WEATHER: dict[str, Any] = {
@@ -53,19 +52,8 @@ ASKED: Any = [{"role": "user", "content": "What is the weather in Rome?"}]
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    settings = {"SHARDLINE_MODEL": str(real_model()), "SHARDLINE_MODEL_NAME": NAME}
-    stack = Stack(tmp_path_factory.mktemp("tools"), **settings)
-    stack.start()
-    yield stack
-    stack.end()
-    assert stack.left() == []
-
-
-@pytest.fixture(scope="module")
-def openai(stack: Stack) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{stack.urls['gateway']}/v1", api_key=stack.urls["api_key"]) as openai:
-        yield openai
+def stack(real_stack: Stack) -> Stack:
+    return real_stack
 
 
 def fields(choice: Any, seed: int) -> dict[str, Any]:
