@@ -50,6 +50,8 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What a stream has beside its chunks."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """vLLM's and SGLang's: each chunk has its choice's usage so far."""
 
 
 class OpenAiRequest(JobRequest, frozen=True, kw_only=True):

@@ -126,7 +126,7 @@ async def chunks(
     texts = responses.logprob_texts()
     reply = responses.reply_reader()
     if (opening := responses.opening_chunk()) is not None:
-        yield event(opening)
+        yield event(responses.counted(opening, num_output))
     text_rule = accepted.model.tokens.text_rule
     reader = gateway.client.reader
     async for deltas in reader.follow(accepted.job_id, text_rule=text_rule, tick_s=keep_alive_s):
@@ -144,14 +144,15 @@ async def chunks(
             gateway.metrics.first_token_seconds.observe(now_s - began_s)
         has_ids = bool(delta.ids) and accepted.request.return_token_ids
         said = reply.read(delta)
-        if said != NOTHING or texts.new(delta) is not None or has_ids:
-            yield event(responses.chunk(delta, texts, said))
         num_output += len(delta.ids)
+        if said != NOTHING or texts.new(delta) is not None or has_ids:
+            yield event(responses.counted(responses.chunk(delta, texts, said), num_output))
         if delta.state is not None:
             if delta.state != JobState.SUCCEEDED:
                 raise await why(gateway, accepted.job_id)
             reason = FinishReason(delta.finish_reason or FinishReason.STOP)
-            yield event(responses.final_chunk(reason, has_calls=reply.has_calls))
+            final = responses.final_chunk(reason, has_calls=reply.has_calls)
+            yield event(responses.counted(final, num_output))
             if accepted.request.stream_options.include_usage:
                 yield await committed_usage(gateway, accepted, num_output)
 

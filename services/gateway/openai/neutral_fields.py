@@ -70,10 +70,7 @@ CHAT_NEUTRAL = {
     "documents": ([],),
     "mm_processor_kwargs": ({},),
 }
-STREAM_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "include_obfuscation": OFF,
-    "continuous_usage_stats": OFF,
-}
+STREAM_NEUTRAL: Mapping[str, tuple[Any, ...]] = {"include_obfuscation": OFF}
 
 
 def drop_neutral(

@@ -9,7 +9,12 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from services.gateway.http.json_body import Document
-from services.gateway.openai.bodies import ChatCompletionRequest, CompletionRequest, OpenAiRequest
+from services.gateway.openai.bodies import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    OpenAiRequest,
+    StreamOptions,
+)
 from services.gateway.openai.neutral_fields import STREAM_NEUTRAL, drop_neutral
 from services.gateway.openai.service_tier import PRIORITIES
 from shardline.base.errors import Invalid
@@ -61,7 +66,7 @@ def _parse(fields: Document, kind: type[RequestT]) -> RequestT:
         raise Invalid("max_completion_tokens", "it differs from max_tokens", remedy)
     if request.length == 0:
         raise Invalid("max_tokens", "it is 0; one token is the least", "Send more, or leave it out")
-    if request.stream_options.include_usage and not request.stream:
+    if request.stream_options != StreamOptions() and not request.stream:
         remedy = "Set stream to true, or leave it out"
         raise Invalid("stream_options", "it is only for streams", remedy)
     if request.response_format is not None and request.structured_outputs is not None:

@@ -78,6 +78,13 @@ class ResponseParts:
         """The chunk after the last one of all choices, if it was asked for."""
         return self.chunk_kind(**self._head(), choices=[], usage=CompletionUsage.of(usage))
 
+    def counted(self, chunk: msgspec.Struct, num_output: int) -> msgspec.Struct:
+        """Returns a chunk with the usage until its end, if it was asked for."""
+        if not self.request.stream_options.continuous_usage_stats:
+            return chunk
+        usage = Usage(prompt_tokens=len(self.prompt_ids), completion_tokens=num_output)
+        return replace(chunk, usage=CompletionUsage.of(usage))
+
     def _chunk(self, token_ids: tuple[int, ...] = (), **fields: Any) -> msgspec.Struct:
         choice = replace(self.no_text, index=self.index, token_ids=self._asked(token_ids), **fields)
         usage = None if self.request.stream_options.include_usage else UNSET

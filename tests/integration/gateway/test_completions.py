@@ -138,6 +138,30 @@ async def test_tokens_are_streamed_one_by_one(http: httpx.AsyncClient, head: Tin
     assert done == "[DONE]"
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt"), [(TEXT, {"prompt": PROMPT}), (CHAT, {"messages": MESSAGES})]
+)
+async def test_each_chunk_has_the_usage_so_far_if_it_is_asked_for(
+    http: httpx.AsyncClient, head: TinyHead, path: str, prompt: dict[str, Any]
+) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"model": "clerk", **prompt, "stream": True, "stream_options": options}
+    async with http.stream("POST", path, json={**body, "return_token_ids": True}) as reply:
+        events = events_of(reply)
+        sequence = await claimed(head)
+        head.say(sequence)
+        seen = [(await anext(events)).data, (await anext(events)).data]
+        head.finish(sequence)
+        seen += [event.data async for event in events]
+    *chunks, final, _ = seen
+    num_output = 0
+    for chunk in chunks:
+        num_output += len(chunk["choices"][0]["token_ids"])
+        assert chunk["usage"]["prompt_tokens"] == len(sequence.claimed.prompt_ids)
+        assert chunk["usage"]["completion_tokens"] == num_output
+    assert final["usage"]["completion_tokens"] == num_output == len(sequence.output_ids)
+
+
 async def test_a_chat_stream_begins_with_the_role(http: httpx.AsyncClient, head: TinyHead) -> None:
     with head.serving():
         async with http.stream(

@@ -137,6 +137,7 @@ def test_a_hint_changes_no_request() -> None:
         ({"messages": []}, "messages", "/v1/chat/completions"),
         ({"stream": "yes"}, "stream", "docs/jobs.md"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "Set stream"),
+        ({"stream_options": {"continuous_usage_stats": True}}, "stream_options", "Set stream"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "docs/jobs.md"),
         ({"stream": True, "stream_options": 3}, "stream_options", "docs/jobs.md"),
         ({"return_token_ids": 1}, "return_token_ids", "docs/jobs.md"),
