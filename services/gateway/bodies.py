@@ -198,6 +198,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", t
     id: str
     created: int
     owned_by: Literal["shardline"]
+    root: str
+    """The model itself, also of an adapter."""
     parent: str | None
     max_model_len: int
     system_fingerprint: str

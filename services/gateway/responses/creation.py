@@ -20,11 +20,12 @@ from services.gateway.errors import CLIENT_CLOSED_REQUEST, PreviousNotFound, jso
 from services.gateway.guard import Caller
 from services.gateway.http.sse import EventStream
 from services.gateway.openai.completion_response import abandon, ended_job
+from services.gateway.request_body import request_body
 from services.gateway.responses.answers import PREFIX, ResponseAnswers, response_id
 from services.gateway.responses.conversation import check_outputs, messages_of, without_oldest
 from services.gateway.responses.requests import ResponseRequest, items_of, response_request
 from services.gateway.responses.response_events import response_events, whole
-from services.gateway.submit import submit
+from services.gateway.submit import read_jobs, submit
 from shardline.base.errors import Conflict, ContextExceeded, Invalid, NotFound
 from shardline.contract.chat import Message
 from shardline.contract.ids import parse_id
@@ -56,6 +57,18 @@ async def create(gateway: Gateway, request: Request, caller: Caller) -> Response
         row = await _row(gateway, accepted.job_id)
     answers = ResponseAnswers(row=row, tokens=accepted.model.tokens)
     return json_response(await whole(answers), headers=headers)
+
+
+async def count_input(gateway: Gateway, request: Request, caller: Caller) -> int:
+    """Returns the number of tokens that a response would read. Stores nothing."""
+    async with request_body(gateway, request) as body:
+        (asked,) = await read_jobs(
+            body, request, caller, lambda document: (response_request(document),)
+        )
+        asked = await with_conversation(gateway, asked)
+        model = await gateway.catalog.get(asked.address)
+        messages = asked.messages or ()
+        return len(await body.run(model.tokens.chat_ids, messages, asked.params()))
 
 
 async def with_conversation(gateway: Gateway, request: ResponseRequest) -> ResponseRequest:

@@ -95,3 +95,11 @@ class ResponseDeleted(
 
     id: str
     deleted: Literal[True] = True
+
+
+class InputTokens(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="response.input_tokens"
+):
+    """What `POST /v1/responses/input_tokens` answers."""
+
+    input_tokens: int

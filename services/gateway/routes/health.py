@@ -120,6 +120,7 @@ def _model(model: RegisteredModel, pipelines: list[LivePipeline]) -> ModelCard:
         id=model.address,
         created=int(model.updated_at.timestamp()),
         owned_by="shardline",
+        root=model.name,
         parent=None if model.adapter is None else model.name,
         max_model_len=model.tokens.longest,
         system_fingerprint=system_fingerprint(model),

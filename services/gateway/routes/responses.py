@@ -15,8 +15,8 @@ from services.gateway.http.query import described, query
 from services.gateway.http.sse import EventStream
 from services.gateway.responses.answers import PREFIX
 from services.gateway.responses.conversation import listed
-from services.gateway.responses.creation import create, stored_answers
-from services.gateway.responses.documents import ResponseDeleted, ResponseDocument
+from services.gateway.responses.creation import count_input, create, stored_answers
+from services.gateway.responses.documents import InputTokens, ResponseDeleted, ResponseDocument
 from services.gateway.responses.events import EVENTS
 from services.gateway.responses.input_items import Items
 from services.gateway.responses.output_items import ItemList
@@ -85,6 +85,19 @@ async def create_response(request: Request, gateway: GatewayDep, caller: SubmitC
     """Answer items, whole, as a stream, or in the background: then it returns at once, and the
     response is asked for by its id."""
     return await create(gateway, request, caller)
+
+
+@router.post(
+    "/v1/responses/input_tokens",
+    openapi_extra=body_beside(ResponseFields, without=ELSEWHERE),
+    responses={200: answer("The input's tokens", InputTokens), **errors(*TAKING)},
+)
+async def count_input_tokens(
+    request: Request, gateway: GatewayDep, caller: SubmitCaller
+) -> Response:
+    """The number of tokens that a response would read, with the conversation, tools and chat
+    template. Stores nothing."""
+    return json_response(InputTokens(input_tokens=await count_input(gateway, request, caller)))
 
 
 @router.get(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
@@ -48,6 +48,9 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
     }
 )
 """For fields of other doors."""
+
+KEY = " - at `key` in `"
+"""Begins msgspec's path of a key."""
 
 RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 
@@ -185,13 +188,33 @@ def parse_fields(document: object, kind: type[RequestT]) -> RequestT:
     try:
         return msgspec.convert(_plain(document, kind), kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise invalid_from(error) from error
+        raise _naming_its_entry(error, document, kind) from error
     except UnicodeEncodeError as error:
         # msgspec looks into text where it wants none.
         field = _half_a_character(document, kind)
         raise Invalid(field, "it holds a lone surrogate", "Send whole characters") from error
     except RecursionError as error:
         raise Invalid("request", "it is nested too deeply", "Send a flatter object") from error
+
+
+def _naming_its_entry(
+    error: msgspec.ValidationError, document: object, kind: type[msgspec.Struct]
+) -> Invalid:
+    """Returns the error with the key of a wrong entry, where keys are the caller's own: msgspec
+    leaves it out."""
+    invalid = invalid_from(error)
+    name = invalid.field.removesuffix("[...]")
+    entries = document.get(name) if isinstance(document, Mapping) else None
+    is_entry = name != invalid.field or KEY in str(error)
+    if not isinstance(entries, Mapping) or not is_entry:
+        return invalid
+    wanted = get_type_hints(kind, include_extras=True)[name]
+    for key, value in entries.items():
+        try:
+            msgspec.convert({key: value}, wanted, str_keys=True)
+        except msgspec.ValidationError:
+            return Invalid(name, f"at {shown(repr(key))} {invalid.problem}", invalid.remedy)
+    return invalid
 
 
 def _half_a_character(document: object, kind: type[msgspec.Struct]) -> str:

@@ -46,7 +46,7 @@ def body_of(path: str) -> dict[str, Any]:
     """What would do for a route that takes one."""
     if path == "/detokenize":
         return {"model": "clerk", "tokens": [1]}
-    if path == "/v1/responses":
+    if path in ("/v1/responses", "/v1/responses/input_tokens"):
         return {"model": "clerk", "input": PROMPT, "background": True}
     if path == DECISIONS:
         return ASKED

@@ -54,6 +54,7 @@ NOBODY_ENDS = ("delay_s", "deadline_s")
 OTHER_BODIES: dict[str, Any] = {
     "/detokenize": {"model": "clerk", "tokens": [5, 6]},
     "/v1/responses": {"model": "clerk", "input": PROMPT, "temperature": 0},
+    "/v1/responses/input_tokens": {"model": "clerk", "input": PROMPT, "temperature": 0},
     DECISIONS: ASKED,
     "/v1/chat/completions/{completion_id}": {"metadata": {"a": "b"}},
 }

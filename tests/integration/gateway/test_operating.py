@@ -71,9 +71,9 @@ async def test_adapters_are_listed_behind_their_model_and_take_jobs(
 
     # Then it is there with its parent, the job is the model's, with the adapter, and the other is
     # refused by name
-    assert [(one["id"], one["parent"]) for one in listed] == [
-        ("clerk", None),
-        ("clerk:legal", "clerk"),
+    assert [(one["id"], one["root"], one["parent"]) for one in listed] == [
+        ("clerk", "clerk", None),
+        ("clerk:legal", "clerk", "clerk"),
     ]
     assert listed[1]["system_fingerprint"] == f"{listed[0]['system_fingerprint']}_0123456789abcdef"
     assert (await http.get("/v1/models/clerk:legal")).json() == listed[1]

@@ -164,6 +164,26 @@ async def test_the_next_response_reads_the_conversation_without_its_instructions
     assert (await http.get(f"{PATH}/{first.id}", headers=other)).status_code == 404
 
 
+async def test_the_input_is_counted_as_it_is_read_and_nothing_is_stored(
+    client: AsyncOpenAI, http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    with head.serving():
+        first = await client.responses.create(**ASKED)
+        follow: dict[str, Any] = {"model": "clerk", "previous_response_id": first.id}
+        follow["input"] = "sum: 123 + 456 ="
+        counted = await client.responses.input_tokens.count(**follow)
+        jobs = (await http.get("/v1/jobs")).json()["data"]
+        second = await client.responses.create(**follow)
+    assert first.usage is not None
+    assert second.usage is not None
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == second.usage.input_tokens > first.usage.input_tokens
+    assert len(jobs) == 1
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.responses.input_tokens.count(model="clerk")
+    assert refused.value.param == "input"
+
+
 async def test_what_is_deleted_or_never_stored_is_not_found(
     client: AsyncOpenAI, head: TinyHead
 ) -> None:

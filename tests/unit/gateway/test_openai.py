@@ -114,7 +114,7 @@ def test_a_hint_changes_no_request() -> None:
         ({"store": "yes"}, "store", "send false"),
         ({"suffix": "x"}, "suffix", "Leave it out"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "docs/jobs.md"),
-        ({"logit_bias": {"5": 101}}, "logit_bias[...]", "docs/jobs.md"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "docs/jobs.md"),
         ({"logit_bias": {str(one): 1 for one in range(1025)}}, "logit_bias", "docs/jobs.md"),
         ({"allowed_token_ids": []}, "allowed_token_ids", "docs/jobs.md"),
         ({"allowed_token_ids": [0] * 1025}, "allowed_token_ids", "docs/jobs.md"),
@@ -235,6 +235,23 @@ def test_what_changes_nothing_is_taken_as_if_it_were_left_out(fields: dict[str, 
     plain = chat_request(CHAT)
     request = chat_request({**CHAT, **fields})
     assert (request.params(), request.metadata) == (plain.params(), plain.metadata)
+
+
+@pytest.mark.parametrize(
+    ("biases", "key"),
+    [
+        ({"5": 1, "a b": 1}, "a b"),
+        ({"5": 1, "-1": 1}, "-1"),
+        ({"5": 1, "6": 101}, "6"),
+        ({"x" * 100: 1}, "x" * 60),
+    ],
+)
+def test_a_wrong_entry_is_named_by_its_key(biases: dict[str, float], key: str) -> None:
+    with pytest.raises(Invalid) as refused:
+        chat_request({**CHAT, "logit_bias": biases})
+    assert refused.value.field == "logit_bias"
+    assert key in refused.value.problem
+    assert len(refused.value.problem) < 200
 
 
 @pytest.mark.parametrize(
