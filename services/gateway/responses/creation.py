@@ -65,7 +65,10 @@ async def count_input(gateway: Gateway, request: Request, caller: Caller) -> int
         (asked,) = await read_jobs(
             body, request, caller, lambda document: (response_request(document),)
         )
-        asked = await with_conversation(gateway, asked)
+        if (completed := await with_conversation(gateway, asked)) is not asked:
+            asked = completed
+            # What was added may be long, however short the body is.
+            body.is_large = True
         model = await gateway.catalog.get(asked.address)
         messages = asked.messages or ()
         return len(await body.run(model.tokens.chat_ids, messages, asked.params()))
