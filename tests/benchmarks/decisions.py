@@ -43,15 +43,15 @@ CREATE TABLE tickets AS SELECT number AS id, format(
 ) AS body FROM generate_series(1, :rows) AS number
 """
 ASK = """
-INSERT INTO jobs (model, prompt, params)
-SELECT :model, tickets.body, jsonb_build_object('question', question)
+INSERT INTO jobs (model, prompt, params, metadata)
+SELECT :model, tickets.body, jsonb_build_object('question', question), '{"benchmark": true}'
 FROM tickets CROSS JOIN jsonb_array_elements(CAST(:questions AS jsonb)) AS question
 """
 """One statement for all rows and questions."""
 COMPLETE = """
-INSERT INTO jobs (model, prompt_ids, params)
+INSERT INTO jobs (model, prompt_ids, params, metadata)
 SELECT :model, ARRAY(SELECT CAST(id AS int) FROM jsonb_array_elements_text(ids) AS id),
-    CAST(:params AS jsonb)
+    CAST(:params AS jsonb), '{"benchmark": true}'
 FROM jsonb_array_elements(CAST(:prompts AS jsonb)) AS ids
 """
 GREEDY = {"max_tokens": 1, "temperature": 0}
@@ -59,9 +59,10 @@ OPEN = "SELECT count(*) FROM jobs WHERE state IN ('queued', 'running')"
 ENDS = """
 SELECT count(*) AS jobs, coalesce(sum(prompt_tokens), 0) AS prompt_tokens,
     coalesce(sum(cached_tokens), 0) AS cached_tokens
-FROM jobs JOIN results ON results.job_id = jobs.id WHERE state = 'succeeded'
+FROM jobs JOIN results ON results.job_id = jobs.id
+WHERE state = 'succeeded' AND metadata ? 'benchmark'
 """
-PROMPTS = "SELECT prompt_ids FROM jobs ORDER BY created_at, id"
+PROMPTS = "SELECT prompt_ids FROM jobs WHERE metadata ? 'benchmark' ORDER BY created_at, id"
 POLL_S = 0.2
 
 
