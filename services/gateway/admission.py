@@ -111,13 +111,13 @@ class Admission:
         finally:
             self._num_buffered_bytes -= room.num_bytes
 
-    def take_places(self, request: Request, tenant: str, num: int) -> None:
+    def take_places(self, request: Request, tenant: str, num: int, *, field: str) -> None:
         """Count a request as `num`, which has one place, until its answer has been sent. Raises
-        Overloaded, and Invalid for one that never finds so many places."""
+        Overloaded, and Invalid, naming `field`, for one that never finds so many places."""
         most = self.requests.max_of_tenant
         if num > most:
-            problem = f"it stands for {num} choices; this gateway answers {most} at a time"
-            raise Invalid("n", problem, "Send fewer in a request")
+            problem = f"it stands for {num} jobs; this gateway answers {most} at a time"
+            raise Invalid(field, problem, "Send fewer in a request")
         if num > 1:
             request.state.held.enter_context(self.requests.place(tenant, num - 1))
 

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from services.gateway.admission import Admission
 from services.gateway.catalog import ModelCatalog
 from services.gateway.client import GatewayClient
+from services.gateway.grammar_turns import GrammarTurns
 from services.gateway.guard import Guard, allowed_hosts
 from services.gateway.http.answers import UnsentAnswers
 from services.gateway.insert_batcher import InsertBatcher
@@ -30,6 +31,7 @@ class Gateway:
     client: GatewayClient
     catalog: ModelCatalog
     insert_batcher: InsertBatcher
+    grammar_turns: GrammarTurns
     admission: Admission
     unsent: UnsentAnswers
     keyring: Keyring
@@ -55,6 +57,7 @@ class Gateway:
             client=client,
             catalog=ModelCatalog(client.database),
             insert_batcher=InsertBatcher(client, metrics),
+            grammar_turns=GrammarTurns(),
             admission=Admission(
                 max_in_flight=settings.http_max_in_flight,
                 max_followers=settings.http_max_followers,

@@ -3,9 +3,9 @@ permission."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
 from uuid import UUID
 
 import structlog
@@ -16,7 +16,8 @@ from services.gateway.context import Gateway
 from services.gateway.errors import Stopping, body_of
 from services.gateway.http.sse import KEEP_ALIVE, event
 from services.gateway.openai.completion_response import merged
-from shardline.base.errors import Diverged, ShardlineError, Unavailable, UnknownModel
+from services.gateway.patient_reading import read_patiently
+from shardline.base.errors import Diverged, ShardlineError, UnknownModel
 from shardline.client.job_stream import TextRule
 from shardline.contract.job import Job
 from shardline.streams import Place
@@ -24,7 +25,6 @@ from shardline.streams import Place
 log = structlog.get_logger(__name__)
 
 RETRY = b"retry: 1000\n\n"
-RETRY_S = 0.5
 
 
 async def job_events(gateway: Gateway, job: Job, after: Place) -> AsyncGenerator[bytes, None]:
@@ -72,28 +72,15 @@ async def job_events(gateway: Gateway, job: Job, after: Place) -> AsyncGenerator
 
 
 async def _end(gateway: Gateway, job_id: UUID, place: Place) -> AsyncIterator[bytes]:
-    """The event `end` with the whole job. While Postgres is unreachable or silent it retries for
-    `http_end_wait_s`; a query that waits for its turn keeps it."""
-    wait_s = gateway.settings.http_end_wait_s
-    keep_alive_s = gateway.settings.http_keep_alive_s
-    deadline_s = time.monotonic() + wait_s
-    reading = asyncio.create_task(gateway.client.get(job_id))
-    try:
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            await asyncio.wait({reading}, timeout=min(left_s, keep_alive_s))
-            if reading.done() and not isinstance(reading.exception(), Unavailable):
-                yield event(JobDocument.of(reading.result()), name="end", event_id=str(place))
-                return
+    """The event `end` with the whole job."""
+    path = f"/v1/jobs/{job_id}"
+    failure = f"The job has ended; join again: GET {path}/events?after={place}, or GET {path}"
+    read = partial(gateway.client.get, job_id)
+    async for job in read_patiently(gateway.settings, read, failure=failure):
+        if job is None:
             yield KEEP_ALIVE
-            if reading.done():
-                await asyncio.sleep(min(RETRY_S, wait_s))
-                reading = asyncio.create_task(gateway.client.get(job_id))
-    finally:
-        reading.cancel()
-    raise Unavailable(
-        f"the job has ended, and Postgres did not return its result within {wait_s:g} s. "
-        f"Join again: GET /v1/jobs/{job_id}/events?after={place}, or GET /v1/jobs/{job_id}"
-    )
+        else:
+            yield event(JobDocument.of(job), name="end", event_id=str(place))
 
 
 async def _text_rule(gateway: Gateway, job: Job) -> TextRule | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from fastapi import Request
@@ -15,6 +15,7 @@ from services.gateway.admission import Room
 from services.gateway.context import Gateway
 from services.gateway.errors import NotJson
 from services.gateway.http.json_body import check_fields, decoded_bytes
+from shardline.base.clock import monotonic_s
 
 JSON = "application/json"
 LARGE_BYTES = 8 << 10
@@ -34,6 +35,7 @@ class RequestBody:
     room: Room
     is_large: bool = False
     """Whether work on it may hold others up."""
+    began_s: float = field(default_factory=monotonic_s)
 
     def __post_init__(self) -> None:
         self.is_large |= len(self.data) >= LARGE_BYTES

@@ -3,7 +3,7 @@ jobs."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 from uuid import UUID
@@ -14,6 +14,7 @@ from opentelemetry.trace import SpanKind
 
 from services.gateway.context import Gateway
 from services.gateway.errors import Forbidden
+from services.gateway.grammar_turns import has_grammar
 from services.gateway.guard import Caller
 from services.gateway.http.json_body import Document, read_object
 from services.gateway.openai.bodies import (
@@ -27,7 +28,7 @@ from shardline.base.errors import Invalid
 from shardline.base.trace_context import is_traceparent
 from shardline.contract.ids import new_id
 from shardline.contract.job import ALL_THAT_FIT, JobRequest
-from shardline.store.inserts import EncodedRequest, Tokenized, encode_choices, encode_request
+from shardline.store.inserts import EncodedRequest, Tokenized, encode_choices
 from shardline_server import genai
 from shardline_server.failpoints import Point, failpoint
 from shardline_server.tokenize import PreparedPrompt, RegisteredModel
@@ -36,9 +37,6 @@ from shardline_server.tracing import JobTrace, TracedPhase, Tracer
 RequestT_co = TypeVar("RequestT_co", bound=JobRequest, covariant=True)
 Parse = Callable[[Document], RequestT_co]
 ParseChoices = Callable[[Document], tuple[RequestT_co, ...]]
-Complete = Callable[[RequestT_co], Awaitable[RequestT_co]]
-"""Adds to a parsed request what its rows have."""
-Encode = Callable[[RequestT_co, Tokenized], EncodedRequest]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,30 +54,13 @@ class AcceptedJob(Generic[RequestT_co]):
 
 
 async def submit(
-    gateway: Gateway,
-    request: Request,
-    caller: Caller,
-    parse: Parse[RequestT_co],
-    *,
-    complete: Complete[RequestT_co] | None = None,
-    encode: Encode[RequestT_co] = encode_request,
+    gateway: Gateway, request: Request, caller: Caller, parse: Parse[RequestT_co]
 ) -> AcceptedJob[RequestT_co]:
     """Store a job of the caller's tenant. Raises Invalid, Forbidden, Conflict, Overloaded,
     Unavailable; then either nothing was stored or a repeat with the same id is safe."""
-    began_s = monotonic_s()
     async with request_body(gateway, request) as body:
-        (job,) = await read_jobs(body, request, caller, lambda document: (parse(document),))
-        if complete is not None and (completed := await complete(job)) is not job:
-            job = completed
-            # What was added may be long, however short the body is.
-            body.is_large = True
-        (accepted,) = await _store(
-            gateway,
-            body,
-            (job,),
-            lambda jobs, prepared: encode(jobs[0], _tokenized(prepared[0])),
-        )
-    _trace(gateway.tracer, [accepted], began_s)
+        jobs = await read_jobs(body, request, caller, lambda document: (parse(document),))
+        (accepted,) = await store_jobs(gateway, body, jobs, _encode_choices)
     return accepted
 
 
@@ -87,13 +68,12 @@ async def submit_choices(
     gateway: Gateway, request: Request, caller: Caller, parse: ParseChoices[RequestT_co]
 ) -> tuple[AcceptedJob[RequestT_co], ...]:
     """Store a request's choices, all of them or none, each as a job: as `submit`."""
-    began_s = monotonic_s()
     async with request_body(gateway, request) as body:
         jobs = await read_jobs(body, request, caller, parse)
-        gateway.admission.take_places(request, caller.tenant, len(jobs))
-        accepted = await _store(gateway, body, jobs, _encode_choices)
-    _trace(gateway.tracer, accepted, began_s)
-    return accepted
+        first = jobs[0]
+        field = "n" if isinstance(first, OpenAiRequest) and first.n > 1 else "prompt"
+        gateway.admission.take_places(request, caller.tenant, len(jobs), field=field)
+        return await store_jobs(gateway, body, jobs, _encode_choices)
 
 
 async def read_jobs(
@@ -103,13 +83,13 @@ async def read_jobs(
     return await body.run(_parse, body.data, request, caller, parse)
 
 
-async def _store(
+async def store_jobs(
     gateway: Gateway,
     body: RequestBody,
     jobs: tuple[RequestT_co, ...],
-    encode: Callable[[Sequence[RequestT_co], Sequence[PreparedPrompt]], EncodedRequest],
+    encode: Callable[[Sequence[RequestT_co], Sequence[Tokenized]], EncodedRequest],
 ) -> tuple[AcceptedJob[RequestT_co], ...]:
-    """Store jobs of one model, all of them or none."""
+    """Store jobs of one model, all of them or none. Raises what `submit` raises."""
     is_named = jobs[0].id is not None or jobs[0].idempotency_key is not None
     model = await gateway.catalog.get(jobs[0].address)
     jobs = tuple(
@@ -117,14 +97,15 @@ async def _store(
         for job in jobs
     )
     # A grammar may take a second to judge, and several prompts add up.
-    body.is_large |= len(jobs) > 1 or _has_grammar(jobs[0])
-    prepared = await body.run(_prepare_all, model, jobs)
-    encoded = await body.run(encode, jobs, prepared)
+    body.is_large |= len(jobs) > 1 or has_grammar(jobs[0].params())
+    async with gateway.grammar_turns.take(model, jobs[0]):
+        prepared = await body.run(_prepare_all, model, jobs)
+    encoded = await body.run(encode, jobs, [(one.prompt_ids, one.max_tokens) for one in prepared])
     if len(jobs) > 1:
         body.room.add_decoded(encoded.num_bytes)
     stored = await gateway.insert_batcher.insert(model.name, encoded)
     failpoint(Point.GATEWAY_INSERTED)
-    return tuple(
+    accepted = tuple(
         AcceptedJob(
             job_id=job_id,
             is_new=stored.is_new,
@@ -135,22 +116,13 @@ async def _store(
         )
         for job_id, job, one in zip((stored.job_id, *stored.others), jobs, prepared, strict=True)
     )
+    _trace(gateway.tracer, accepted, body.began_s)
+    return accepted
 
 
-def _has_grammar(job: JobRequest) -> bool:
-    params = job.params()
-    return params.structured_outputs is not None or bool(params.tools)
-
-
-def _encode_choices(
-    jobs: Sequence[JobRequest], prepared: Sequence[PreparedPrompt]
-) -> EncodedRequest:
+def _encode_choices(jobs: Sequence[JobRequest], tokenized: Sequence[Tokenized]) -> EncodedRequest:
     stored = jobs[0].stored if isinstance(jobs[0], OpenAiRequest) else None
-    return encode_choices(jobs, [_tokenized(one) for one in prepared], stored=stored)
-
-
-def _tokenized(prepared: PreparedPrompt) -> Tokenized:
-    return prepared.prompt_ids, prepared.max_tokens
+    return encode_choices(jobs, tokenized, stored=stored)
 
 
 def _trace(tracer: Tracer, accepted: Sequence[AcceptedJob[JobRequest]], began_s: float) -> None:

@@ -77,7 +77,9 @@ OFF_THE_PATH = {
         shardline/contract/structured_output shardline_server/tokenize/grammar
         shardline_server/tokenize/grammar_judge shardline_server/tokenize/grammar_load
         shardline_server/tokenize/grammar_trial shardline_server/tokenize/reply_grammar
+        gateway/grammar_turns
     """,
+    "for a long answer": """gateway/event_loop""",
     "for a chat, not for a prompt": """
         shardline_server/tokenize/chat_format stage/jobs/chat_replies
     """,

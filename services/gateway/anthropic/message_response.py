@@ -5,9 +5,9 @@ A caller who disconnects cancels the job by the rule of OpenAI's routes.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
 from typing import Any
 
 import structlog
@@ -26,6 +26,7 @@ from services.gateway.errors import (
     respond,
     status_of,
 )
+from services.gateway.event_loop import num_named_of, off_loop
 from services.gateway.http.sse import EventStream, event
 from services.gateway.openai.completion_response import (
     abandon,
@@ -42,9 +43,6 @@ from shardline.contract.job import FinishReason, JobState
 log = structlog.get_logger(__name__)
 
 AcceptedMessage = AcceptedJob[MessageRequest]
-
-MAX_TOKENS_AT_ONCE = 1_000
-"""Output tokens that are searched for a stop sequence on the event loop: a few milliseconds."""
 
 
 async def message(gateway: Gateway, request: Request, accepted: AcceptedMessage) -> Response:
@@ -68,12 +66,8 @@ async def message(gateway: Gateway, request: Request, accepted: AcceptedMessage)
         if job is None:
             response = Response(status_code=CLIENT_CLOSED_REQUEST)
         else:
-            result = result_of(job)
-            is_short = len(result.token_ids) <= MAX_TOKENS_AT_ONCE
-            answer = (
-                parts.whole(result) if is_short else await asyncio.to_thread(parts.whole, result)
-            )
-            response = json_response(answer)
+            answer = partial(parts.whole, result_of(job))
+            response = json_response(await off_loop(answer, num_named_of(job.result)))
     except ShardlineError as error:
         response = respond(error)
     response.headers.update(headers)
@@ -117,7 +111,7 @@ async def _events(
         if num_output == 0:
             gateway.metrics.first_token_seconds.observe(now_s - began_s)
         num_output += len(delta.ids)
-        for one in events.push(delta):
+        for one in await off_loop(partial(events.push, delta), len(delta.ids)):
             yield one
         if delta.state is not None:
             if delta.state != JobState.SUCCEEDED:

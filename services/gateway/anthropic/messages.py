@@ -3,20 +3,23 @@ transport."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
 import msgspec
+from msgspec.structs import replace
 
 from services.gateway.anthropic import answers
 from services.gateway.anthropic.requests import MessageRequest
 from services.gateway.openai.reply_reader import ReplyReader
-from shardline.contract.chat import Reply, ReplyDelta
-from shardline.contract.job import FinishReason, Result, Usage
+from shardline.contract.chat import ReplyDelta
+from shardline.contract.job import FinishReason, JobState, Result, Usage
 from shardline.contract.wire import Delta
 from shardline_server.tokenize import CompletionText, Tokens
+
+BlockText = answers.TextDelta | answers.ThinkingDelta | answers.InputDelta
 
 INVALID_JSON = "INVALID_JSON"
 """The key that Anthropic names for an input that is no JSON object, such as one that was cut."""
@@ -36,12 +39,11 @@ class MessageParts:
 
     def whole(self, result: Result) -> answers.MessageAnswer:
         """The answer to a request that does not stream."""
-        reply = self._reply(result)
-        text = self.stop_text()
-        if text is not None:
-            text.say(result.token_ids)
-        end = self.end(result.finish_reason, text, has_calls=bool(reply.tool_calls))
-        return self._answer(_blocks(reply), result.usage, end)
+        events = MessageEvents(self)
+        state = JobState.SUCCEEDED
+        all_of_it = Delta(fence=0, start=0, ids=result.token_ids, text=result.text, state=state)
+        blocks = _blocks(events.push(all_of_it))
+        return self._answer(blocks, result.usage, events.why_ended(result.finish_reason))
 
     def opening(self) -> answers.MessageAnswer:
         """The message before its first token."""
@@ -82,12 +84,6 @@ class MessageParts:
         parser = self.tokens.chat.parser(params, self.job_id, self.prompt_ids)
         return ReplyReader(parser, with_reasoning=params.include_reasoning)
 
-    def _reply(self, result: Result) -> Reply:
-        params = self.request.params()
-        reply = self.tokens.chat.reply(result.text, params, self.job_id, self.prompt_ids)
-        shows_all = params.include_reasoning
-        return reply if shows_all else msgspec.structs.replace(reply, reasoning=None)
-
     def _answer(
         self, blocks: list[answers.Block], usage: Usage, end: answers.MessageEnd | None
     ) -> answers.MessageAnswer:
@@ -118,20 +114,21 @@ class MessageEvents:
         yield answers.MessageStart(message=self._parts.opening())
         yield answers.Ping()
 
-    def push(self, delta: Delta) -> Iterator[answers.MessageEvent]:
+    def push(self, delta: Delta) -> list[answers.MessageEvent]:
         """Return the events of new tokens."""
         if self._text is not None:
             self._text.say(delta.ids)
-        yield from self._told(self._reader.read(delta))
+        parts = self._reader.parts(delta.text, is_last=delta.state is not None)
+        return [event for part in parts for event in self._events_of(part)]
 
-    def _told(self, said: ReplyDelta) -> Iterator[answers.MessageEvent]:
-        if said.reasoning:
+    def _events_of(self, part: ReplyDelta) -> Iterator[answers.MessageEvent]:
+        if part.reasoning:
             yield from self._block("thinking", answers.ThinkingBlock(thinking=""))
-            yield self._delta(answers.ThinkingDelta(thinking=said.reasoning))
-        if said.content:
+            yield self._delta(answers.ThinkingDelta(thinking=part.reasoning))
+        if part.content:
             yield from self._block("text", answers.TextBlock(text=""))
-            yield self._delta(answers.TextDelta(text=said.content))
-        for call in said.tool_calls:
+            yield self._delta(answers.TextDelta(text=part.content))
+        for call in part.tool_calls:
             block = answers.ToolUseBlock(id=call.id or "", name=call.name or "", input={})
             yield from self._block(call.index, block)
             if call.arguments:
@@ -140,9 +137,13 @@ class MessageEvents:
     def end(self, reason: FinishReason, usage: Usage) -> Iterator[answers.MessageEvent]:
         """Return what follows the last token."""
         yield from self._close()
-        end = self._parts.end(reason, self._text, has_calls=self._reader.has_calls)
+        end = self.why_ended(reason)
         yield answers.MessageDelta(delta=end, usage=answers.MessageUsage.of(usage))
         yield answers.MessageStop()
+
+    def why_ended(self, reason: FinishReason) -> answers.MessageEnd:
+        """Return why the message ends, once all its tokens were pushed."""
+        return self._parts.end(reason, self._text, has_calls=self._reader.has_calls)
 
     def _block(self, holds: str | int, empty: answers.Block) -> Iterator[answers.MessageEvent]:
         """Begin a block, unless the open one holds the same."""
@@ -158,22 +159,35 @@ class MessageEvents:
             self._num_blocks += 1
             self._open = None
 
-    def _delta(
-        self, delta: answers.TextDelta | answers.ThinkingDelta | answers.InputDelta
-    ) -> answers.MessageEvent:
+    def _delta(self, delta: BlockText) -> answers.MessageEvent:
         return answers.BlockDelta(index=self._num_blocks, delta=delta)
 
 
-def _blocks(reply: Reply) -> list[answers.Block]:
-    blocks: list[answers.Block] = []
-    if reply.reasoning:
-        blocks.append(answers.ThinkingBlock(thinking=reply.reasoning))
-    if reply.content:
-        blocks.append(answers.TextBlock(text=reply.content))
-    for call in reply.tool_calls:
-        given = _input(call.function.arguments)
-        blocks.append(answers.ToolUseBlock(id=call.id, name=call.function.name, input=given))
-    return blocks
+def _blocks(events: Iterable[answers.MessageEvent]) -> list[answers.Block]:
+    """Returns the blocks that a stream with these events has."""
+    begun: list[answers.Block] = []
+    texts: list[list[str]] = []
+    for event in events:
+        if isinstance(event, answers.BlockStart):
+            begun.append(event.content_block)
+            texts.append([])
+        elif isinstance(event, answers.BlockDelta):
+            texts[-1].append(_text_of(event.delta))
+    return [_whole_block(*pair) for pair in zip(begun, map("".join, texts), strict=True)]
+
+
+def _text_of(delta: BlockText) -> str:
+    if isinstance(delta, answers.TextDelta):
+        return delta.text
+    return delta.thinking if isinstance(delta, answers.ThinkingDelta) else delta.partial_json
+
+
+def _whole_block(empty: answers.Block, text: str) -> answers.Block:
+    if isinstance(empty, answers.TextBlock):
+        return replace(empty, text=text)
+    if isinstance(empty, answers.ThinkingBlock):
+        return replace(empty, thinking=text)
+    return replace(empty, input=_input(text))
 
 
 def _input(arguments: str) -> dict[str, Any]:

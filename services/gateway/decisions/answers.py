@@ -89,7 +89,9 @@ async def _store(gateway: Gateway, request: Request, caller: Caller) -> Accepted
         (asked,) = await read_jobs(
             body, request, caller, lambda document: (decision_request(document),)
         )
-        gateway.admission.take_places(request, caller.tenant, len(asked.questions))
+        gateway.admission.take_places(
+            request, caller.tenant, len(asked.questions), field="questions"
+        )
         body.room.add_decoded(len(body.data) * len(asked.questions))
         model = await gateway.catalog.get(asked.address)
         encoded = await asyncio.to_thread(_encoded, model, question_jobs(asked))

@@ -3,13 +3,13 @@ they share its KV."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
 
 from services.gateway.decisions.bodies import DecisionRequest
+from services.gateway.field_names import renaming
 from services.gateway.http.json_body import Document
 from shardline.base.errors import Invalid
 from shardline.contract.ids import new_id
@@ -57,19 +57,9 @@ def question_jobs(request: DecisionRequest) -> list[JobRequest]:
     return jobs
 
 
-@contextmanager
-def naming(place: int) -> Iterator[None]:
+def naming(place: int) -> AbstractContextManager[None]:
     """Names the fields of errors as the body of the request has them: `questions[3].levels`."""
-    try:
-        yield
-    except Invalid as error:
-        name, dot, rest = error.field.partition(".")
-        if name == "question":
-            error.field = f"questions[{place}]{dot}{rest}"
-        elif name in ("prompt", "messages"):
-            error.field = "input"
-        error.args = (f"{error.field}: {error.problem}. {error.remedy}",)
-        raise
+    return renaming({"question": f"questions[{place}]", "prompt": "input", "messages": "input"})
 
 
 def _message(item: Any, field: str) -> Any:

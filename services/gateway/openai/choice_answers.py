@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from services.gateway.bodies import CompletionUsage
 from services.gateway.context import Gateway
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, body_of, json_response, respond
+from services.gateway.event_loop import num_named_of, off_loop
 from services.gateway.http.sse import DONE, KEEP_ALIVE, EventStream, event
 from services.gateway.openai.bodies import ChatCompletion, Completion, OpenAiRequest
 from services.gateway.openai.completion_response import (
@@ -57,11 +58,14 @@ async def complete_choices(
         return EventStream(events, headers=headers, on_disconnect=lambda: abandon(gateway, choices))
     try:
         jobs = await wait_for_ends(gateway, request, choices)
-        response = (
-            Response(status_code=CLIENT_CLOSED_REQUEST)
-            if jobs is None
-            else json_response(whole_choices(builders, jobs, choices[0].request.n))
-        )
+        if jobs is None:
+            response = Response(status_code=CLIENT_CLOSED_REQUEST)
+        else:
+            n = choices[0].request.n
+            num_tokens = sum(num_named_of(job.result) for job in jobs)
+            response = await off_loop(
+                lambda: json_response(whole_choices(builders, jobs, n)), num_tokens
+            )
     except ShardlineError as error:
         response = respond(error)
     response.headers.update(headers)

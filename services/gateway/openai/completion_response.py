@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -27,6 +28,7 @@ from services.gateway.errors import (
     json_response,
     respond,
 )
+from services.gateway.event_loop import num_named, num_named_of, off_loop
 from services.gateway.http.sse import DONE, KEEP_ALIVE, EventStream, disconnected, event
 from services.gateway.openai.bodies import AnswerHead, ChatCompletion, Completion, OpenAiRequest
 from services.gateway.openai.reply_reader import NOTHING
@@ -60,12 +62,12 @@ async def complete(
             events, headers=headers, on_disconnect=lambda: abandon(gateway, [accepted])
         )
     try:
-        jobs = await wait_for_ends(gateway, request, [accepted])
-        response = (
-            Response(status_code=CLIENT_CLOSED_REQUEST)
-            if jobs is None
-            else json_response(whole(responses, *jobs))
-        )
+        job = await ended_job(gateway, request, accepted)
+        if job is None:
+            response = Response(status_code=CLIENT_CLOSED_REQUEST)
+        else:
+            num_tokens = num_named_of(job.result)
+            response = await off_loop(lambda: json_response(whole(responses, job)), num_tokens)
     except ShardlineError as error:
         response = respond(error)
     response.headers.update(headers)
@@ -124,12 +126,12 @@ async def chunks(
     keep_alive_s = gateway.settings.http_keep_alive_s
     num_output = 0
     texts = responses.logprob_texts()
-    reply = responses.reply_reader()
+    reader = responses.reply_reader()
     if (opening := responses.opening_chunk()) is not None:
         yield event(responses.counted(opening, num_output))
     text_rule = accepted.model.tokens.text_rule
-    reader = gateway.client.reader
-    async for deltas in reader.follow(accepted.job_id, text_rule=text_rule, tick_s=keep_alive_s):
+    follow = gateway.client.reader.follow
+    async for deltas in follow(accepted.job_id, text_rule=text_rule, tick_s=keep_alive_s):
         now_s = time.monotonic()
         if gateway.stopping.is_set() and not any(delta.state for delta in deltas):
             raise Stopping(accepted.job_id)
@@ -143,15 +145,17 @@ async def chunks(
         if num_output == 0:
             gateway.metrics.first_token_seconds.observe(now_s - began_s)
         has_ids = bool(delta.ids) and accepted.request.return_token_ids
-        said = reply.read(delta)
+        num_tokens = num_named(delta.ids, delta.logprobs)
+        reply = await off_loop(partial(reader.read, delta), num_tokens)
         num_output += len(delta.ids)
-        if said != NOTHING or texts.new(delta) is not None or has_ids:
-            yield event(responses.counted(responses.chunk(delta, texts, said), num_output))
+        if reply != NOTHING or texts.new(delta) is not None or has_ids:
+            chunk = partial(responses.chunk, delta, texts, reply)
+            yield event(responses.counted(await off_loop(chunk, num_tokens), num_output))
         if delta.state is not None:
             if delta.state != JobState.SUCCEEDED:
                 raise await why(gateway, accepted.job_id)
             reason = FinishReason(delta.finish_reason or FinishReason.STOP)
-            final = responses.final_chunk(reason, has_calls=reply.has_calls)
+            final = responses.final_chunk(reason, has_calls=reader.has_calls)
             yield event(responses.counted(final, num_output))
             if accepted.request.stream_options.include_usage:
                 yield await committed_usage(gateway, accepted, num_output)

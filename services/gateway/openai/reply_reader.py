@@ -1,12 +1,10 @@
-"""What the deltas of one stream say, in order. Knows no form of an answer."""
+"""Reads the deltas of one stream as a reply. Knows no form of an answer."""
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from shardline.contract.chat import ReplyDelta
 from shardline.contract.wire import Delta
-from shardline_server.replies import ReplyParser
+from shardline_server.replies import ReplyParser, merged
 
 NOTHING = ReplyDelta()
 
@@ -18,19 +16,19 @@ class ReplyReader:
         self._parser = parser
         self._with_reasoning = with_reasoning
         self.has_calls = False
-        """Whether a call was told."""
+        """Whether a call has come."""
 
     def read(self, delta: Delta) -> ReplyDelta:
         """Returns what this delta's text settles; the last one settles all."""
         if self._parser is None:
             return ReplyDelta(content=delta.text)
-        said = self._parser.push(delta.text)
-        if delta.state is not None:
-            rest = self._parser.end()
-            said = ReplyDelta(
-                content=said.content + rest.content,
-                reasoning=said.reasoning + rest.reasoning,
-                tool_calls=said.tool_calls + rest.tool_calls,
-            )
-        self.has_calls = self.has_calls or bool(said.tool_calls)
-        return said if self._with_reasoning else replace(said, reasoning="")
+        return merged(self.parts(delta.text, is_last=delta.state is not None))
+
+    def parts(self, text: str, *, is_last: bool) -> list[ReplyDelta]:
+        """Returns what this text settles, in order: each delta has one kind. Needs a parser."""
+        assert self._parser is not None
+        found = self._parser.push_parts(text)
+        if is_last:
+            found += self._parser.end_parts()
+        self.has_calls = self.has_calls or any(part.tool_calls for part in found)
+        return [part for part in found if self._with_reasoning or not part.reasoning]

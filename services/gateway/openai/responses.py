@@ -38,8 +38,8 @@ class LogprobTexts:
         """Returns those with settled texts; one with a character that may still become whole waits
         for it, or for the end."""
         self._waiting.extend(logprobs)
-        told = self._texts.push([entry.token_id for entry in logprobs], is_end=is_end)
-        return [(self._waiting.popleft(), token) for token in told]
+        settled = self._texts.push([entry.token_id for entry in logprobs], is_end=is_end)
+        return [(self._waiting.popleft(), token) for token in settled]
 
     def new(self, delta: Delta) -> Sequence[TokenLogprob] | None:
         """Those of this delta's chunk beside what waits; None if the chunk has none at all."""
@@ -67,7 +67,7 @@ class ResponseParts:
         return LogprobTexts(self.tokens.token_texts(self.request.params(), self.prompt_ids))
 
     def reply_reader(self) -> ReplyReader:
-        """What the chunks of one stream say; of a prompt's completion, its text."""
+        """Returns what parses the text of one stream; of a prompt's completion, all is content."""
         return ReplyReader(None)
 
     def final_chunk(self, reason: FinishReason, *, has_calls: bool = False) -> msgspec.Struct:
@@ -135,10 +135,10 @@ class CompletionResponses(ResponseParts):
             return request.prompt
         return self.tokens.text_of(self.prompt_ids, request.params())
 
-    def chunk(self, delta: Delta, texts: LogprobTexts, said: ReplyDelta) -> msgspec.Struct:
+    def chunk(self, delta: Delta, texts: LogprobTexts, reply: ReplyDelta) -> msgspec.Struct:
         """A chunk of new tokens; `texts` has had those of the chunks before."""
         logprobs = _text_logprobs(texts.new(delta), texts, is_end=delta.state is not None)
-        return self._chunk(delta.ids, text=said.content, logprobs=logprobs)
+        return self._chunk(delta.ids, text=reply.content, logprobs=logprobs)
 
 
 class ChatResponses(ResponseParts):
@@ -167,7 +167,7 @@ class ChatResponses(ResponseParts):
         return bodies.ChatCompletion(**head, choices=[choice], usage=usage)
 
     def _message(self, reply: Reply) -> bodies.AssistantMessage:
-        reasoning = self._told(reply.reasoning)
+        reasoning = self._shown_reasoning(reply.reasoning)
         return bodies.AssistantMessage(
             role="assistant",
             content=reply.content or (None if reply.tool_calls else ""),
@@ -177,11 +177,11 @@ class ChatResponses(ResponseParts):
             tool_calls=reply.tool_calls or UNSET,
         )
 
-    def _told(self, reasoning: str | None) -> str | UnsetType:
+    def _shown_reasoning(self, reasoning: str | None) -> str | UnsetType:
         return reasoning if reasoning and self.request.include_reasoning else UNSET
 
     def reply_reader(self) -> ReplyReader:
-        """What the chunks of one stream say."""
+        """Returns what parses the text of one stream."""
         params = self.request.params()
         return ReplyReader(
             self.tokens.chat.parser(params, self.job_id, self.prompt_ids),
@@ -193,17 +193,17 @@ class ChatResponses(ResponseParts):
         opening = self._chunk(delta=bodies.ChatDelta(role="assistant", content=""))
         return replace(opening, prompt_token_ids=self._asked(self.prompt_ids))
 
-    def chunk(self, delta: Delta, texts: LogprobTexts, said: ReplyDelta) -> msgspec.Struct:
+    def chunk(self, delta: Delta, texts: LogprobTexts, reply: ReplyDelta) -> msgspec.Struct:
         """A chunk of new tokens; `texts` has had those of the chunks before."""
         logprobs = _chat_logprobs(texts.new(delta), texts, is_end=delta.state is not None)
-        reasoning = self._told(said.reasoning)
-        told = bodies.ChatDelta(
-            content=said.content or UNSET,
+        reasoning = self._shown_reasoning(reply.reasoning)
+        chat_delta = bodies.ChatDelta(
+            content=reply.content or UNSET,
             reasoning=reasoning,
             reasoning_content=reasoning,
-            tool_calls=tuple(_call_delta(call) for call in said.tool_calls) or UNSET,
+            tool_calls=tuple(_call_delta(call) for call in reply.tool_calls) or UNSET,
         )
-        return self._chunk(delta.ids, delta=told, logprobs=logprobs)
+        return self._chunk(delta.ids, delta=chat_delta, logprobs=logprobs)
 
 
 def _finish_reason(reason: FinishReason, *, has_calls: bool) -> bodies.ChatFinishReason:
@@ -235,9 +235,9 @@ def _chat_logprobs(
 
 
 def content_logprobs(
-    told: Iterable[tuple[TokenLogprob, TokenText]], texts: LogprobTexts
+    entries: Iterable[tuple[TokenLogprob, TokenText]], texts: LogprobTexts
 ) -> list[bodies.ContentLogprob]:
-    """Log-probabilities with the texts that `texts` has told, as chats show them."""
+    """Log-probabilities with the texts of their tokens, from `texts`, as chats show them."""
     return [
         bodies.ContentLogprob(
             token=token.text,
@@ -250,7 +250,7 @@ def content_logprobs(
                 for token_id, value in entry.top
             ],
         )
-        for entry, token in told
+        for entry, token in entries
     ]
 
 
@@ -259,12 +259,12 @@ def _text_logprobs(
 ) -> bodies.TextLogprobs | None:
     if logprobs is None:
         return None
-    told = texts.push(logprobs, is_end=is_end)
+    entries = texts.push(logprobs, is_end=is_end)
     return bodies.TextLogprobs(
-        tokens=[token.text for _, token in told],
-        token_logprobs=[entry.logprob for entry, _ in told],
-        top_logprobs=[_likeliest(entry, token.text, texts) for entry, token in told],
-        text_offset=[token.offset for _, token in told],
+        tokens=[token.text for _, token in entries],
+        token_logprobs=[entry.logprob for entry, _ in entries],
+        top_logprobs=[_likeliest(entry, token.text, texts) for entry, token in entries],
+        text_offset=[token.offset for _, token in entries],
     )
 
 

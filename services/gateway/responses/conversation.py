@@ -32,6 +32,7 @@ from shardline.contract.chat import FunctionCall, Message, ToolCall
 ASSISTANT = "assistant"
 SYSTEM = "system"
 TOOL = "tool"
+USER = "user"
 
 AnyItem = InputItem | OutputItem
 
@@ -64,14 +65,22 @@ def check_outputs(messages: Sequence[Message]) -> None:
             raise Invalid("input", problem, "Send the function_call too, before its output")
 
 
-def without_oldest(messages: Sequence[Message], num_left_out: int) -> tuple[Message, ...]:
-    """The conversation without so many of its oldest messages, instructions apart. Outputs of calls
-    that are left out go with them."""
-    head = tuple(messages[:1]) if messages and messages[0].role == SYSTEM else ()
-    rest = list(messages[len(head) + num_left_out :])
-    while rest and rest[0].role == TOOL:
-        del rest[0]
-    return (*head, *rest)
+def beginnings(messages: Sequence[Message]) -> list[int]:
+    """Places where a shorter conversation may begin, the whole one first: behind the instructions,
+    and before each later message of the user. So a template finds turns in their order, and each
+    output its call."""
+    first = _num_instructions(messages)
+    later = [place for place in range(first + 1, len(messages)) if messages[place].role == USER]
+    return [first, *later]
+
+
+def from_place(messages: Sequence[Message], place: int) -> tuple[Message, ...]:
+    """The instructions, and the conversation from a place on."""
+    return (*messages[: _num_instructions(messages)], *messages[place:])
+
+
+def _num_instructions(messages: Sequence[Message]) -> int:
+    return int(bool(messages) and messages[0].role == SYSTEM)
 
 
 def listed(job_id: UUID, items: Sequence[InputItem]) -> list[ListedItem]:

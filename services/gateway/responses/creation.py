@@ -7,6 +7,7 @@ repeated, as with completions.
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import partial
 from uuid import UUID
@@ -17,16 +18,28 @@ from msgspec.structs import replace
 
 from services.gateway.context import Gateway
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, PreviousNotFound, json_response
+from services.gateway.field_names import renaming
 from services.gateway.guard import Caller
 from services.gateway.http.sse import EventStream
 from services.gateway.openai.completion_response import abandon, ended_job
+from services.gateway.patient_reading import read_patiently
 from services.gateway.request_body import request_body
 from services.gateway.responses.answers import PREFIX, ResponseAnswers, response_id
-from services.gateway.responses.conversation import check_outputs, messages_of, without_oldest
-from services.gateway.responses.requests import ResponseRequest, items_of, response_request
+from services.gateway.responses.conversation import (
+    beginnings,
+    check_outputs,
+    from_place,
+    messages_of,
+)
+from services.gateway.responses.requests import (
+    ResponseRequest,
+    field_names,
+    items_of,
+    response_request,
+)
 from services.gateway.responses.response_events import response_events, whole
-from services.gateway.submit import read_jobs, submit
-from shardline.base.errors import Conflict, ContextExceeded, Invalid, NotFound
+from services.gateway.submit import AcceptedJob, read_jobs, store_jobs
+from shardline.base.errors import Conflict, ContextExceeded, Invalid, NotFound, Unavailable
 from shardline.contract.chat import Message
 from shardline.contract.ids import parse_id
 from shardline.contract.job import address_of
@@ -40,12 +53,14 @@ PREVIOUS = "previous_response_id"
 async def create(gateway: Gateway, request: Request, caller: Caller) -> Response:
     """Store a response with its job, and answer: at once in the background, else with its events or
     its end."""
-    complete = partial(with_conversation, gateway)
-    accepted = await submit(
-        gateway, request, caller, response_request, complete=complete, encode=_encode
-    )
-    row = await _row(gateway, accepted.job_id)
+    accepted = await _submit(gateway, request, caller)
     asked = accepted.request.asked
+    try:
+        row = await _row(gateway, accepted.job_id)
+    except Unavailable:
+        # Its caller gets this error, and no id to ask for it.
+        await abandon(gateway, [accepted])
+        raise
     headers = {"x-request-id": response_id(accepted.job_id)}
     if asked.stream:
         answers = ResponseAnswers(row=row, tokens=accepted.model.tokens)
@@ -74,6 +89,21 @@ async def count_input(gateway: Gateway, request: Request, caller: Caller) -> int
         return len(await body.run(model.tokens.chat_ids, messages, asked.params()))
 
 
+async def _submit(
+    gateway: Gateway, request: Request, caller: Caller
+) -> AcceptedJob[ResponseRequest]:
+    async with request_body(gateway, request) as body:
+        (parsed,) = await read_jobs(
+            body, request, caller, lambda document: (response_request(document),)
+        )
+        with renaming(field_names(parsed.asked)):
+            completed = await with_conversation(gateway, parsed)
+            # What was added may be long, however short the body is.
+            body.is_large |= completed is not parsed
+            (accepted,) = await store_jobs(gateway, body, (completed,), _encode)
+    return accepted
+
+
 async def with_conversation(gateway: Gateway, request: ResponseRequest) -> ResponseRequest:
     """The request with all that its model reads: the conversation that it goes on with, and of a
     long one, with truncation, the newest part. Raises Invalid."""
@@ -86,17 +116,24 @@ async def with_conversation(gateway: Gateway, request: ResponseRequest) -> Respo
     check_outputs(messages)
     if request.asked.truncation == "auto":
         model = await gateway.catalog.get(request.address)
-        messages = await asyncio.to_thread(_fitting, model.tokens, request, messages)
+        messages = await asyncio.to_thread(fitting, model.tokens, request, messages)
     return request if messages is own else replace(request, messages=messages)
 
 
 async def stored_answers(gateway: Gateway, text: str, caller: Caller) -> ResponseAnswers:
-    """A stored response of the caller's tenant. Raises NotFound, and Invalid for what is no id."""
+    """A stored response of the caller's tenant, to be answered with. Raises what `stored_row`
+    raises, and UnknownModel where its model is not registered."""
+    return await _answers(gateway, await stored_row(gateway, text, caller))
+
+
+async def stored_row(gateway: Gateway, text: str, caller: Caller) -> ResponseRow:
+    """The row of a stored response of the caller's tenant. Raises NotFound, and Invalid for what is
+    no id."""
     job_id = parse_id(text.removeprefix(PREFIX), "response_id")
     row = await gateway.client.response(job_id)
     if row is None or not _is_open_to(row, caller.tenant):
         raise NotFound(f"no response has the id {response_id(job_id)}")
-    return await _answers(gateway, row)
+    return row
 
 
 async def _answers(gateway: Gateway, row: ResponseRow) -> ResponseAnswers:
@@ -131,31 +168,27 @@ async def _before(gateway: Gateway, text: str, tenant: str) -> tuple[Message, ..
     return (*messages[num_first:], *messages_of(document.output))
 
 
-def _fitting(
+def fitting(
     tokens: Tokens, request: ResponseRequest, messages: Sequence[Message]
 ) -> tuple[Message, ...]:
-    """The longest end of the conversation that leaves room for the output. Raises Invalid if not
-    even the last message does."""
-    num_fewest = 0
-    num_most = len(messages) - 1
-    while num_fewest < num_most:
-        num_tried = (num_fewest + num_most) // 2
-        if _fits(tokens, request, without_oldest(messages, num_tried)):
-            num_most = num_tried
-        else:
-            num_fewest = num_tried + 1
-    return without_oldest(messages, num_fewest)
+    """The longest end of the conversation that leaves room for the output; the shortest, which is
+    refused later, where none does. Raises Invalid."""
+    params = request.params()
+
+    def fits(place: int) -> bool:
+        try:
+            num_prompt = len(tokens.chat_ids(from_place(messages, place), params))
+        except ContextExceeded:
+            return False
+        return num_prompt + max(params.max_tokens or 1, params.min_tokens) <= tokens.longest
+
+    places = beginnings(messages)
+    longest = bisect_left(places, True, hi=len(places) - 1, key=fits)
+    return from_place(messages, places[longest])
 
 
-def _fits(tokens: Tokens, request: ResponseRequest, messages: Sequence[Message]) -> bool:
-    try:
-        tokens.prepare(messages=messages, params=request.params())
-    except ContextExceeded:
-        return False
-    return True
-
-
-def _encode(request: ResponseRequest, tokenized: Tokenized) -> EncodedResponse:
+def _encode(requests: Sequence[ResponseRequest], tokenized: Sequence[Tokenized]) -> EncodedResponse:
+    (request,) = requests
     asked = request.asked
     previous = asked.previous_response_id
     new = NewResponse(
@@ -164,12 +197,16 @@ def _encode(request: ResponseRequest, tokenized: Tokenized) -> EncodedResponse:
         input=msgspec.to_builtins(items_of(asked)),
         options=msgspec.to_builtins(asked.options()),
     )
-    return encode_response(encode_request(request, tokenized), new)
+    return encode_response(encode_request(request, *tokenized), new)
 
 
 async def _row(gateway: Gateway, job_id: UUID) -> ResponseRow:
-    """The row as it was committed: of a repeat the first one's. Raises Conflict."""
-    row = await gateway.client.response(job_id)
+    """The row as it was committed: of a repeat the first one's. Raises Conflict, and Unavailable
+    where Postgres does not come back in time."""
+    name = response_id(job_id)
+    failure = f"The response was stored: GET /v1/responses/{name}"
+    read = partial(gateway.client.response, job_id)
+    row = [found async for found in read_patiently(gateway.settings, read, failure=failure)][-1]
     if row is None:
         problem = f"job {job_id} has this id or idempotency key, and is no response any more"
         raise Conflict(f"{problem}; use a new one")

@@ -34,7 +34,7 @@ from shardline_server.tokenize import CompletionText
 
 @dataclass(slots=True, kw_only=True)
 class OpenItem:
-    """The item that is being said."""
+    """The item that is being generated."""
 
     item: OutputItem
     """As it was added, empty."""
@@ -80,8 +80,8 @@ class ResponseOutput:
             if logprobs:
                 self._settle(logprobs[place : place + 1], is_end=False)
             text, _ = self._completion.push(token_id)
-            delta = self._replies.push(text) if text else ReplyDelta()
-            self._say(delta)
+            if text:
+                self._add_parts(self._replies.push_parts(text))
         return self._take()
 
     def end(self, status: ItemStatus) -> list[events.ResponseEvent]:
@@ -89,10 +89,10 @@ class ResponseOutput:
         self._settle((), is_end=True)
         text = self._completion.flush()
         if text:
-            self._say(self._replies.push(text))
-        self._say(self._replies.end())
+            self._add_parts(self._replies.push_parts(text))
+        self._add_parts(self._replies.end_parts())
         if self._open is None and not self.items:
-            # A model that said nothing has said an empty message.
+            # No output is an empty message.
             self._begin_message()
         self._close(status, is_last=True)
         return self._take()
@@ -104,10 +104,14 @@ class ResponseOutput:
 
     def _settle(self, logprobs: Sequence[TokenLogprob], *, is_end: bool) -> None:
         if self._logprob_texts is not None:
-            told = self._logprob_texts.push(logprobs, is_end=is_end)
-            self._logprobs += content_logprobs(told, self._logprob_texts)
+            entries = self._logprob_texts.push(logprobs, is_end=is_end)
+            self._logprobs += content_logprobs(entries, self._logprob_texts)
 
-    def _say(self, delta: ReplyDelta) -> None:
+    def _add_parts(self, parts: Iterable[ReplyDelta]) -> None:
+        for part in parts:
+            self._add_part(part)
+
+    def _add_part(self, delta: ReplyDelta) -> None:
         if delta.reasoning:
             self._logprobs.clear()
         if delta.reasoning and self._with_reasoning:
@@ -120,9 +124,9 @@ class ResponseOutput:
             self._add(events.TextDelta, delta.content, logprobs=self._take_logprobs())
         for call in delta.tool_calls:
             self._logprobs.clear()
-            self._say_call(call)
+            self._add_call(call)
 
-    def _say_call(self, call: ToolCallDelta) -> None:
+    def _add_call(self, call: ToolCallDelta) -> None:
         if self._open is None or self._open.call_index != call.index:
             self._begin_call(call)
         if call.arguments:
@@ -133,7 +137,7 @@ class ResponseOutput:
         return None if self._open is None else self._open.item
 
     def _take_logprobs(self) -> list[ContentLogprob]:
-        """Those of the text that is said now; the item keeps them too."""
+        """Those of the text of this event; the item keeps them too."""
         found = self._logprobs
         self._logprobs = []
         assert self._open is not None

@@ -62,14 +62,14 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     verbosity: Literal["medium"] | None = None
 
     def structured(self) -> StructuredOutput | None:
-        """Returns what a job is told of it."""
+        """Returns it as a job has it."""
         if isinstance(self.format, SchemaFormat):
             return StructuredOutput(json=self.format.schema)
         return StructuredOutput(json_object=True) if isinstance(self.format, ObjectFormat) else None
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the model thinks. What it thought is always told in full, so a `summary` adds nothing."""
+    """How the model thinks. Its reasoning always comes whole, so a `summary` adds nothing."""
 
     effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -97,7 +97,7 @@ class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
     text: TextOptions = TextOptions()
     top_logprobs: NumLogprobs = 0
     truncation: Literal["auto", "disabled"] = "disabled"
-    """auto: the oldest items of the input are left out until the rest fits."""
+    """auto: the oldest turns of the input are left out until the rest fits."""
     user: ShortText | None = None
 
 

@@ -31,6 +31,15 @@ ELSEWHERE: Mapping[str, str] = {
 """Fields of other doors or of OpenAI's servers, and what to send in their place."""
 
 
+FIELD_NAMES: Mapping[str, str] = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Fields of a job, and what they are called here."""
+
+
 class ResponseRequest(JobRequest, frozen=True, kw_only=True):
     """A job of this door. Its messages are those of its own input until the conversation that it
     goes on with is read."""
@@ -47,13 +56,13 @@ def response_request(document: Document) -> ResponseRequest:
     own = {name: fields.pop(name) for name in [*fields] if name in ResponseFields.__struct_fields__}
     asked = _asked(own)
     fields.setdefault("priority", INTERACTIVE_PRIORITY)
-    job = parse_fields({**fields, **_told(asked)}, JobRequest)
+    job = parse_fields({**fields, **_renamed(asked)}, JobRequest)
     if job.structured_outputs is not None and asked.text.structured() is not None:
         problem = "structured_outputs says what the text must be"
         raise Invalid("text.format", problem, "Send one of the two")
     messages = messages_of(items_of(asked), instructions=asked.instructions)
-    told = {name: getattr(job, name) for name in JobRequest.__struct_fields__}
-    told |= {
+    values = {name: getattr(job, name) for name in JobRequest.__struct_fields__}
+    values |= {
         "messages": messages,
         "structured_outputs": asked.text.structured() or job.structured_outputs,
         "tools": tuple(tool.tool() for tool in asked.tools),
@@ -61,12 +70,19 @@ def response_request(document: Document) -> ResponseRequest:
         "parallel_tool_calls": asked.parallel_tool_calls,
         "reasoning_effort": asked.reasoning.effort,
     }
-    request = ResponseRequest(**told, asked=asked)
+    request = ResponseRequest(**values, asked=asked)
     check_request(request)
     if asked.background and not asked.store:
         remedy = "Leave store out, or run it in the foreground"
         raise Invalid("background", "what is not stored cannot be asked for later", remedy)
     return request
+
+
+def field_names(asked: ResponseFields) -> Mapping[str, str]:
+    """Returns the names that this request has for fields of its job."""
+    if asked.text.structured() is None:
+        return FIELD_NAMES
+    return {**FIELD_NAMES, "structured_outputs.json": "text.format.schema"}
 
 
 def items_of(asked: ResponseFields) -> tuple[InputItem, ...]:
@@ -93,8 +109,8 @@ def _typed(item: Any) -> Any:
     return {**item, "type": "message"} if is_message else item
 
 
-def _told(asked: ResponseFields) -> Document:
-    """The fields of a job that are called otherwise here."""
+def _renamed(asked: ResponseFields) -> Document:
+    """The fields of a job that have other names here."""
     found: Document = {}
     if asked.max_output_tokens is not None:
         found["max_tokens"] = asked.max_output_tokens

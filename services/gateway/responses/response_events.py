@@ -3,18 +3,18 @@ permission."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
 
 import structlog
 
 from services.gateway.context import Gateway
 from services.gateway.errors import Stopping, body_of
+from services.gateway.event_loop import num_named, num_named_of, off_loop
 from services.gateway.http.sse import DONE, KEEP_ALIVE, event
 from services.gateway.openai.completion_response import merged
+from services.gateway.patient_reading import read_patiently
 from services.gateway.responses import events
 from services.gateway.responses.answers import ResponseAnswers, response_id
 from services.gateway.responses.documents import ResponseDocument, Status
@@ -27,13 +27,7 @@ from shardline.streams import TextOf
 
 log = structlog.get_logger(__name__)
 
-Value = TypeVar("Value")
-
-MAX_AT_ONCE = 256
-"""Tokens turned to events between two looks at other tasks; more go to a thread."""
-
 EVENTS_PER_WRITE = 32
-RETRY_S = 0.5
 
 BEFORE_ALL = -1
 """The place before the first event."""
@@ -100,7 +94,8 @@ async def _numbered(
         delta = merged(deltas)
         if output.num_tokens == 0:
             gateway.metrics.first_token_seconds.observe(now_s - began_s)
-        yield await off_loop(partial(output.push, delta.ids, delta.logprobs), len(delta.ids))
+        num_tokens = num_named(delta.ids, delta.logprobs)
+        yield await off_loop(partial(output.push, delta.ids, delta.logprobs), num_tokens)
         if delta.state is not None:
             async for last in _end(gateway, answers, output):
                 yield last
@@ -143,45 +138,26 @@ async def _end(
 async def _ended_row(
     gateway: Gateway, answers: ResponseAnswers
 ) -> AsyncIterator[ResponseRow | None]:
-    """The row of an ended job, once. While Postgres is unreachable or silent it retries for
-    `http_end_wait_s`, and gives None meanwhile."""
-    job_id = answers.job.id
-    wait_s = gateway.settings.http_end_wait_s
-    keep_alive_s = gateway.settings.http_keep_alive_s
-    deadline_s = time.monotonic() + wait_s
-    reading = asyncio.create_task(gateway.client.response(job_id))
-    try:
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            await asyncio.wait({reading}, timeout=min(left_s, keep_alive_s))
-            if reading.done() and not isinstance(reading.exception(), Unavailable):
-                row = reading.result()
-                if row is None:
-                    raise NotFound(f"{response_id(job_id)} was deleted")
-                if row.job.state.terminal:
-                    yield row
-                    return
-            yield None
-            if reading.done():
-                await asyncio.sleep(min(RETRY_S, wait_s))
-                reading = asyncio.create_task(gateway.client.response(job_id))
-    finally:
-        reading.cancel()
-    raise Unavailable(
-        f"the response has ended, and Postgres did not return it within {wait_s:g} s. "
-        f"Join again: GET /v1/responses/{response_id(job_id)}?stream=true&starting_after=…"
-    )
+    """The row of an ended job, once, and None while Postgres is away."""
+    name = response_id(answers.job.id)
+    path = f"/v1/responses/{name}?stream=true&starting_after=…"
+    failure = f"The response has ended; join again: GET {path}"
+
+    async def read() -> ResponseRow:
+        row = await gateway.client.response(answers.job.id)
+        if row is None:
+            raise NotFound(f"{name} was deleted")
+        if not row.job.state.terminal:
+            raise Unavailable(f"the end of {name} is not there yet")
+        return row
+
+    async for row in read_patiently(gateway.settings, read, failure=failure):
+        yield row
 
 
 async def whole(answers: ResponseAnswers) -> ResponseDocument:
     """The response as its row has it."""
-    result = answers.job.result
-    return await off_loop(answers.whole, 0 if result is None else len(result.token_ids))
-
-
-async def off_loop(work: Callable[[], Value], num_tokens: int) -> Value:
-    """Turns few tokens to events or items at once, and many on a thread, so that other requests
-    proceed."""
-    return await asyncio.to_thread(work) if num_tokens > MAX_AT_ONCE else work()
+    return await off_loop(answers.whole, num_named_of(answers.job.result))
 
 
 def _no_text(_params: SamplingParams, _max_tokens: int, _prompt_end: Sequence[int]) -> TextOf:

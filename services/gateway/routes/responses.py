@@ -15,7 +15,12 @@ from services.gateway.http.query import described, query
 from services.gateway.http.sse import EventStream
 from services.gateway.responses.answers import PREFIX
 from services.gateway.responses.conversation import listed
-from services.gateway.responses.creation import count_input, create, stored_answers
+from services.gateway.responses.creation import (
+    count_input,
+    create,
+    stored_answers,
+    stored_row,
+)
 from services.gateway.responses.documents import InputTokens, ResponseDeleted, ResponseDocument
 from services.gateway.responses.events import EVENTS
 from services.gateway.responses.input_items import Items
@@ -133,7 +138,7 @@ async def delete_response(
 ) -> Response:
     """Delete a response: its own input, and all that answers by its id. Its job is cancelled if it
     has not ended, and is kept as long as others."""
-    job_id = (await stored_answers(gateway, response_id, caller)).job.id
+    job_id = (await stored_row(gateway, response_id, caller)).job.id
     if not await gateway.client.delete_response(job_id, tenant=caller.tenant):
         raise NotFound(f"no response has the id {PREFIX}{job_id}")
     return json_response(ResponseDeleted(id=f"{PREFIX}{job_id}"))
@@ -147,7 +152,7 @@ async def cancel_response(
     response_id: ResponseIdPath, gateway: GatewayDep, caller: CancelCaller
 ) -> Response:
     """Cancel a response, also one in the foreground. One that has ended stays as it is."""
-    job_id = (await stored_answers(gateway, response_id, caller)).job.id
+    job_id = (await stored_row(gateway, response_id, caller)).job.id
     await gateway.client.cancel(job_id, tenant=caller.tenant)
     try:
         async with asyncio.timeout(CANCEL_WAIT_S):
@@ -167,8 +172,8 @@ async def list_input_items(
 ) -> Response:
     """The items of a response's own request, in pages, the last one first unless `order` is asc."""
     asked = query(request, ItemsQuery)
-    answers = await stored_answers(gateway, response_id, caller)
-    items = listed(answers.job.id, convert(answers.row.input, Items))
+    row = await stored_row(gateway, response_id, caller)
+    items = listed(row.job.id, convert(row.input, Items))
     if asked.order == "desc":
         items.reverse()
     start = 0

@@ -3,5 +3,6 @@ tokens, no job and no template engine."""
 
 from shardline_server.replies.families import FAMILIES, Family, family_of
 from shardline_server.replies.reply_parser import ReplyParser, joined, parse
+from shardline_server.replies.reply_sink import merged
 
-__all__ = ["FAMILIES", "Family", "ReplyParser", "family_of", "joined", "parse"]
+__all__ = ["FAMILIES", "Family", "ReplyParser", "family_of", "joined", "merged", "parse"]

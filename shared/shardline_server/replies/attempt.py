@@ -1,5 +1,5 @@
-"""A call, or a list of them, that is tried: it is told if the text has it whole, and is content if
-it is none."""
+"""A call, or a list of them, that is tried: it is given out if the text has it whole, and is
+content if it is none."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def attempt(source: TextSource, sink: ReplySink, marker: str, body: Steps[None])
             sink.content(text)
         return False
     source.end_call()
-    sink.tell_calls()
+    sink.give_calls()
     return True
 
 

@@ -13,7 +13,7 @@ from shardline.contract.chat import (
     ToolCall,
 )
 from shardline_server.replies.families import family as family_named
-from shardline_server.replies.reply_sink import ReplySink
+from shardline_server.replies.reply_sink import ReplySink, merged
 from shardline_server.replies.text_source import TextSource
 
 
@@ -54,12 +54,20 @@ class ReplyParser:
 
     def push(self, text: str) -> ReplyDelta:
         """Takes the next text and returns what it settles."""
+        return merged(self.push_parts(text))
+
+    def end(self) -> ReplyDelta:
+        """Says that the text is whole, for whatever reason, and returns the last delta."""
+        return merged(self.end_parts())
+
+    def push_parts(self, text: str) -> list[ReplyDelta]:
+        """Takes the next text and returns what it settles, in order: each delta has one kind."""
         self._source.push(text)
         next(self._steps, None)
         return self._sink.take()
 
-    def end(self) -> ReplyDelta:
-        """Says that the text is whole, for whatever reason, and returns the last delta."""
+    def end_parts(self) -> list[ReplyDelta]:
+        """Says that the text is whole, as `end`, and returns the last parts in order."""
         self._source.close()
         next(self._steps, None)
         self._sink.end()

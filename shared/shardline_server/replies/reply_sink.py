@@ -4,7 +4,7 @@ out; what is left out depends on the text alone."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
@@ -14,12 +14,14 @@ from shardline_server.replies.text_source import Malformed
 
 
 class _Prose:
-    """Content or reasoning: white space waits until text follows it."""
+    """Content or reasoning, as parts with the field `kind`: white space waits until text follows
+    it."""
 
-    __slots__ = ("given", "has_text", "waiting")
+    __slots__ = ("_kind", "_parts", "has_text", "waiting")
 
-    def __init__(self) -> None:
-        self.given: list[str] = []
+    def __init__(self, kind: str, parts: list[ReplyDelta]) -> None:
+        self._kind = kind
+        self._parts = parts
         self.waiting: list[str] = []
         self.has_text = False
         """Whether anything but white space has been given since the part began."""
@@ -28,8 +30,8 @@ class _Prose:
         """Appends text."""
         end = len(text.rstrip())
         if end:
-            self.given += [*self.waiting, text[:end]]
-            self.waiting = []
+            self.give_waiting()
+            self._give(text[:end])
             self.has_text = True
         if end < len(text):
             self.waiting.append(text[end:])
@@ -40,14 +42,14 @@ class _Prose:
 
     def give_waiting(self) -> None:
         """Gives the white space at the end."""
-        self.given += self.waiting
+        for text in self.waiting:
+            self._give(text)
         self.waiting = []
 
-    def take(self) -> str:
-        """Returns what was given since the last call."""
-        text = "".join(self.given)
-        self.given = []
-        return text
+    def _give(self, text: str) -> None:
+        is_content = self._kind == "content"
+        part = ReplyDelta(content=text) if is_content else ReplyDelta(reasoning=text)
+        self._parts.append(part)
 
 
 class ReplySink:
@@ -57,13 +59,13 @@ class ReplySink:
         "_arguments",
         "_call",
         "_call_id",
-        "_calls",
         "_content",
         "_ends_in_reasoning",
         "_has_call",
         "_ids",
         "_is_eager",
         "_num_calls",
+        "_parts",
         "_reasoning",
         "_skips_space",
         "_trims",
@@ -84,13 +86,14 @@ class ReplySink:
         self._trims = trims
         """Whether white space between content and a call is the template's."""
         self._is_eager = is_eager
-        """Whether calls are told before they are whole."""
-        self._content = _Prose()
+        """Whether calls are given out before they are whole."""
+        self._parts: list[ReplyDelta] = []
+        """What was found since the last `take`, in the order of the text; each has one field."""
+        self._content = _Prose("content", self._parts)
         self._skips_space = False
         """Whether the white space that comes next only follows the reasoning."""
-        self._reasoning = _Prose()
+        self._reasoning = _Prose("reasoning", self._parts)
         self._ends_in_reasoning = False
-        self._calls: list[ToolCallDelta] = []
         self._num_calls = 0
         self._ids: set[str] = set()
         self._call: ToolCallDelta | None = None
@@ -99,7 +102,7 @@ class ReplySink:
         self._waiting: list[ToolCallDelta] = []
         """Whole calls of a list that is not whole."""
         self._has_call = False
-        """Whether a call was the last thing told."""
+        """Whether a call was the last thing found."""
 
     def content(self, text: str) -> None:
         """Takes content."""
@@ -131,7 +134,7 @@ class ReplySink:
         self._skips_space = not self._content.has_text
 
     def probe(self) -> ReplySink:
-        """Returns a sink with these tools that nothing was told yet."""
+        """Returns a sink with these tools that has taken nothing yet."""
         return ReplySink(self.tools, self._call_id, trims=self._trims, is_eager=False)
 
     def may_be_tool(self, name: str) -> bool:
@@ -148,17 +151,17 @@ class ReplySink:
             call_id = self._call_id(index)
         self._call = ToolCallDelta(index=index, id=call_id, name=name)
         if self._is_eager:
-            self._tell(self._call)
+            self._give_call(self._call)
 
     def arguments(self, text: str) -> None:
         """Takes a part of the call's arguments."""
         if not self._is_eager:
             self._arguments.append(text)
         elif text:
-            self._calls.append(ToolCallDelta(index=self._num_calls - 1, arguments=text))
+            self._add_call(ToolCallDelta(index=self._num_calls - 1, arguments=text))
 
     def end_call(self) -> None:
-        """Says that the call is whole; it is told when `tell_calls` says that its list is."""
+        """Says that the call is whole; it is given out when `give_calls` says that its list is."""
         assert self._call is not None
         if not self._is_eager:
             arguments = without_repeated_keys("".join(self._arguments))
@@ -166,10 +169,10 @@ class ReplySink:
         self._call = None
         self._arguments = []
 
-    def tell_calls(self) -> None:
-        """Tells the whole calls."""
+    def give_calls(self) -> None:
+        """Gives out the whole calls."""
         for call in self._waiting:
-            self._tell(call)
+            self._give_call(call)
         self.forget_calls()
 
     def forget_calls(self) -> None:
@@ -183,13 +186,16 @@ class ReplySink:
         self.forget_calls()
         self._separate()
 
-    def _tell(self, call: ToolCallDelta) -> None:
+    def _give_call(self, call: ToolCallDelta) -> None:
         assert call.id is not None
         self._separate()
         self._ids.add(call.id)
-        self._calls.append(call)
+        self._add_call(call)
         self._num_calls += 1
         self._has_call = True
+
+    def _add_call(self, call: ToolCallDelta) -> None:
+        self._parts.append(ReplyDelta(tool_calls=(call,)))
 
     def _separate(self) -> None:
         if self._trims or not self._content.has_text:
@@ -205,20 +211,33 @@ class ReplySink:
         if self._ends_in_reasoning:
             self._reasoning.give_waiting()
 
-    def take(self) -> ReplyDelta:
-        """Returns what was found since the last call."""
-        calls = _merged(self._calls)
-        self._calls = []
-        return ReplyDelta(
-            content=self._content.take(), reasoning=self._reasoning.take(), tool_calls=calls
-        )
+    def take(self) -> list[ReplyDelta]:
+        """Returns what was found since the last call, in the order of the text; neighbors differ in
+        their kind."""
+        found = [merged(parts) for _, parts in itertools.groupby(self._parts, key=_kind)]
+        self._parts.clear()
+        return found
 
 
-def _merged(calls: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+def merged(parts: Iterable[ReplyDelta]) -> ReplyDelta:
+    """Returns one delta with all that these have; what came in which order is lost."""
+    parts = tuple(parts)
+    return ReplyDelta(
+        content="".join(part.content for part in parts),
+        reasoning="".join(part.reasoning for part in parts),
+        tool_calls=_merged_calls(call for part in parts for call in part.tool_calls),
+    )
+
+
+def _kind(part: ReplyDelta) -> str:
+    return "content" if part.content else "reasoning" if part.reasoning else "call"
+
+
+def _merged_calls(calls: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
     """Returns the deltas with one for each call."""
-    merged: list[ToolCallDelta] = []
+    found: list[ToolCallDelta] = []
     for index, parts in itertools.groupby(calls, key=lambda call: call.index):
         first, *rest = parts
         arguments = "".join([first.arguments, *(part.arguments for part in rest)])
-        merged.append(ToolCallDelta(index=index, id=first.id, name=first.name, arguments=arguments))
-    return tuple(merged)
+        found.append(ToolCallDelta(index=index, id=first.id, name=first.name, arguments=arguments))
+    return tuple(found)

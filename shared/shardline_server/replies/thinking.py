@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import TypeAlias
 
-from shardline_server.replies.reply_sink import ReplySink
+from shardline_server.replies.reply_sink import ReplySink, merged
 from shardline_server.replies.text_source import MarkerSet, Steps, TextSource, steps_taken
 
 THINK = "<think>"
@@ -65,5 +65,5 @@ def _is_calls(text: str, sink: ReplySink, answer: Reader) -> bool:
     probe = sink.probe()
     steps_taken(answer(TextSource.of(text), probe))
     probe.end()
-    delta = probe.take()
+    delta = merged(probe.take())
     return bool(delta.tool_calls) and not delta.content.strip()

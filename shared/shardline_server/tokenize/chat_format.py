@@ -74,8 +74,8 @@ class ChatFormat:
         self, params: SamplingParams, job_id: UUID, prompt_ids: Sequence[int]
     ) -> ReplyParser:
         """Returns what reads the text of one completion, in any pieces; of the prompt its last
-        PROMPT_END_TOKENS suffice. A call that must be made is told as it comes: it cannot turn out
-        to be none."""
+        PROMPT_END_TOKENS suffice. A call that must be made is streamed: it cannot turn out to
+        be none."""
         called = called_by(params)
         return ReplyParser(
             self._family_for(called),

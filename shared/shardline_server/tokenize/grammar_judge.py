@@ -11,11 +11,13 @@ import json
 import resource
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
+from msgspec.structs import replace
 
 from shardline.base.errors import Invalid
 from shardline.contract.structured_output import MAX_SCHEMA_DEPTH, StructuredOutput
@@ -51,11 +53,12 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Why a grammar is refused; nothing: it is not."""
+    """Why a grammar is refused; nothing: it is not. And the CPU seconds that this took."""
 
     field: str = ""
     problem: str = ""
     remedy: str = ""
+    cpu_s: float = 0.0
 
 
 def main() -> None:
@@ -70,8 +73,10 @@ def serve(questions: BinaryIO, verdicts: BinaryIO) -> None:
     """Answers each line. The timer counts CPU and has no handler: it ends the process."""
     for line in questions:
         signal.setitimer(signal.ITIMER_VIRTUAL, MAX_CPU_S)
+        began_s = time.process_time()
         verdict = judge(msgspec.json.decode(line, type=Question))
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        verdict = replace(verdict, cpu_s=time.process_time() - began_s)
         verdicts.write(msgspec.json.encode(verdict) + b"\n")
         verdicts.flush()
 

@@ -5,11 +5,12 @@ Knows no tokenizer: a grammar that passes is compiled again by the stage that dr
 
 from __future__ import annotations
 
+import hashlib
 import select
 import signal
 import subprocess
 import sys
-from functools import lru_cache
+from collections import OrderedDict
 from threading import Lock
 
 import msgspec
@@ -18,8 +19,11 @@ from shardline.base.errors import Invalid
 from shardline.contract.structured_output import FIELD
 from shardline_server.tokenize.grammar_judge import MAX_CPU_S, Question, Verdict, main
 
-MAX_VERDICTS = 128
-"""Kept, with their grammars of up to 64 KiB: jobs of one kind bring the same one."""
+MAX_VERDICTS = 4096
+"""Kept, by digests of their grammars: jobs of one kind bring the same one."""
+
+MAX_REQUEST_CPU_S = 4.0
+"""For all grammars of a request, whose tools may have 128: so long it holds others up."""
 
 MAX_WAIT_S = 60.0
 """For a second of CPU, on a machine that is overloaded."""
@@ -34,19 +38,45 @@ COSTLY = {
 }
 
 
+class GrammarBudget:
+    """What the grammars of one request may take together, judged now or before."""
+
+    def __init__(self, left_s: float = MAX_REQUEST_CPU_S) -> None:
+        self._left_s = left_s
+
+    def spend(self, cpu_s: float, field: str) -> None:
+        """Raises Invalid once nothing is left."""
+        self._left_s -= cpu_s
+        if self._left_s < 0:
+            problem = f"all grammars together take more than {MAX_REQUEST_CPU_S:.0f} s to compile"
+            raise Invalid(field, problem, "Send fewer or simpler ones")
+
+
 class GrammarTrial:
     """One child of this process, started when it is needed first. May be used by any thread."""
 
     def __init__(self) -> None:
         self._lock = Lock()
+        """Of the child."""
         self._child: subprocess.Popen[bytes] | None = None
-        self._verdict = lru_cache(maxsize=MAX_VERDICTS)(self._ask)
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
 
-    def check(self, question: Question) -> None:
-        """Raises Invalid for what no completion can be held to."""
-        verdict = self._verdict(msgspec.json.encode(question), question.output.kind)
+    def check(self, question: Question, budget: GrammarBudget | None = None) -> None:
+        """Raises Invalid for what no completion can be held to, or what is over the budget."""
+        kind = question.output.kind
+        line = msgspec.json.encode(question)
+        digest = hashlib.sha256(line).digest()
+        verdict = self._verdicts.get(digest)
+        if verdict is None:
+            verdict = self._ask(line, kind)
+            with self._lock:
+                self._verdicts[digest] = verdict
+                if len(self._verdicts) > MAX_VERDICTS:
+                    self._verdicts.popitem(last=False)
         if verdict.problem:
             raise Invalid(verdict.field, verdict.problem, verdict.remedy)
+        if budget is not None:
+            budget.spend(verdict.cpu_s, f"{FIELD}.{kind}")
 
     def _ask(self, line: bytes, kind: str) -> Verdict:
         with self._lock:

@@ -30,7 +30,7 @@ from shardline_server.tokenize.chat_format import ChatFormat, called_by
 from shardline_server.tokenize.completion import CompletionText
 from shardline_server.tokenize.continuation import up_to_end_mark, with_end_mark
 from shardline_server.tokenize.grammar_judge import Question as GrammarQuestion
-from shardline_server.tokenize.grammar_trial import TRIAL
+from shardline_server.tokenize.grammar_trial import TRIAL, GrammarBudget
 from shardline_server.tokenize.questions import QuestionLabels
 from shardline_server.tokenize.reply_grammar import arguments_schema
 from shardline_server.tokenize.token_texts import TokenTexts
@@ -99,8 +99,7 @@ class Tokens:
         )
 
     def within(self, kv_tokens: int | None) -> Tokens:
-        """A copy limited to the `kv_tokens` that pipelines hold. None: no pipeline has reported it,
-        so no limit."""
+        """A copy limited to the `kv_tokens` that pipelines hold; None: no limit is known yet."""
         narrowed = copy(self)
         narrowed.longest = min(self.context_length, kv_tokens or self.context_length)
         return narrowed
@@ -176,18 +175,19 @@ class Tokens:
 
     def _check_output(self, params: SamplingParams, ids: Sequence[int], *, is_chat: bool) -> None:
         called = called_by(params)
+        budget = GrammarBudget()
         for place, tool in enumerate(params.tools):
             if called.is_required or tool.function.strict:
-                self._check_tool(place, tool)
+                self._check_tool(place, tool, budget)
         output = self.chat.checked_output(params, ids) if is_chat else params.structured_outputs
         if output is None:
             return
         self._check_can_be_held("tool_choice" if called.is_required else STRUCTURED_OUTPUTS)
         if params.structured_outputs is not None:
-            self._check_grammar(params.structured_outputs)
+            self._check_grammar(params.structured_outputs, budget)
         if output != params.structured_outputs:
             try:
-                self._check_grammar(output)
+                self._check_grammar(output, budget)
             except Invalid as error:
                 raise Invalid("tools", error.problem, "Send simpler tools or schemas") from error
 
@@ -203,10 +203,10 @@ class Tokens:
             raise Invalid(QUESTION, f"{self.model} has no tokenizer", "Use a model with one")
         return self.question_labels.ask(question, prompt, messages, as_chat=self.chat.has_template)
 
-    def _check_tool(self, place: int, tool: Tool) -> None:
+    def _check_tool(self, place: int, tool: Tool, budget: GrammarBudget) -> None:
         self._check_can_be_held(f"tools[{place}]")
         try:
-            self._check_grammar(StructuredOutput(json=arguments_schema(tool.function)))
+            self._check_grammar(StructuredOutput(json=arguments_schema(tool.function)), budget)
         except Invalid as error:
             field = f"tools[{place}].function.parameters"
             raise Invalid(field, error.problem, error.remedy) from error
@@ -216,11 +216,11 @@ class Tokens:
         if lacks:
             raise Invalid(field, f"{self.model} has no {lacks}", "Leave it out for this model")
 
-    def _check_grammar(self, output: StructuredOutput) -> None:
+    def _check_grammar(self, output: StructuredOutput, budget: GrammarBudget) -> None:
         # Grammars alone can name tokens.
         special = self.vocabulary.special_tokens if output.kind == "grammar" else {}
-        vocab_size = self.vocab_size if output.kind == "grammar" else 0
-        TRIAL.check(GrammarQuestion(output=output, special=special, vocab_size=vocab_size))
+        size = self.vocab_size if output.kind == "grammar" else 0
+        TRIAL.check(GrammarQuestion(output=output, special=special, vocab_size=size), budget)
 
     def render(self, messages: Sequence[Message], params: SamplingParams) -> str:
         """Messages and tools as the text that the model was trained on. Raises Invalid."""

@@ -234,3 +234,25 @@ async def test_other_doors_name_the_remedy(http: httpx.AsyncClient, path: str) -
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "n"
     assert "one request for each" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (CHAT, {"messages": MESSAGES, "n": 36}, "n"),
+        (TEXT, {"prompt": PROMPT, "n": 36}, "n"),
+        (TEXT, {"prompt": [PROMPT] * 36}, "prompt"),
+        (
+            "/v1/decisions",
+            {"input": PROMPT, "questions": [{"type": "predicate", "instructions": "A?"}] * 36},
+            "questions",
+        ),
+    ],
+)
+async def test_a_request_for_too_many_jobs_is_refused_by_the_field_that_was_sent(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any], field: str
+) -> None:
+    reply = await http.post(path, json={"model": "clerk", **body})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, field)
+    assert "36 jobs; this gateway answers 35" in error["message"]

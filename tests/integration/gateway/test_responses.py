@@ -12,7 +12,10 @@ import openai
 import pytest
 import redis
 from openai import AsyncOpenAI
+from sqlalchemy import text
 
+from services.gateway.client import GatewayClient
+from shardline.base.errors import Unavailable
 from shardline.contract.api_key import bearer
 from shardline.contract.job import JobState
 from tests.integration.gateway.running_gateway import (
@@ -269,3 +272,65 @@ async def test_a_wrong_request_is_refused_by_name(
     reply = await http.post(PATH, json={**ASKED, **fields})
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"].startswith(param)
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"background": True}])
+async def test_a_response_that_cannot_be_read_after_its_insert_is_left_to_nobody(
+    database_url: str,
+    redis_url: str,
+    head: TinyHead,
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+) -> None:
+    async def away(*_: object) -> None:
+        raise Unavailable("Postgres is away")
+
+    monkeypatch.setattr(GatewayClient, "response", away)
+    async with running_gateway(database_url, redis_url, http_end_wait_s=0.01) as http:
+        reply = await http.post(PATH, json={**ASKED, **fields})
+        assert reply.status_code == 503
+        (job,) = (await http.get("/v1/jobs")).json()["data"]
+        assert job["state"] == "cancelled"
+        # One that can be asked for again goes on
+        kept = await http.post(PATH, json={**ASKED, **fields, "idempotency_key": "k"})
+        assert kept.status_code == 503
+        assert (await http.get("/v1/jobs")).json()["data"][0]["state"] == "queued"
+
+
+async def test_a_response_of_a_model_that_is_gone_can_be_deleted(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    stored = (await http.post(PATH, json={**ASKED, "background": True})).json()
+    with head.database.begin() as connection:
+        connection.execute(text("UPDATE jobs SET model = 'gone'"))
+    path = f"{PATH}/{stored['id']}"
+    assert (await http.get(path)).status_code == 404
+    (item,) = (await http.get(f"{path}/input_items")).json()["data"]
+    assert item["content"][0]["text"] == PROMPT
+    assert (await http.delete(path)).json()["deleted"]
+    (job,) = (await http.get("/v1/jobs")).json()["data"]
+    assert job["state"] == "cancelled"
+
+
+DEEP = {"type": "object", "properties": {"a": {"not": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": "word " * 600}, "input"),
+        ({"input": [{"role": "assistant", "content": "a"}]}, "input"),
+        ({"max_output_tokens": 600}, "max_output_tokens"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": DEEP}}},
+            "text.format.schema.properties.a",
+        ),
+        ({"structured_outputs": {"json": DEEP}}, "structured_outputs.json.properties.a"),
+    ],
+)
+async def test_what_a_model_cannot_take_is_named_as_it_was_sent(
+    http: httpx.AsyncClient, fields: dict[str, Any], param: str
+) -> None:
+    error = (await http.post(PATH, json={**ASKED, **fields})).json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")

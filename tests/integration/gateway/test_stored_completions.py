@@ -86,6 +86,28 @@ async def test_a_stored_completion_is_what_was_answered_until_it_is_deleted(
     assert (await http.get(f"/v1/jobs/{answers[0].id}")).status_code == 200
 
 
+async def test_a_model_that_is_gone_hides_no_completion(
+    client: AsyncOpenAI, head: TinyHead
+) -> None:
+    chats = client.chat.completions
+    fields: Any = {"model": "clerk", "messages": MESSAGES, "store": True, "logprobs": True}
+    with head.serving():
+        answers = [await chats.create(**fields) for _ in range(2)]
+    gone, there = answers
+    with head.database.begin() as connection:
+        rename = text("UPDATE jobs SET model = 'gone' WHERE id = :id")
+        connection.execute(rename, {"id": gone.id.removeprefix("chatcmpl-")})
+    listed = [one async for one in chats.list()]
+    assert [one.id for one in listed] == [gone.id, there.id]
+    assert listed[1].choices == there.choices
+    (choice,) = listed[0].choices
+    assert (listed[0].model, listed[0].usage) == ("gone", gone.usage)
+    assert choice.message.content == gone.choices[0].message.content
+    assert choice.logprobs is None
+    changed = await chats.update(gone.id, metadata={"order": "8"})
+    assert changed.choices == [choice]
+
+
 @pytest.mark.parametrize(
     ("query", "field"),
     [

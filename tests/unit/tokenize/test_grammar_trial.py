@@ -12,7 +12,7 @@ import pytest
 from shardline.base.errors import Invalid
 from shardline.contract.structured_output import StructuredOutput
 from shardline_server.tokenize.grammar_judge import Question
-from shardline_server.tokenize.grammar_trial import GrammarTrial
+from shardline_server.tokenize.grammar_trial import GrammarBudget, GrammarTrial
 
 GOOD = StructuredOutput(json={"type": "object", "properties": {"a": {"type": "string"}}})
 DEEP = 3000
@@ -117,3 +117,12 @@ def test_a_child_that_others_kill_costs_no_verdict() -> None:
     os.kill(child.pid, signal.SIGKILL)
 
     trial.check(Question(output=StructuredOutput(choice=("another", "one"))))
+
+
+def test_the_grammars_of_a_request_have_one_budget_also_when_they_are_known() -> None:
+    budget = GrammarBudget(left_s=0.0)
+    for _ in range(2):
+        with pytest.raises(Invalid, match="together") as caught:
+            TRIAL.check(Question(output=StructuredOutput(regex="a{1,500}b")), budget)
+        assert caught.value.field == "structured_outputs.regex"
+    TRIAL.check(Question(output=GOOD), GrammarBudget())
