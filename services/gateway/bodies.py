@@ -20,6 +20,7 @@ from shardline.contract.job import (
     Job,
     JobState,
     JobSummary,
+    PromptLogprob,
     SamplingParams,
     TokenLogprob,
     Usage,
@@ -157,6 +158,7 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     usage: CompletionUsage
     logprobs: tuple[TokenLogprob, ...] | None
+    prompt_logprobs: tuple[PromptLogprob | None, ...] | None
     reasoning: str | None
     tool_calls: tuple[ToolCall, ...]
     decision: Decision | None

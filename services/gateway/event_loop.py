@@ -27,4 +27,7 @@ def num_named(token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None)
 
 def num_named_of(result: Result | None) -> int:
     """Counts the tokens that a job's whole answer has texts of."""
-    return 0 if result is None else num_named(result.token_ids, result.logprobs)
+    if result is None:
+        return 0
+    scores = [score for score in result.prompt_logprobs or () if score is not None]
+    return num_named(result.token_ids, result.logprobs) + sum(1 + len(each.top) for each in scores)

@@ -66,10 +66,15 @@ class Batch:
         """The slots outside the pool that keep KV of preempted sequences."""
         return self.kv.offload
 
-    def has_room(self, sequence: Sequence) -> bool:
-        """Whether there are blocks for a sequence's known tokens, and a place for its adapter."""
+    def may_start(self, sequence: Sequence) -> bool:
+        """Whether there are blocks for a sequence's known tokens, a place for its adapter, and no
+        other sequence that is just computing the beginning of its prompt."""
         adapter = sequence.request.adapter
-        return self._adapters.has(adapter) and self.kv.has_room(sequence, len(self.running))
+        return (
+            self._adapters.has(adapter)
+            and self.kv.has_room(sequence, len(self.running))
+            and not self.kv.awaits(sequence, self.prefilling.values())
+        )
 
     def start(self, sequence: Sequence, number: int) -> None:
         """Gives a waiting sequence a seat, a number and its blocks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
-from shardline.contract.job import FinishReason, TokenLogprob
+from shardline.contract.job import FinishReason, PromptLogprob, TokenLogprob
 from shardline_scheduler.sequence import Key, Sequence
 
 
@@ -31,6 +31,9 @@ class SequenceFinished(msgspec.Struct, frozen=True, kw_only=True):
     """The end of `text` that no NewTokens held: it was held back when the job was aborted."""
     num_cached: int = 0
     """Prompt tokens that were not computed for it: their KV was there."""
+    prompt_logprobs: tuple[PromptLogprob | None, ...] | None = None
+    """One for each token of the prompt, None for the first; None if they were not asked for, or not
+    all are computed."""
 
     @classmethod
     def of(cls, sequence: Sequence, reason: FinishReason, tail: str) -> SequenceFinished:
@@ -43,6 +46,9 @@ class SequenceFinished(msgspec.Struct, frozen=True, kw_only=True):
             logprobs=None if sequence.request.params.logprobs is None else tuple(sequence.logprobs),
             tail=tail,
             num_cached=sequence.num_cached or 0,
+            prompt_logprobs=None
+            if sequence.request.params.prompt_logprobs is None or sequence.num_unscored
+            else (None, *sequence.scores),
         )
 
 

@@ -45,6 +45,16 @@ class PrefixCache:
             <= room
         )
 
+    def awaits(self, sequence: Sequence, prefilling: Iterable[Sequence]) -> bool:
+        """Whether a running sequence that is before it in order is yet to compute a block that it
+        would find: soon it need not compute that block too.
+
+        The other one has all its blocks and comes first in each step, so the wait ends.
+        """
+        return self._is_on and any(
+            self._will_fill(other, sequence) for other in prefilling if other.order < sequence.order
+        )
+
     def open(self, sequence: Sequence) -> None:
         """Blocks for all that is known of it; what is in them already counts as computed."""
         found = self._find(sequence)
@@ -91,13 +101,23 @@ class PrefixCache:
         self.pool.forget(sequence.blocks)
         self.offload.forget(_digest(sequence, index) for index in range(sequence.num_named))
 
+    def _will_fill(self, other: Sequence, sequence: Sequence) -> bool:
+        num_shareable = min(len(other.ids), sequence.num_skippable) // BLOCK_TOKENS
+        for index in range(other.num_named, num_shareable):
+            name = _digest(sequence, index)
+            if name != _digest(other, index):
+                return False
+            if self.pool.find(name) is None and not self.offload.holds(name):
+                return True
+        return False
+
     def _find(self, sequence: Sequence) -> list[int | None]:
         """Blocks that hold the beginning of its known tokens, None for one that lies in a slot. At
-        least one token is left to compute."""
+        least one token is left to compute; of a prompt to be scored, all that are not."""
         found: list[int | None] = []
         if not self._is_on:
             return found
-        for index in range((len(sequence.ids) - 1) // BLOCK_TOKENS):
+        for index in range(sequence.num_skippable // BLOCK_TOKENS):
             name = _digest(sequence, index)
             block = self.pool.find(name)
             if block is None and not self.offload.holds(name):

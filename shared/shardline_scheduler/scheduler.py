@@ -157,6 +157,8 @@ class Scheduler:
                 events.append(self._fail(sequence, reason))
             if row.wants:
                 tokens, logprobs, forced = next(answers)
+                if sequence.end is not None and sequence.state is not State.ENDED:
+                    events.append(self._finish(sequence, sequence.end))
                 sequence.learn(row, len(tokens) - 1, forced)
                 is_bad = row.seq in result.bad
                 if sequence.state is not State.ENDED and (
@@ -235,7 +237,13 @@ class Scheduler:
     def _land(self, result: StepResult) -> tuple[StepPlan, list[Sequence]]:
         if not self._flights:
             raise ProtocolError(f"result of step {result.step}, expected none")
-        self._flights[0][0].check(result)
+        plan, sequences = self._flights[0]
+        plan.check(result)
+        scored = {each.seq: each for each in result.scored}
+        refused = dict(result.refused)
+        for row, sequence in zip(plan.rows, sequences, strict=True):
+            if row.seq not in refused and sequence.state is not State.ENDED:
+                sequence.score(row, scored.get(row.seq))
         return self._flights.popleft()
 
     def _take(

@@ -13,10 +13,17 @@ from enum import Enum, auto
 from itertools import chain, repeat
 from typing import Protocol
 
-from shardline.contract.job import DEFAULT_PRIORITY, FinishReason, SamplingParams, TokenLogprob
+from shardline.base.errors import ProtocolError
+from shardline.contract.job import (
+    DEFAULT_PRIORITY,
+    FinishReason,
+    PromptLogprob,
+    SamplingParams,
+    TokenLogprob,
+)
 from shardline_scheduler.kv_blocks import blocks_for
 from shardline_scheduler.prompt_lookup import PromptLookup
-from shardline_scheduler.step_plan import MAX_DRAFTS, Row
+from shardline_scheduler.step_plan import MAX_DRAFTS, Row, ScoredTokens
 
 Key = tuple[str, int]
 """(job id, fence): one attempt."""
@@ -93,6 +100,7 @@ class Sequence:
         "blocks",
         "called",
         "digests",
+        "end",
         "forced",
         "ids",
         "logprobs",
@@ -111,6 +119,7 @@ class Sequence:
         "patience",
         "quarantined",
         "request",
+        "scores",
         "sink",
         "state",
     )
@@ -129,6 +138,10 @@ class Sequence:
         self.forced: tuple[int, ...] = ()
         """What its grammar most likely has follow its ids."""
         self.logprobs: list[TokenLogprob] = []
+        self.scores: list[PromptLogprob] = []
+        """Of the prompt's tokens from the second one on, as far as they are computed."""
+        self.end: FinishReason | None = None
+        """Of a completion that is whole: its prompt is still to be scored."""
         self.state = State.WAITING
         self.quarantined = request.quarantined
         """Must not change while the sequence waits in a line."""
@@ -164,6 +177,19 @@ class Sequence:
         return len(self.ids) - self.num_computed
 
     @property
+    def num_unscored(self) -> int:
+        """Prompt tokens with log-probabilities that are wanted and not yet known."""
+        if self.request.params.prompt_logprobs is None:
+            return 0
+        return len(self.request.prompt_ids) - 1 - len(self.scores)
+
+    @property
+    def num_skippable(self) -> int:
+        """First known tokens that need no row where their KV is found: the last one's logits are
+        wanted, and those of tokens that the next ones are scored by."""
+        return len(self.scores) if self.num_unscored else len(self.ids) - 1
+
+    @property
     def has_progress(self) -> bool:
         """A token came since it was admitted last."""
         return len(self.ids) > self.num_at_start
@@ -184,9 +210,25 @@ class Sequence:
             self.lookup.learn(num_accepted)
         self.forced = forced
 
+    def score(self, row: Row, scored: ScoredTokens | None) -> None:
+        """Takes the log-probabilities of the prompt tokens that follow those of a chunk. Raises
+        ProtocolError if they are not the next ones, or some are missing."""
+        if scored is not None:
+            place = scored.start + 1
+            followed = self.request.prompt_ids[place : place + len(scored.logprobs)]
+            if scored.start != len(self.scores) or followed != tuple(
+                each.token_id for each in scored.logprobs
+            ):
+                raise ProtocolError(f"sequence {row.seq} is scored by other tokens than its own")
+            self.scores += scored.logprobs
+        if row.wants and self.num_unscored:
+            raise ProtocolError(f"{self.num_unscored} tokens of sequence {row.seq} have no score")
+
     def replay(self) -> FinishReason | None:
-        """Runs the finish rules over the checkpoint; tokens past the end are dropped."""
-        return self.accept(self.request.output_ids, self.request.output_logprobs)[1]
+        """Runs the finish rules over the checkpoint; tokens past the end are dropped. A completion
+        that is whole ends once its prompt is scored."""
+        self.end = self.accept(self.request.output_ids, self.request.output_logprobs)[1]
+        return None if self.num_unscored else self.end
 
     def accept(
         self, tokens: tuple[int, ...], logprobs: Logprobs

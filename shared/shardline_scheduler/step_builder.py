@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
+from shardline.contract.job import SamplingParams
 from shardline_scheduler.sequence import Sequence
 from shardline_scheduler.step_plan import Move, Open, Row, StepPlan
 
@@ -22,19 +23,21 @@ class StepBuilder:
     def open(self, sequence: Sequence) -> None:
         """Its first appearance, with all that is known of it."""
         request = sequence.request
+        is_whole = sequence.end is not None
         self.opens.append(
             Open(
                 seq=sequence.number,
                 ids=tuple(sequence.ids),
                 num_prompt=len(request.prompt_ids),
-                params=request.params,
+                params=_of_scores(request.params) if is_whole else request.params,
                 seed=request.seed,
                 num_blocks=sequence.most_blocks,
                 num_cached=sequence.num_computed,
                 adapter=request.adapter,
                 trace=request.trace,
-                banned=request.banned,
+                banned=() if is_whole else request.banned,
                 labels=request.labels,
+                num_scored=len(sequence.scores),
             )
         )
 
@@ -65,3 +68,11 @@ class StepBuilder:
     def plan(self, step: int, closes: Items[int], moves: tuple[Move, ...]) -> StepPlan:
         """The message for every stage."""
         return StepPlan(step, tuple(self.opens), tuple(self.rows), tuple(closes), moves=moves)
+
+
+def _of_scores(params: SamplingParams) -> SamplingParams:
+    """What a prompt is scored by: after a whole completion its grammar and limits may leave no
+    token."""
+    return SamplingParams(
+        temperature=0.0, prompt_logprobs=params.prompt_logprobs, adapter=params.adapter
+    )

@@ -22,6 +22,11 @@ MIN_CHUNK = 64
 """Tokens of a prefill that make a step's trip worth it, where the budget has them."""
 
 
+MAX_SCORED = 256
+"""Rows of a step's prompts with log-probabilities: each has logits of its own. A sequence that
+finds none left has one."""
+
+
 class StepCutter:
     """Chooses the rows of the next step, and admits waiting sequences where there is room for
     them."""
@@ -63,14 +68,22 @@ class StepCutter:
         """Adds chunks in order. Each may take half of what is left, so that a long prompt holds up
         neither those behind it nor admission; what no other needs goes to the first."""
         left = builder.budget
+        left_scored = MAX_SCORED
         lengths: dict[Sequence, int] = {}
         for sequence in self._in_line(builder) if left else ():
-            lengths[sequence] = min(max(MIN_CHUNK, left // 2), left, sequence.num_missing)
-            left -= lengths[sequence]
+            length = min(max(MIN_CHUNK, left // 2), left, sequence.num_missing)
+            if sequence.num_unscored:
+                length = min(length, max(left_scored, 1))
+                left_scored -= length
+            lengths[sequence] = length
+            left -= length
             if left == 0:
                 break
         for sequence, length in lengths.items():
             more = min(left, sequence.num_missing - length)
+            if sequence.num_unscored:
+                more = min(more, max(left_scored, 0))
+                left_scored -= more
             left -= more
             builder.add(sequence, length + more)
             if sequence.num_missing == 0:
@@ -87,12 +100,12 @@ class StepCutter:
             yield self._start(newcomer, builder)
 
     def _admissible(self) -> Sequence | None:
-        """Returns who is admitted next. Smaller ones may overtake one that finds no room, but not
-        for ever."""
+        """Returns who is admitted next. Others may overtake one that finds no room or waits for a
+        prefix, but not for ever."""
         if self._batch.is_full:
             return None
         for sequence in self._foremost():
-            if self._batch.has_room(sequence):
+            if self._batch.may_start(sequence):
                 return sequence
             if sequence.patience == 0:
                 return None

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from shardline.base.errors import ProtocolError
-from shardline.contract.job import SamplingParams, TokenLogprob
+from shardline.contract.job import PromptLogprob, SamplingParams, TokenLogprob
 from shardline.contract.wire import Data, decode_or_protocol_error
 
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -49,6 +49,8 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
     """Sequences of tokens with a last one that never follows the others in the output."""
     labels: tuple[int, ...] = ()
     """Tokens of which its only token is the likeliest, and whose log-probabilities are wanted."""
+    num_scored: Number = 0
+    """First prompt tokens, but for the very first, with log-probabilities that are known."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -144,6 +146,14 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
                 )
 
 
+class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of the prompt tokens that follow the rows of a chunk from `start` on."""
+
+    seq: int
+    start: Number
+    logprobs: tuple[PromptLogprob, ...]
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """The tail's answer to every step: for each row that wants a token, in the order of the rows,
     the drafts that came true and the token after them.
@@ -162,6 +172,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     forced: tuple[tuple[Number, ...], ...] = ()
     """For each of `tokens` what its grammar most likely has follow, as drafts of the next row; or
     empty."""
+    scored: tuple[ScoredTokens, ...] = ()
+    """Of the chunks of sequences that want log-probabilities of their prompts, in their order."""
 
 
 _encoder = msgspec.msgpack.Encoder()

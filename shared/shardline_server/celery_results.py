@@ -66,10 +66,10 @@ def completion(
     token_ids: Sequence[int],
     finish_reason: str,
     num_prompt: int,
-    decision: Mapping[str, Any] | None = None,
+    **further: Any,
 ) -> dict[str, Any]:
-    """What `AsyncResult.get()` returns, and the next task of a chain gets. `decision` is that of a
-    question alone."""
+    """What `AsyncResult.get()` returns, and the next task of a chain gets. `further` is JSON: the
+    decision of a question, the reasoning and calls of a chat; what is empty is left out."""
     value: dict[str, Any] = {
         "id": job_id,
         "text": text,
@@ -77,7 +77,7 @@ def completion(
         "finish_reason": finish_reason,
         "usage": {"prompt_tokens": num_prompt, "completion_tokens": len(token_ids)},
     }
-    return value if decision is None else {**value, "decision": dict(decision)}
+    return value | {name: each for name, each in further.items() if each}
 
 
 def error_of(state: JobState, reason: str) -> Exception:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shardline.contract.job import FinishReason, SamplingParams, TokenLogprob
+from shardline.contract.job import FinishReason, PromptLogprob, SamplingParams, TokenLogprob
 from shardline_scheduler.events import (
     Event,
     KvExceeded,
@@ -29,7 +29,18 @@ from shardline_scheduler.offload import OffloadTerms
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.scheduler_config import SchedulerConfig
 from shardline_scheduler.sequence import Key, Request
-from shardline_scheduler.step_plan import Move, Open, Row, StepPlan, StepResult, decode_plan, encode
+from shardline_scheduler.step_cutter import MAX_SCORED
+from shardline_scheduler.step_plan import (
+    Move,
+    Open,
+    Row,
+    ScoredTokens,
+    StepPlan,
+    StepResult,
+    decode_plan,
+    decode_result,
+    encode,
+)
 
 NUM_TOKENS = 100
 """Size of the vocabulary."""
@@ -80,6 +91,20 @@ def expected_output(request: Request, limit: int) -> list[int]:
     return ids[len(request.prompt_ids) :]
 
 
+def prompt_score(ids: list[int], place: int) -> PromptLogprob:
+    """What is told of the token at a place, by those before it."""
+    chance = zlib.crc32(np.array(ids[:place], dtype=np.int32).tobytes())
+    return PromptLogprob(ids[place], -float(chance % 1000), 1 + chance % NUM_TOKENS)
+
+
+def expected_scores(request: Request) -> tuple[PromptLogprob | None, ...] | None:
+    """What an undisturbed run tells of the prompt."""
+    if request.params.prompt_logprobs is None:
+        return None
+    ids = list(request.prompt_ids)
+    return (None, *(prompt_score(ids, place) for place in range(1, len(ids))))
+
+
 def config(**changes: Any) -> SchedulerConfig:
     """A roomy scheduler, except for what a test names."""
     roomy = SchedulerConfig(num_blocks=100, max_seats=8, token_budget=256, num_lanes=1, max_len=512)
@@ -92,6 +117,7 @@ def request(
     num_prompt: int = 5,
     max_tokens: int = 1000,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     num_common: int = 0,
     repeats: bool = False,
     **fields: Any,
@@ -106,7 +132,9 @@ def request(
             *common,
             *((seed + place) % NUM_TOKENS for place in range(len(common), num_prompt)),
         ),
-        params=SamplingParams(max_tokens=max_tokens, logprobs=logprobs),
+        params=SamplingParams(
+            max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+        ),
         seed=seed + REPEATS * repeats,
         **fields,
     )
@@ -162,14 +190,18 @@ class Stages:
             "one row per sequence and step"
         )
         tokens = [run for row in plan.rows if (run := self._compute(row))]
+        scored = [found for row in plan.rows if (found := self._score(row))]
+        assert sum(len(each.logprobs) for each in scored) <= MAX_SCORED + len(scored)
         for seq in plan.closes:
             del self.tables[seq]
-        return StepResult(
+        result = StepResult(
             step=plan.step,
             tokens=tuple(tokens),
             logprobs=tuple(tuple(TokenLogprob(token, -1.0) for token in run) for run in tokens),
             bad=tuple(row.seq for row in plan.rows if row.wants and row.seq in bad),
+            scored=tuple(scored),
         )
+        return decode_result(encode(result))
 
     def _move(self, move: Move) -> None:
         source, target = (self.cells, self.slots) if move.is_out else (self.slots, self.cells)
@@ -213,6 +245,18 @@ class Stages:
             self.cells[table.blocks[place // BLOCK_TOKENS], place % BLOCK_TOKENS] = table.ids[place]
         table.num_computed = table.num_true = end
         return self._sample(row, table) if row.wants else ()
+
+    def _score(self, row: Row) -> ScoredTokens | None:
+        """What is told of the prompt's tokens that follow a row."""
+        record = self.tables[row.seq].record
+        start = max(row.start, record.num_scored)
+        end = min(row.start + row.length, record.num_prompt - 1)
+        if record.params.prompt_logprobs is None or start >= end:
+            return None
+        cells = self.cells[self.tables[row.seq].blocks].ravel().tolist()
+        ids = [*cells[:end], record.ids[end]]
+        told = tuple(prompt_score(ids, place) for place in range(start + 1, end + 1))
+        return ScoredTokens(row.seq, start, told)
 
     def _sample(self, row: Row, table: Table) -> tuple[int, ...]:
         """Tokens up to the first that is not the next draft."""

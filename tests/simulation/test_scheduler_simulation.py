@@ -15,7 +15,7 @@ from shardline_scheduler.kv_blocks import blocks_for
 from shardline_scheduler.offload import OffloadTerms
 from shardline_scheduler.scheduler_config import SchedulerConfig
 from shardline_scheduler.sequence import Key, Request
-from tests.simulation.pipeline import Pipeline, config, expected_output, request
+from tests.simulation.pipeline import Pipeline, config, expected_output, expected_scores, request
 
 MAX_LEN = 256
 """Four blocks."""
@@ -56,6 +56,7 @@ def check_end(pipeline: Pipeline, job: Request, limit: int) -> None:
     assert output == expected[: len(output)]
     if isinstance(end, SequenceFinished) and end.reason is not FinishReason.CANCELLED:
         assert output == expected
+        assert end.prompt_logprobs == expected_scores(job)
 
 
 class Life(RuleBasedStateMachine):
@@ -106,6 +107,7 @@ class Life(RuleBasedStateMachine):
             repeats=repeats,
             tenant="one" if limit % 3 else "another",
             adapter=ADAPTERS[limit % 5],
+            prompt_logprobs=0 if num_prompt % 4 == 0 else None,
         )
         job = replace(fresh, output_ids=tuple(expected_output(fresh, limit)[:num_resumed]))
         self.jobs[job.key] = (job, limit)

@@ -70,6 +70,9 @@ OFF_THE_PATH = {
         gateway/openai/choice_answers gateway/openai/service_tier
         shardline/store/choices
     """,
+    "for a job with log-probabilities of its prompt": """
+        gateway/openai/prompt_logprobs stage/sampling/prompt_scores
+    """,
     "for stored completions, which are read later": """
         gateway/routes/stored_completions shardline/store/stored_completions
     """,

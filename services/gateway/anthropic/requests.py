@@ -23,7 +23,7 @@ BodyT = TypeVar("BodyT", bound=bodies.CountTokensBody)
 ELSEWHERE = frozenset(
     {
         *bodies.MessagesBody.__struct_fields__,
-        *("prompt", "stop", "logprobs", "structured_outputs"),
+        *("prompt", "stop", "logprobs", "prompt_logprobs", "structured_outputs"),
         *("parallel_tool_calls", "reasoning_effort", "include_reasoning"),
     }
 )

@@ -149,12 +149,26 @@ TokenIds = tuple[int, ...] | UnsetType
 
 
 class TextLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probabilities of a completion: each list has one entry per token."""
+    """Log-probabilities of a completion: each list has one entry per token. The first token of an
+    echoed prompt follows nothing, and has none."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class RankedLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """A token of a prompt, or an alternative to it; `rank` is its place among all tokens."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, RankedLogprob] | None] | UnsetType | None
+"""There with `prompt_logprobs`, in vLLM's form: for each token, null for the first, by token
+id."""
 
 
 class NamedLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,6 +208,7 @@ class CompletionChoice(CompletionChunkChoice, frozen=True, kw_only=True):
     """One choice of a completion."""
 
     finish_reason: FinishReason
+    prompt_logprobs: PromptLogprobs = UNSET
 
 
 class Completion(AnswerHead, frozen=True, kw_only=True, tag="text_completion"):
@@ -239,6 +254,7 @@ class ChatCompletion(AnswerHead, frozen=True, kw_only=True, tag="chat.completion
 
     choices: list[ChatChoice]
     prompt_token_ids: TokenIds = UNSET
+    prompt_logprobs: PromptLogprobs = UNSET
     usage: CompletionUsage
 
 

@@ -36,7 +36,6 @@ COMMON_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": OFF,
     "early_stopping": OFF,
     "length_penalty": (1.0,),
-    "prompt_logprobs": (),
     "logits_processors": ([],),
     "vllm_xargs": ({},),
     "stop_regex": ([], ""),

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 from services.gateway.http.json_body import Document
 from services.gateway.openai.bodies import (
     ChatCompletionRequest,
@@ -34,8 +36,10 @@ def completion_request(document: Document) -> CompletionRequest:
         del fields["logprobs"]
     request = _parse(fields, CompletionRequest)
     if request.echo and request.logprobs is not None:
-        problem = "there are no log-probabilities of a prompt's tokens"
-        raise Invalid("echo", problem, "Leave out echo or logprobs")
+        # The answer shows those of the prompt's tokens too.
+        num_top = max(request.logprobs, request.prompt_logprobs or 0)
+        request = replace(request, prompt_logprobs=num_top)
+        _check_scores_whole(request, "echo")
     return request
 
 
@@ -72,8 +76,17 @@ def _parse(fields: Document, kind: type[RequestT]) -> RequestT:
     if request.response_format is not None and request.structured_outputs is not None:
         problem = "structured_outputs says what the text must be"
         raise Invalid("response_format", problem, "Send one of the two")
+    _check_scores_whole(request, "prompt_logprobs")
     check_request(request)
     return request
+
+
+def _check_scores_whole(request: OpenAiRequest, field: str) -> None:
+    """Raises Invalid for a stream with log-probabilities of the prompt, which are known with the
+    result."""
+    if request.stream and request.prompt_logprobs is not None:
+        problem = "a stream has no log-probabilities of the prompt's tokens"
+        raise Invalid(field, problem, "Leave out stream, or send it without them")
 
 
 def _without_best_of(document: Document) -> Document:

@@ -14,11 +14,17 @@ from msgspec.structs import replace
 
 from services.gateway.bodies import CompletionUsage
 from services.gateway.openai import bodies
+from services.gateway.openai.prompt_logprobs import (
+    echoed_logprobs,
+    joined_logprobs,
+    likeliest,
+    ranked_logprobs,
+)
 from services.gateway.openai.reply_reader import ReplyReader
 from shardline.contract.chat import Reply, ReplyDelta, ToolCallDelta
 from shardline.contract.job import FinishReason, Result, TokenLogprob, Usage
 from shardline.contract.wire import Delta
-from shardline_server.tokenize import BROKEN, Piece, Tokens, TokenText, TokenTexts
+from shardline_server.tokenize import Tokens, TokenText, TokenTexts
 
 NO_DELTA = bodies.ChatDelta()
 
@@ -96,6 +102,11 @@ class ResponseParts:
     def _asked(self, token_ids: tuple[int, ...]) -> bodies.TokenIds:
         return token_ids if self.request.return_token_ids else UNSET
 
+    def _prompt_logprobs(self, result: Result) -> bodies.PromptLogprobs:
+        if self.request.prompt_logprobs is None:
+            return UNSET
+        return ranked_logprobs(result.prompt_logprobs, self.tokens.vocabulary)
+
 
 class CompletionResponses(ResponseParts):
     """Builds every answer and chunk of one completion."""
@@ -111,12 +122,24 @@ class CompletionResponses(ResponseParts):
             index=self.index,
             finish_reason=result.finish_reason,
             text=self._echoed() + result.text,
-            logprobs=_text_logprobs(result.logprobs, self.logprob_texts()),
+            logprobs=self._logprobs(result),
             token_ids=self._asked(result.token_ids),
             prompt_token_ids=self._asked(self.prompt_ids),
+            prompt_logprobs=self._prompt_logprobs(result),
         )
         usage = CompletionUsage.of(result.usage)
         return bodies.Completion(**self._head(), choices=[choice], usage=usage)
+
+    def _logprobs(self, result: Result) -> bodies.TextLogprobs | None:
+        """Those of the completion, behind those of the prompt if that is echoed."""
+        told = _text_logprobs(result.logprobs, self.logprob_texts())
+        request = self.request
+        if told is None or not isinstance(request, bodies.CompletionRequest) or not request.echo:
+            return told
+        texts = self.tokens.token_texts(request.params(), ())
+        entries = result.prompt_logprobs or (None,) * len(self.prompt_ids)
+        prompt = echoed_logprobs(self.prompt_ids, entries, texts, request.logprobs or 0)
+        return joined_logprobs(prompt, told, len(self._echoed()))
 
     def opening_chunk(self) -> msgspec.Struct | None:
         """The chunk before the first token: the prompt's text or ids, or nothing."""
@@ -163,7 +186,8 @@ class ChatResponses(ResponseParts):
         )
         usage = CompletionUsage.of(result.usage)
         ids = self._asked(self.prompt_ids)
-        head = {**self._head(), "prompt_token_ids": ids}
+        scores = self._prompt_logprobs(result)
+        head = {**self._head(), "prompt_token_ids": ids, "prompt_logprobs": scores}
         return bodies.ChatCompletion(**head, choices=[choice], usage=usage)
 
     def _message(self, reply: Reply) -> bodies.AssistantMessage:
@@ -263,32 +287,10 @@ def _text_logprobs(
     return bodies.TextLogprobs(
         tokens=[token.text for _, token in entries],
         token_logprobs=[entry.logprob for entry, _ in entries],
-        top_logprobs=[_likeliest(entry, token.text, texts) for entry, token in entries],
+        top_logprobs=[likeliest(entry, token.text, texts) for entry, token in entries],
         text_offset=[token.offset for _, token in entries],
     )
 
 
 def _named(text: str, data: bytes, logprob: float) -> bodies.NamedLogprob:
     return bodies.NamedLogprob(token=text, logprob=logprob, bytes=list(data))
-
-
-def _likeliest(entry: TokenLogprob, text: str, texts: LogprobTexts) -> dict[str, float]:
-    """Alternatives by text, likeliest first, and among or behind them the output token, with the
-    text `text`. Of tokens with one text, all but the first are named by their id."""
-    found: dict[str, float] = {}
-    for token_id, logprob in entry.top:
-        name = text
-        if token_id != entry.token_id:
-            name = _shown(texts.alternative(token_id))
-            if name in found or name == text:
-                name = f"token_id:{token_id}"
-        found[name] = logprob
-    found.setdefault(text, entry.logprob)
-    return found
-
-
-def _shown(piece: Piece) -> str:
-    """The text of a token, or its bytes, in OpenAI's form, where they are no whole characters."""
-    if BROKEN not in piece.text or piece.data == piece.text.encode():
-        return piece.text
-    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece.data)

@@ -24,6 +24,7 @@ ELSEWHERE: Mapping[str, str] = {
     "max_tokens": "Send max_output_tokens",
     "max_completion_tokens": "Send max_output_tokens",
     "logprobs": "Send top_logprobs, and message.output_text.logprobs in include",
+    "prompt_logprobs": "Use /v1/chat/completions",
     "response_format": "Send text: {format: …}",
     "reasoning_effort": "Send reasoning: {effort: …}",
     "n": "Send one request for each response",

@@ -71,7 +71,7 @@ class TaskEnds:
         if ended.state is not JobState.SUCCEEDED:
             return
         context = _context(ended)
-        value = _value(ended)
+        value = task_value(ended)
         parent: dict[str, Any] = {"parent_id": context.id, "root_id": context.root_id or context.id}
         with self._sending(ended):
             for callback in context.callbacks or ():
@@ -100,7 +100,7 @@ class TaskEnds:
         with self._sending(ended):
             if ended.state is JobState.SUCCEEDED:
                 backend.mark_as_done(
-                    context.id, _value(ended), request=context, store_result=is_stored
+                    context.id, task_value(ended), request=context, store_result=is_stored
                 )
                 return
             backend.mark_as_failure(
@@ -118,7 +118,8 @@ def _context(ended: EndedTask) -> Context:
     return Context({"id": ended.task_id, "delivery_info": {}, "task": SUBMIT_TASK, **kept})
 
 
-def _value(ended: EndedTask) -> dict[str, Any]:
+def task_value(ended: EndedTask) -> dict[str, Any]:
+    """What the sender of a task gets, and the next task of its chain."""
     return completion(
         job_id=str(ended.job_id),
         text=ended.text or "",
@@ -126,4 +127,6 @@ def _value(ended: EndedTask) -> dict[str, Any]:
         finish_reason=ended.finish_reason or "",
         num_prompt=ended.prompt_tokens or 0,
         decision=ended.decision,
+        reasoning=ended.reasoning,
+        tool_calls=ended.tool_calls,
     )

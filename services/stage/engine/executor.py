@@ -7,7 +7,8 @@ Letters of shapes: T packed rows of the step, H the hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -32,11 +33,19 @@ from services.stage.kernels import kernel
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.weights import fingerprint
 from services.stage.ranks.messages import PassKind
+from services.stage.sampling.prompt_scores import (
+    ScoredPrompt,
+    ScoredRows,
+    merged_rows,
+    score,
+    scored_prompt,
+)
 from services.stage.sampling.sampled_sequence import SampledSequence
 from services.stage.sampling.sampler import Sampler
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import Invalid, ProtocolError
 from shardline_scheduler.open_sequences import OpenSequences
+from shardline_scheduler.scheduler import NOT_FINITE
 from shardline_scheduler.step_plan import StepPlan, StepResult
 from shardline_server.tokenize.grammar import Grammars
 from shardline_server.tokenize.grammar_load import GrammarLoad
@@ -86,6 +95,7 @@ class Executor:
             grammars=grammars,
         )
         self._sampled: dict[int, SampledSequence] = {}
+        self._scored: dict[int, ScoredPrompt] = {}
 
     @classmethod
     def load(
@@ -184,6 +194,7 @@ class Executor:
         self._open_sequences.clear()
         self._adapters.clear()
         self._sampled.clear()
+        self._scored.clear()
 
     def admit(self, plan: StepPlan) -> StepPlan:
         """Loads the adapters that sequences of this plan, not yet run, open with; returns the plan,
@@ -211,6 +222,8 @@ class Executor:
             self._open_sequences.open(opened)
             if self.is_last:
                 self._sampled[opened.seq] = self._sampler.open(opened)
+                if (prompt := scored_prompt(opened)) is not None:
+                    self._scored[opened.seq] = prompt
         spans, ids = self._extend(plan)
         x = self._input(ids, hidden)
         adapters = self._adapters.rows_of(plan)
@@ -222,6 +235,7 @@ class Executor:
             self._open_sequences.close(seq)
             self._adapters.close(seq)
             self._sampled.pop(seq, None)
+            self._scored.pop(seq, None)
         return out
 
     def _extend(self, plan: StepPlan) -> tuple[list[Span], list[int]]:
@@ -260,25 +274,44 @@ class Executor:
         adapters: AdapterRows,
         began_s: float,
     ) -> StepResult:
-        rows, sequences = self._sampled_rows(plan)
+        sampled, sequences = self._sampled_rows(plan)
+        scored = self._scored_rows(plan) if self._scored else []
+        rows = merged_rows(sampled, scored) if scored else sampled
         if rows:
             what = Pass(kind=PassKind.SAMPLED, spans=spans, rows=rows, adapters=adapters)
             logits = self._runner.run(what, x)
+            scores = [score(logits[_places(rows, each.rows)], each) for each in scored]
+            if scored:
+                logits = logits[_places(rows, sampled)]
             drafts = [row.drafts for row in plan.rows if row.wants] if plan.num_drafts else None
             found = self._sampler.sample(logits, sequences, drafts)
+            unscored = zip(scored, scores, strict=True)
+            bad = [(each.seq, NOT_FINITE) for each, found in unscored if found is None]
             return StepResult(
                 plan.step,
                 found.tokens,
                 found.logprobs,
                 found.bad,
                 monotonic_s() - began_s,
-                (*plan.refused, *found.refused),
+                (*plan.refused, *found.refused, *bad),
                 found.forced,
+                tuple(each for each in scores if each is not None),
             )
         if spans:
             self._runner.run(Pass(kind=PassKind.WRITE, spans=spans, adapters=adapters), x)
             self._device.synchronize()  # an answer reports a computed step and its duration
         return StepResult(plan.step, (), compute_s=monotonic_s() - began_s, refused=plan.refused)
+
+    def _scored_rows(self, plan: StepPlan) -> list[ScoredRows]:
+        """Returns the packed rows that are followed by tokens to score."""
+        scored: list[ScoredRows] = []
+        first = 0
+        for row in plan.rows:
+            prompt = self._scored.get(row.seq)
+            if prompt is not None and (rows := prompt.rows_of(row, first)) is not None:
+                scored.append(rows)
+            first += row.length
+        return scored
 
     def _sampled_rows(self, plan: StepPlan) -> tuple[list[int], list[SampledSequence]]:
         """Returns the packed rows after which a token may be sampled, and the sequences that want
@@ -299,6 +332,11 @@ class Executor:
                 rows += range(end - 1 - len(row.drafts), end)
                 sequences.append(sequence)
         return rows, sequences
+
+
+def _places(rows: list[int], some: Sequence[int]) -> list[int]:
+    """Returns where some of these rows, which are ascending, stand among them."""
+    return [bisect_left(rows, row) for row in some]
 
 
 def _check_frames(token_budget: int, row_bytes: int) -> None:

@@ -12,6 +12,7 @@ from services.stage.jobs.attempt_spans import AttemptSpans
 from services.stage.jobs.chat_replies import ChatReplies
 from shardline.base.errors import Invalid
 from shardline.contract.job import SamplingParams
+from shardline.contract.request_parsing import check_prompt_logprobs
 from shardline_scheduler.sequence import Request
 from shardline_server.store.claims import ClaimedJob
 from shardline_server.tokenize import CompletionText, Tokens
@@ -61,6 +62,7 @@ class EngineRequests:
         held, cannot = self._held(row)
         banned, ban_refusal = self._banned(row)
         labels, unasked = self._label_ids(row)
+        refusals = (refusal, cannot, ban_refusal, unasked, _unscored(row))
         request = Request(
             key=(str(row.job_id), row.fence),
             prompt_ids=row.prompt_ids,
@@ -76,7 +78,7 @@ class EngineRequests:
             trace=self._spans.traceparent(row),
             banned=banned,
             labels=labels,
-            refusal=refusal or cannot or ban_refusal or unasked or self._foreign_id(row),
+            refusal=next(filter(None, refusals), "") or self._foreign_id(row),
         )
         room = self._tokens.context_length - len(row.prompt_ids)
         return request, self._tokens.completion(params, room, row.prompt_ids)
@@ -138,3 +140,13 @@ class EngineRequests:
             return "" if name is None else row.adapter or self.adapters.get(name).fingerprint, ""
         except Invalid as error:
             return "", f"{error.problem}. {error.remedy}"
+
+
+def _unscored(row: ClaimedJob) -> str:
+    """Why its prompt's log-probabilities are too many, if they are: a row may be written by
+    hand."""
+    try:
+        check_prompt_logprobs(row.params, len(row.prompt_ids))
+    except Invalid as error:
+        return f"{error}"
+    return ""

@@ -100,7 +100,7 @@ class Finisher:
         if state is outcome.state:
             self._publisher.deltas(job.job_id, job.take_held())
             self._publisher.delta(job.job_id, outcome.last_delta())
-            if not is_told:
+            if self._host.results is not None and not is_told:
                 self._tell(job, state, outcome.value())
             outcome.settle()
             self._host.observer.ended(outcome)

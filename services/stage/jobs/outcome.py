@@ -77,6 +77,7 @@ class JobOutcome:
             finish_reason=event.reason,
             exact=job.exact,
             logprobs=event.logprobs,
+            prompt_logprobs=event.prompt_logprobs,
             reasoning=reply.reasoning,
             tool_calls=reply.tool_calls,
             decision=self.decision,
@@ -113,13 +114,17 @@ class JobOutcome:
         """The completion, or the reason of a failure, for a result backend."""
         if isinstance(self.event, SequenceFailed):
             return self.event.reason
+        claimed = self.job.claimed
+        reply = self.replies.read(claimed, self.event.text, self.event.output_ids)
         return completion(
             job_id=str(self.job.job_id),
             text=self.event.text,
             token_ids=self.event.output_ids,
             finish_reason=str(self.event.reason),
-            num_prompt=len(self.job.claimed.prompt_ids),
-            decision=None if self.decision is None else msgspec.to_builtins(self.decision),
+            num_prompt=len(claimed.prompt_ids),
+            decision=msgspec.to_builtins(self.decision),
+            reasoning=reply.reasoning,
+            tool_calls=msgspec.to_builtins(reply.tool_calls),
         )
 
     def settle(self) -> None:

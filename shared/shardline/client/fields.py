@@ -49,6 +49,7 @@ class JobFields(TypedDict, total=False):
     thinking_token_budget: int | None
     include_reasoning: bool
     logprobs: int | None
+    prompt_logprobs: int | None
     seed: int | None
     exact: bool
     adapter: str | None

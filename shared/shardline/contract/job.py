@@ -101,6 +101,8 @@ Variable = (
 AdapterName = Annotated[str, Meta(pattern=ADAPTER_NAME, max_length=128)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
+MAX_PROMPT_LOGPROBS = 32_768
+"""Tokens of a prompt times 1 and their alternatives: some 4 MB in a head, and 1 MB in a row."""
 Priority = Annotated[int, Meta(ge=0, le=9)]
 
 
@@ -112,8 +114,9 @@ class SamplingParams(
 
     temperature 0 is greedy. top_k 0 or -1 and top_p 1 mean no limit; top_p 0 leaves the likeliest
     token. `seed` is drawn when the job is stored if absent or -1; other negative seeds count modulo
-    2⁶³. `logprobs` is the number of alternatives for each output token; None means no logprobs at
-    all. `adapter` names a LoRA adapter of the model; a door takes it from `model:adapter` too.
+    2⁶³. `logprobs` is the number of alternatives for each output token, `prompt_logprobs` for each
+    token of the prompt; None means no logprobs at all. `adapter` names a LoRA adapter of the model;
+    a door takes it from `model:adapter` too.
     """
 
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
@@ -169,6 +172,7 @@ class SamplingParams(
     include_reasoning: bool = True
     """False: answers leave the reasoning out; the row has it."""
     logprobs: NumLogprobs | None = None
+    prompt_logprobs: NumLogprobs | None = None
     seed: Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     exact: bool = False
     """Computed on exact rows of one exactness, or not at all."""
@@ -262,6 +266,16 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class PromptLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Natural-log probability of one token of a prompt, its place among all tokens, from 1 on, and
+    the most likely alternatives (id, logprob), best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """A completion with its usage, finish reason, timings (seconds) and provenance: one row of
     `results`."""
@@ -275,6 +289,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     exact: bool
     logprobs: tuple[TokenLogprob, ...] | None = None
     """Of a question's answer the alternatives are all of its labels, in the options' order."""
+    prompt_logprobs: tuple[PromptLogprob | None, ...] | None = None
+    """One for each token of the prompt; None for the first, which follows nothing."""
     decision: Decision | None = None
     """The answer to the job's question."""
     reasoning: str | None = None

@@ -11,7 +11,13 @@ import msgspec
 
 from shardline.base.errors import Invalid
 from shardline.contract.decision import check_question
-from shardline.contract.job import MAX_METADATA_BYTES, MAX_TOKENS, JobRequest, SamplingParams
+from shardline.contract.job import (
+    MAX_METADATA_BYTES,
+    MAX_PROMPT_LOGPROBS,
+    MAX_TOKENS,
+    JobRequest,
+    SamplingParams,
+)
 from shardline.contract.structured_output import FIELD as STRUCTURED_OUTPUTS
 from shardline.contract.structured_output import check_structured_output
 from shardline.contract.tool_choice import callable_tools, check_tools
@@ -117,6 +123,21 @@ def check_params(params: SamplingParams) -> None:
         _check_may_end(params, STRUCTURED_OUTPUTS, ("ignore_eos",))
     if params.thinking_token_budget is not None:
         _check_may_end(params, "thinking_token_budget", ("ignore_eos", "min_tokens"))
+
+
+def check_prompt_logprobs(params: SamplingParams, num_prompt: int) -> None:
+    """Raises Invalid for more log-probabilities of a prompt of `num_prompt` tokens than a row is to
+    hold."""
+    if params.prompt_logprobs is None:
+        return
+    num_each = 1 + params.prompt_logprobs
+    if num_prompt * num_each > MAX_PROMPT_LOGPROBS:
+        problem = (
+            f"{num_prompt} prompt tokens with {params.prompt_logprobs} alternatives each are over "
+            f"the limit of {MAX_PROMPT_LOGPROBS} log-probabilities"
+        )
+        remedy = f"Send at most {MAX_PROMPT_LOGPROBS // num_each} tokens, or ask for fewer"
+        raise Invalid("prompt_logprobs", problem, remedy)
 
 
 def _check_may_end(params: SamplingParams, holder: str, names: tuple[str, ...]) -> None:

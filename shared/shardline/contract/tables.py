@@ -297,6 +297,8 @@ results = Table(
     Column("reasoning", Text),
     Column("reasoning_tokens", Integer),
     Column("tool_calls", JSONB(none_as_null=True)),
+    # Of the prompt's tokens, null for the first: [token_id, logprob, rank, [[token_id, logprob]]].
+    Column("prompt_logprobs", JSONB(none_as_null=True)),
     Column("exact", Boolean, nullable=False),
     json_object("timings"),
     json_object("provenance"),

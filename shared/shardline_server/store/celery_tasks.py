@@ -84,7 +84,7 @@ SELECT lent.task_id, lent.job_id, lent.request,
     coalesce(jobs.state, 'failed') AS state,
     extract(epoch FROM now() - coalesce(jobs.finished_at, lent.created_at))::float8 AS age_s,
     results.text, results.token_ids, results.finish_reason,
-    results.prompt_tokens, results.completion_tokens,
+    results.prompt_tokens, results.completion_tokens, results.reasoning, results.tool_calls,
     CASE WHEN results.choice IS NOT NULL THEN jsonb_build_object(
         'choice', results.choice, 'probability', results.probability,
         'confidence', results.confidence, 'score', results.score,
@@ -164,6 +164,8 @@ class EndedTask:
     finish_reason: str | None
     prompt_tokens: int | None
     completion_tokens: int | None
+    reasoning: str | None = None
+    tool_calls: Sequence[Mapping[str, Any]] | None = None
     decision: Mapping[str, Any] | None = None
 
 

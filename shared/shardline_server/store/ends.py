@@ -28,8 +28,9 @@ WITH ends AS (
         job_id uuid, fence bigint, state text, error jsonb, text text, token_ids int[],
         prompt_tokens int, completion_tokens int, cached_tokens int, finish_reason text,
         logprobs jsonb, reasoning text, reasoning_tokens int, tool_calls jsonb,
-        exact bool, timings jsonb, provenance jsonb, choice text, probability float8,
-        confidence float8, score float8, probabilities float8[], label_mass float8)
+        prompt_logprobs jsonb, exact bool, timings jsonb, provenance jsonb, choice text,
+        probability float8, confidence float8, score float8, probabilities float8[],
+        label_mass float8)
 ),
 -- Jobs that are still in the state that they are to leave, under the same fence, locked in
 -- order of id.
@@ -58,11 +59,12 @@ attempt AS (
 result AS (
     INSERT INTO results (
         job_id, fence, text, token_ids, prompt_tokens, completion_tokens, cached_tokens,
-        finish_reason, logprobs, reasoning, reasoning_tokens, tool_calls, exact, timings,
-        provenance, choice, probability, confidence, score, probabilities, label_mass)
+        finish_reason, logprobs, reasoning, reasoning_tokens, tool_calls, prompt_logprobs,
+        exact, timings, provenance, choice, probability, confidence, score, probabilities,
+        label_mass)
     SELECT ended.id, ended.fence, ends.text, ends.token_ids, ends.prompt_tokens,
         ends.completion_tokens, ends.cached_tokens, ends.finish_reason, ends.logprobs,
-        ends.reasoning, ends.reasoning_tokens, ends.tool_calls,
+        ends.reasoning, ends.reasoning_tokens, ends.tool_calls, ends.prompt_logprobs,
         ends.exact AND ended.exact, ends.timings, ends.provenance, ends.choice, ends.probability,
         ends.confidence, ends.score, ends.probabilities, ends.label_mass
     FROM ended JOIN ends ON ends.job_id = ended.id WHERE ends.finish_reason IS NOT NULL

@@ -94,6 +94,7 @@ sizes AS MATERIALIZED (
         + coalesce((
             SELECT pg_column_size(text) + pg_column_size(token_ids)
                 + coalesce(pg_column_size(logprobs), 0)
+                + coalesce(pg_column_size(prompt_logprobs), 0)
             FROM results WHERE job_id = old.id
         ), 0)
         + coalesce((

@@ -21,7 +21,7 @@ from shardline.contract.chat import Message, Tool
 from shardline.contract.decision import FIELD as QUESTION
 from shardline.contract.decision import Question
 from shardline.contract.job import ALL_THAT_FIT, Prompt, SamplingParams
-from shardline.contract.request_parsing import check_is_no_chat, check_params
+from shardline.contract.request_parsing import check_is_no_chat, check_params, check_prompt_logprobs
 from shardline.contract.structured_output import FIELD as STRUCTURED_OUTPUTS
 from shardline.contract.structured_output import StructuredOutput
 from shardline_server.tokenize.bad_words import FIELD as BAD_WORDS
@@ -139,6 +139,7 @@ class Tokens:
         if params.question is None:
             self._check_output(params, ids, is_chat=messages is not None)
         ids = self._kept(ids, params)
+        check_prompt_logprobs(params, len(ids))
         return PreparedPrompt(prompt_ids=ids, max_tokens=self._max_tokens(field, len(ids), params))
 
     def _rendered(self, messages: Sequence[Message], params: SamplingParams) -> str:
@@ -253,10 +254,9 @@ class Tokens:
 
     def text_of(self, ids: Sequence[int], params: SamplingParams) -> str:
         """The text of tokens that begin a text, such as a prompt's."""
-        vocabulary = self.vocabulary
         with_special = not params.skip_special_tokens
-        told = [each for each in ids if vocabulary.has_text(each, with_special=with_special)]
-        return str(vocabulary.decode(told)) if told else ""
+        told = [each for each in ids if self.vocabulary.has_text(each, with_special=with_special)]
+        return str(self.vocabulary.decode(told)) if told else ""
 
     def token_texts(self, params: SamplingParams, prompt_ids: Sequence[int]) -> TokenTexts:
         """A completion's tokens one by one, for log-probabilities."""

@@ -6,11 +6,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from uuid import UUID, uuid4
 
+import msgspec
 import pytest
 from sqlalchemy import Engine
 
+from services.relay.celery.task_ends import task_value
+from shardline.contract.chat import FunctionCall, ToolCall
 from shardline.contract.job import JobState
 from shardline.store import jobs
 from shardline_server.store import celery_tasks
@@ -74,6 +78,22 @@ def test_a_task_is_due_when_its_job_ends_whoever_ends_it(engine: Engine) -> None
         [7, 8],
     )
     assert (lent["waited"].state, lent["waited"].text) == (JobState.CANCELLED, None)
+
+
+def test_the_value_of_a_chats_task_has_its_reasoning_and_calls(engine: Engine) -> None:
+    claimed = running(engine)
+    keep(engine, "chat", claimed.job_id)
+    whole = success(claimed)
+    assert whole.result is not None
+    call = ToolCall(id="c1", function=FunctionCall(name="look", arguments="{}"))
+    said = msgspec.structs.replace(whole.result, reasoning="Hm.", tool_calls=(call,))
+    end(engine, replace(whole, result=said))
+
+    (lent,) = lend(engine)
+
+    value = task_value(lent)
+    assert (value["text"], value["reasoning"]) == ("done", "Hm.")
+    assert value["tool_calls"] == [msgspec.to_builtins(call)]
 
 
 def test_a_task_of_a_job_that_has_ended_or_has_none_is_due_at_once(engine: Engine) -> None:

@@ -17,6 +17,7 @@ from shardline.contract.job import (
     FinishReason,
     Job,
     JobState,
+    PromptLogprob,
     Result,
     SamplingParams,
     TokenLogprob,
@@ -78,6 +79,26 @@ def load_logprobs(document: object) -> tuple[TokenLogprob, ...] | None:
     )
 
 
+def _dump_prompt_logprobs(logprobs: Iterable[PromptLogprob | None]) -> list[Any]:
+    """Returns null or `[token_id, logprob, rank, [[token_id, logprob], …]]` for each token."""
+    return [
+        None
+        if entry is None
+        else [
+            entry.token_id,
+            _finite(entry.logprob),
+            entry.rank,
+            [[token_id, _finite(value)] for token_id, value in entry.top],
+        ]
+        for entry in logprobs
+    ]
+
+
+def _load_prompt_logprobs(document: object) -> tuple[PromptLogprob | None, ...] | None:
+    kind = tuple[PromptLogprob | None, ...]
+    return None if document is None else msgspec.convert(document, kind, strict=False)
+
+
 def load_params(document: object) -> SamplingParams:
     """Reads those of a prepared row, which were checked then. Raises msgspec.ValidationError for
     those of a later release."""
@@ -97,6 +118,9 @@ def dump_result(result: Result) -> dict[str, Any]:
         "reasoning": None if result.reasoning is None else storable(result.reasoning),
         "reasoning_tokens": result.usage.reasoning_tokens,
         "tool_calls": [_storable_call(call) for call in result.tool_calls] or None,
+        "prompt_logprobs": None
+        if result.prompt_logprobs is None
+        else _dump_prompt_logprobs(result.prompt_logprobs),
         "exact": result.exact,
         "timings": result.timings,
         "provenance": result.provenance,
@@ -121,6 +145,7 @@ def load_result(row: RowMapping, prefix: str = "") -> Result:
         logprobs=load_logprobs(row[f"{prefix}logprobs"]),
         reasoning=row[f"{prefix}reasoning"],
         tool_calls=msgspec.convert(row[f"{prefix}tool_calls"] or (), tuple[ToolCall, ...]),
+        prompt_logprobs=_load_prompt_logprobs(row[f"{prefix}prompt_logprobs"]),
         timings=row[f"{prefix}timings"],
         provenance=row[f"{prefix}provenance"],
         decision=_load_decision(row, prefix),
