@@ -102,15 +102,23 @@ def save_model(
     config = CONFIGS[name]()
     for key, value in changes.items():
         setattr(config, key, value)
+    return save_drawn(
+        folder / name,
+        lambda: tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32),
+        dtype,
+    )
+
+
+def save_drawn(path: Path, make: Callable[[], Any], dtype: torch.dtype = torch.float32) -> Path:
+    """Saves what `make` makes, with weights that are the same every time. Returns its folder."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = make()
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.25)
             else:
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
-    path = folder / name
     model.to(dtype).save_pretrained(path)
     return path
 

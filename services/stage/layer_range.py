@@ -5,11 +5,15 @@ from __future__ import annotations
 
 from services.stage.settings import StageSettings
 from shardline.base.errors import Invalid
+from shardline.contract.joined_layers import JoinedLayers
 from shardline.contract.split import parse_range, split_of
 
 
-def layers_of(settings: StageSettings, num_layers: int) -> range:
-    """The shard's layers; none if a plan will name them. Raises Invalid, naming the setting."""
+def layers_of(
+    settings: StageSettings, num_layers: int, joined: JoinedLayers | None = None
+) -> range:
+    """The shard's layers; none if a plan will name them. Raises Invalid, naming the setting, also
+    where they would cut `joined` layers apart."""
     if settings.is_planned:
         return range(0)
     if settings.layers is not None:
@@ -20,8 +24,10 @@ def layers_of(settings: StageSettings, num_layers: int) -> range:
                 f"it ends at layer {layers.stop - 1}, the model has 0-{num_layers - 1}",
                 "Lower it",
             )
+        if joined is not None:
+            joined.check([layers], "SHARDLINE_LAYERS")
         return layers
-    stages = split_of(settings.split, num_layers, settings.num_stages)
+    stages = split_of(settings.split, num_layers, settings.num_stages, joined)
     if settings.place >= len(stages):
         raise Invalid(
             "SHARDLINE_PLACE",

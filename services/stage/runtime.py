@@ -209,7 +209,7 @@ def place(settings: StageSettings) -> PlacedStage:
             "Set SHARDLINE_LAYERS=planned",
         )
     info = info_of(settings)
-    layers = layers_of(settings, info.num_layers)
+    layers = layers_of(settings, info.num_layers, info.joined)
     name = settings.worker_name or f"{settings.pipeline or settings.name}.{settings.place}"
     worker = f"{name}@{socket.gethostname()}"
     load_module(settings.device_module)

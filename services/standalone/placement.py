@@ -17,6 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from services.standalone.settings import StandaloneSettings
 from shardline.base.errors import Invalid
+from shardline.contract.joined_layers import JoinedLayers, joined_layers
 from shardline.contract.split import split_of
 from shardline_fleet.planner import Plan
 from shardline_server.host.cores import PREFIX, parse_cores, show_cores
@@ -69,10 +70,11 @@ def places(
     num_layers: int,
     cores: list[int],
     taken: frozenset[int] = frozenset(),
+    joined: JoinedLayers | None = None,
 ) -> list[StagePlacement]:
     """Every stage of every replica; cores `taken` by others come last. Raises Invalid for an
-    impossible split."""
-    split = _split(settings, num_layers)
+    impossible split, or one that cuts `joined` layers apart."""
+    split = _split(settings, num_layers, joined)
     if settings.devices is None:
         groups = core_groups(settings.num_processes, settings.stage_cores, cores, taken)
         devices = [PREFIX + show_cores(group) for group in groups]
@@ -111,11 +113,13 @@ def _is_shared(
     return any(num_users[part] > 1 or part in taken for part in stage.cores or [stage.device])
 
 
-def _split(settings: StandaloneSettings, num_layers: int) -> Sequence[range | None]:
+def _split(
+    settings: StandaloneSettings, num_layers: int, joined: JoinedLayers | None
+) -> Sequence[range | None]:
     """The layers of each stage; None for those that wait for a plan."""
     if settings.workers is not None:
         return [None] * settings.workers
-    split = split_of(settings.split, num_layers, settings.stages)
+    split = split_of(settings.split, num_layers, settings.stages, joined)
     if len(split) != settings.stages:
         raise Invalid(
             "SHARDLINE_SPLIT",
@@ -193,7 +197,7 @@ def core_groups(
 def count_layers(settings: StandaloneSettings) -> int:
     """Returns the layer count that the model's config.json gives. Raises Invalid, naming where a
     model must be."""
-    config: dict[str, Any] = msgspec.json.decode(config_file(settings).read_bytes())
+    config = _config(settings)
     for scope in (config, config.get("text_config") or {}):
         for name in LAYER_COUNTS:
             if isinstance(scope.get(name), int):
@@ -203,6 +207,16 @@ def count_layers(settings: StandaloneSettings) -> int:
         f"config.json of {settings.model} counts no layers",
         "Use a causal language model",
     )
+
+
+def layers_together(settings: StandaloneSettings) -> JoinedLayers | None:
+    """Returns the layers that one stage must hold together, by the model's config.json."""
+    return joined_layers(_config(settings))
+
+
+def _config(settings: StandaloneSettings) -> dict[str, Any]:
+    config: dict[str, Any] = msgspec.json.decode(config_file(settings).read_bytes())
+    return config
 
 
 def config_file(settings: StandaloneSettings) -> Path:

@@ -19,6 +19,7 @@ from services.standalone.placement import (
     count_layers,
     is_gpu_unused,
     is_planned,
+    layers_together,
     num_pipelines,
     places,
     replaced,
@@ -126,7 +127,8 @@ class Supervisor:
     def _place(self, claims: CoreClaims) -> list[StagePlacement]:
         cores = usable_cores()
         taken = claims.claim(cores)
-        stages = places(self._settings, count_layers(self._settings), cores, taken)
+        joined = layers_together(self._settings)
+        stages = places(self._settings, count_layers(self._settings), cores, taken, joined)
         claims.keep(core for place in stages for core in place.cores)
         for place in stages:
             if place.shared:

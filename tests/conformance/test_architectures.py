@@ -12,9 +12,13 @@ import torch
 import transformers as tf
 
 from services.stage.device.device import Device
+from services.stage.model.model_info import ModelInfo
+from services.stage.model.text_part import model_class
+from shardline.base.errors import Invalid
 from shardline.contract.job import SamplingParams
 from tests.chain import generate, load_chain, requests
 from tests.models import CONFIGS, VOCAB_SIZE, save_model
+from tests.multimodal_models import CONTAINERS, save_container
 
 NUM_NEW = 12
 BUDGET = 32
@@ -36,7 +40,8 @@ def reference(path: Path) -> list[tuple[int, ...]]:
     """Each prompt alone through transformers' greedy `generate` in float32, by its plainest
     code."""
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model = tf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **plain).eval()
+    kind = model_class(tf.AutoConfig.from_pretrained(path))
+    model = kind.from_pretrained(path, dtype=torch.float32, **plain).eval()
     model.generation_config.eos_token_id = None
     outputs = []
     for prompt in prompts():
@@ -50,6 +55,27 @@ def reference(path: Path) -> list[tuple[int, ...]]:
         )
         outputs.append(tuple(out[0, len(prompt) :].tolist()))
     return outputs
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_the_text_of_a_multimodal_model_is_that_of_the_whole_one(
+    name: str, num_stages: int, model_folder: Path, device: Device
+) -> None:
+    path = model_folder / name
+    if not path.exists():
+        save_container(model_folder, name)
+    joined = ModelInfo.read(path).joined
+    if joined is not None and num_stages > 1:
+        with pytest.raises(Invalid, match=r"layers 0-\d+ must stay together, because"):
+            load_chain(path, num_stages, device, model_folder)
+        return
+    expected = reference(path)
+    stages = load_chain(path, num_stages, device, model_folder)
+    greedy = SamplingParams(max_tokens=NUM_NEW, temperature=0.0)
+
+    assert generate(stages, requests(prompts(), greedy), budget=BUDGET) == expected
+    assert all(stage.exact for stage in stages)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])

@@ -47,7 +47,7 @@ OFF_THE_PATH = {
         stage/engine/step_graphs stage/model/cpu_parts stage/engine/loading
         stage/engine/split_trial stage/products/experts stage/model/model_info
         stage/model/pieces stage/products/packing stage/model/refusal
-        stage/model/weights
+        stage/model/text_part stage/model/weights
     """,
     "where ranks divide a stage": """
         stage/engine/ranked_runner stage/ranks/group stage/ranks/messages

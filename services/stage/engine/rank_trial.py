@@ -20,6 +20,7 @@ from services.stage.engine.split_trial import forward_of, in_steps, shard_of, tr
 from services.stage.kernels.kernel import Kernel
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.split_layers import gathered, split_shard
+from services.stage.model.text_part import text_config
 from services.stage.products.packing import packing_for
 from services.stage.ranks.group import RankGroup
 
@@ -50,7 +51,8 @@ def _rank(native: Kernel, whole: Any, sequences: list[Tensor], group: RankGroup)
         attention = Attention(None)
         packing = packing_for(torch.float32, native)
         assert packing.make is not None
-        shard = shard_of(whole, range(whole.config.num_hidden_layers), attention)
+        num_layers = text_config(whole.config).num_hidden_layers
+        shard = shard_of(whole, range(num_layers), attention)
         split_shard(shard, group)
         shapes = probe_kv_shapes(shard)
         pack_shard(shard, replace(packing, make_expert=gathered(packing.make, group)), group=group)

@@ -32,11 +32,13 @@ from services.stage.model.miniature import build_miniature, miniature_config
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.refusal import refuse
 from services.stage.model.shard import Shard, quiet_transformers, shard_class
+from services.stage.model.text_part import text_config
 from services.stage.products import cache
 from services.stage.products.experts import EXPERTS
 from services.stage.products.module_failures import FAILURES, first_line
 from services.stage.products.row_buckets import RowPadding
 from shardline.base.clock import monotonic_s
+from shardline.contract.joined_layers import joined_layers
 
 log = structlog.get_logger(__name__)
 
@@ -112,7 +114,8 @@ def _difference(config: Any, seed: int, compute: Compute) -> float:
         refuse(f"{config.model_type!r} attends to later tokens, or to another model's")
     generator = torch.Generator().manual_seed(seed)
     sequences = [
-        torch.randint(whole.config.vocab_size, (length,), generator=generator) for length in LENGTHS
+        torch.randint(text_config(whole.config).vocab_size, (length,), generator=generator)
+        for length in LENGTHS
     ]
     expected = torch.cat(
         [whole(input_ids=ids[None], use_cache=False).logits[0] for ids in sequences]
@@ -123,8 +126,10 @@ def _difference(config: Any, seed: int, compute: Compute) -> float:
 
 def _stages(whole: Any) -> list[Forward]:
     """First layer, middle layers and last layer of the miniature, with separate KV."""
-    num_layers = whole.config.num_hidden_layers
-    cuts = sorted({0, 1, num_layers - 1, num_layers})
+    num_layers = text_config(whole.config).num_hidden_layers
+    joined = joined_layers(text_config(whole.config).to_dict())
+    last_cut = num_layers - 1 if joined is None else min(num_layers - 1, joined.layers.start)
+    cuts = sorted({0, min(1, last_cut), last_cut, num_layers})
     attention = Attention(None)
     shapes = dict[int, KvShape]()
     shards = [shard_of(whole, range(start, stop), attention) for start, stop in pairwise(cuts)]
@@ -135,18 +140,18 @@ def _stages(whole: Any) -> list[Forward]:
 
 def shard_of(whole: Any, layers: range, attention: Attention) -> Shard:
     """Some layers of the miniature, with its weights."""
-    config = whole.config
+    sizes = text_config(whole.config)
     info = ModelInfo(
         path=Path(),
         revision=None,
-        config=config,
-        num_layers=config.num_hidden_layers,
+        config=whole.config,
+        num_layers=sizes.num_hidden_layers,
         context_length=max(LENGTHS),
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
+        vocab_size=sizes.vocab_size,
+        hidden_size=sizes.hidden_size,
         eos_ids=(),
     )
-    model = shard_class(info, layers)(copy.deepcopy(config)).eval()
+    model = shard_class(info, layers)(copy.deepcopy(whole.config)).eval()
     missing = model.load_state_dict(whole.state_dict(), strict=False, assign=True).missing_keys
     assert not missing, f"parts have weights of their own: {missing}"
     model.set_attn_implementation(attention.name)

@@ -26,6 +26,7 @@ from torch import Tensor
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.quantization import Floats, Quantization, quantization_of
 from services.stage.model.refusal import refuse
+from services.stage.model.text_part import other_parts
 from services.stage.model.weights import COPY_AGAIN, INDEX, check_file, fingerprint, weight_files
 from shardline.base.errors import Invalid
 
@@ -92,7 +93,8 @@ class _Writer:
             _link(own / self._file(part).name, self._file(part))
         _replace(own / INDEX, {"metadata": {}, "weight_map": index})
         config = json.loads((self._info.path / CONFIG).read_text(encoding="utf-8"))
-        config.pop("quantization_config", None)
+        for scope in (config, config.get("text_config") or {}):
+            scope.pop("quantization_config", None)
         _replace(own / CONFIG, config)
         return replace(self._info, path=own, config=type(self._info.config).from_dict(config))
 
@@ -102,9 +104,10 @@ class _Writer:
     def _names(self) -> Mapping[str, dict[str, Path]]:
         """The tensors of each part, with their files."""
         names: dict[str, dict[str, Path]] = defaultdict(dict)
+        others = other_parts(self._info.config)
         for file in weight_files(self._info.path):
             check_file(file)
-            for name in _weights(file):
+            for name in (each for each in _weights(file) if others.isdisjoint(each.split("."))):
                 found = LAYER.search(name)
                 names[f"layer-{found[1]}" if found else REST][name] = file
         return names

@@ -36,7 +36,12 @@ def probe_kv_shapes(shard: Shard) -> dict[int, KvShape]:
     hidden states."""
     seen: dict[int, KvShape] = {}
     layers = shard.layer_modules.values()
-    hooks = [layer.register_forward_pre_hook(_check_inputs, with_kwargs=True) for layer in layers]
+    joined = shard.info.joined.layers if shard.info.joined else range(0)
+    hooks = [
+        layer.register_forward_pre_hook(_check_inputs, with_kwargs=True)
+        for number, layer in shard.layer_modules.items()
+        if number not in joined
+    ]
     hooks += [layer.register_forward_hook(_check_output) for layer in layers]
     attention = [
         module for layer in layers for module in layer.modules() if hasattr(module, "layer_idx")

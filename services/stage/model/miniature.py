@@ -14,16 +14,21 @@ from typing import Any
 
 import torch
 
-from services.stage.model.model_info import model_class
 from services.stage.model.refusal import refuse
+from services.stage.model.text_part import is_container, text_class, text_config
 from services.stage.products.module_failures import FAILURES, first_line
 
 MIN_LAYERS = 4
 """More are kept if a kind of layer comes later."""
 HEAD_DIM = 16
 VOCAB = 96
+KV_HEADS = "num_key_value_heads"
+SHARED = "num_kv_shared_layers"
+"""How many of the last layers take the keys and values of others."""
 SHORT = 8
 """Tokens that the two sequences of a trial pass."""
+SECTIONS = "mrope_section"
+"""Of a rope, how many frequencies go by time, by height and by width: equal for a text."""
 ROPE_LENGTH = "original_max_position_embeddings"
 LIMITS = (
     (re.compile(r"^vocab_size"), VOCAB),
@@ -38,27 +43,42 @@ GAIN = 1.5
 
 
 def miniature_config(config: Any) -> Any:
-    """Returns a copy of a causal LM's config with small widths and few layers.
+    """Returns a copy of a causal LM's config with small widths and few layers; of a multimodal one
+    the language model's alone are smaller.
 
     What decides which code runs stays as it is: kinds of layers, query heads for each KV head,
     experts.
     """
-    miniature = copy.deepcopy(config)
+    whole = copy.deepcopy(config)
+    _shrink(text_config(whole), text_config(config))
+    whole.dtype = torch.float32
+    # Containers put it where inputs other than text were.
+    text_config(whole).pad_token_id = 0 if is_container(config) else None
+    return whole
+
+
+def _shrink(miniature: Any, config: Any) -> None:
     heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    kv_heads = _value(config, KV_HEADS) or heads
     fewer = kv_heads // 2 if kv_heads % 2 == 0 else kv_heads
     hidden = heads // fewer * HEAD_DIM
     num_layers = _num_layers(config)
     for name, value in list(vars(config).items()):
         setattr(miniature, name, _smaller(name, value, config, hidden, num_layers))
     sizes = {"num_hidden_layers": num_layers, "num_attention_heads": heads // fewer}
-    if getattr(config, "num_key_value_heads", None):
-        sizes["num_key_value_heads"] = kv_heads // fewer
+    if num_shared := getattr(config, SHARED, None) or 0:
+        sizes[SHARED] = min(num_shared, num_layers // 2)
+    if _value(config, KV_HEADS):
+        sizes[KV_HEADS] = kv_heads // fewer
     for name, size in sizes.items():
         setattr(miniature, name, size)
-    miniature.pad_token_id = None
+    if by_layer := config.to_dict().get("per_layer_config"):
+        miniature.per_layer_config = {
+            number: changes | _fewer_heads(changes, fewer)
+            for number, changes in by_layer.items()
+            if int(number) < num_layers
+        }
     miniature.dtype = torch.float32
-    return miniature
 
 
 def build_miniature(config: Any) -> Any:
@@ -68,7 +88,7 @@ def build_miniature(config: Any) -> Any:
     Its weights are the same every time, float32 on the CPU. Raises Invalid if transformers cannot
     make it.
     """
-    kind = model_class(config)
+    kind = text_class(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         try:
@@ -87,24 +107,37 @@ def build_miniature(config: Any) -> Any:
     return model
 
 
+def _value(config: Any, name: str) -> Any:
+    """Returns a field of a config, the one of most layers if they differ in it; None without it."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers' answer where layers differ in it
+        return vars(config).get(name)
+
+
+def _fewer_heads(changes: dict[str, Any], fewer: int) -> dict[str, int]:
+    """Of what one layer has different from the others."""
+    return {KV_HEADS: max(1, changes[KV_HEADS] // fewer)} if KV_HEADS in changes else {}
+
+
 def _num_layers(config: Any) -> int:
     """Returns how many first layers show every kind that a list of layers names."""
     total: int = config.num_hidden_layers
+    num_shared = getattr(config, SHARED, None) or 0
     lists = [
         value
         for value in vars(config).values()
         if _is_by_layer(value, total) and isinstance(value[0], str)
     ]
-    return min(
-        total, max([MIN_LAYERS, *(1 + max(kinds.index(kind) for kind in kinds) for kinds in lists)])
-    )
+    shown = max([MIN_LAYERS, *(1 + max(kinds.index(kind) for kind in kinds) for kinds in lists)])
+    return min(total, shown + min(shown, num_shared))
 
 
 def _smaller(name: str, value: Any, config: Any, hidden: int, num_layers: int) -> Any:
     if _is_by_layer(value, config.num_hidden_layers):
         return value[:num_layers]
     if isinstance(value, dict) and "rope" in name:
-        return _smaller_rope(value)
+        return _smaller_rope(value, _head_dims(config, hidden))
     is_size = type(value) is int and "position" not in name
     return _smaller_size(name, value, config, hidden) if is_size else value
 
@@ -123,22 +156,38 @@ def _is_by_layer(value: Any, num_layers: int) -> bool:
     return isinstance(value, list | tuple) and len(value) == num_layers
 
 
-def _smaller_rope(rope: dict[str, Any]) -> dict[str, Any]:
+def _head_dims(config: Any, hidden: int) -> tuple[int, int]:
+    """The size of a head, and that of the miniature's."""
+    has_own = _value(config, "head_dim") is not None
+    own = _value(config, "head_dim") or config.hidden_size // config.num_attention_heads
+    return own, _smaller_size("head_dim", own, config, hidden) if has_own else HEAD_DIM
+
+
+def _smaller_rope(rope: dict[str, Any], head_dims: tuple[int, int]) -> dict[str, Any]:
     """A rope without factors for each dimension of a head, of which the miniature has fewer, and of
     a length that few tokens pass: some models scale by it themselves. A rope that rescales at that
     length keeps it."""
+    if isinstance(sections := rope.get(SECTIONS), list):
+        rope = rope | {SECTIONS: tuple(_smaller_sections(sections, *head_dims))}
     if any(isinstance(value, list) for value in rope.values()):
         kept = {
             name: value
             for name, value in rope.items()
-            if name in {"rope_theta", "partial_rotary_factor"}
+            if name in {"rope_theta", "partial_rotary_factor", SECTIONS}
         }
         return kept | {"rope_type": "default"}
     small = {
-        name: _smaller_rope(value) if isinstance(value, dict) else value
+        name: _smaller_rope(value, head_dims) if isinstance(value, dict) else value
         for name, value in rope.items()
     }
     length = rope.get(ROPE_LENGTH)
     if isinstance(length, int | float) and rope.get("rope_type") != "dynamic":
         small[ROPE_LENGTH] = min(length, SHORT)
     return small
+
+
+def _smaller_sections(sections: list[int], head_dim: int, smaller: int) -> list[int]:
+    """Sections of as many frequencies as a smaller head has."""
+    total = sum(sections) * smaller // head_dim
+    others = [size * smaller // head_dim for size in sections[1:]]
+    return [total - sum(others), *others]

@@ -29,8 +29,10 @@ from huggingface_hub.errors import (
 
 from services.stage.model.quantization import quantization_of
 from services.stage.model.refusal import refuse
+from services.stage.model.text_part import is_container, layers_class, model_class, text_config
 from services.stage.model.weights import header_of, weight_files
 from shardline.base.errors import Unavailable
+from shardline.contract.joined_layers import JoinedLayers, joined_layers
 from shardline_server.tokenize import model_row, tokenizers_eos_id
 
 log = structlog.get_logger(__name__)
@@ -69,17 +71,29 @@ class ModelInfo:
         path, commit = _find(model, revision)
         config = _read_config(path)
         check_can_be_sharded(config)
-        _check_vocabulary(path, config.vocab_size)
+        text = text_config(config)
+        _check_vocabulary(path, text.vocab_size)
         return cls(
             path=path,
             revision=commit,
             config=config,
-            num_layers=config.num_hidden_layers,
-            context_length=_context_length(config),
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
+            num_layers=text.num_hidden_layers,
+            context_length=_context_length(text),
+            vocab_size=text.vocab_size,
+            hidden_size=text.hidden_size,
             eos_ids=_eos_ids(path, config),
         )
+
+    @property
+    def joined(self) -> JoinedLayers | None:
+        """Returns the layers that one stage must hold together, if there are some."""
+        return joined_layers(self.text_config.to_dict())
+
+    @property
+    def text_config(self) -> Any:
+        """Returns the config of the layers: `config`, or the one that a multimodal model has inside
+        it."""
+        return text_config(self.config)
 
     def row(self, *, name: str, fingerprint: str) -> dict[str, Any]:
         """Returns the row of the table `models`: doors read from it the limits that a head of this
@@ -188,12 +202,7 @@ def check_can_be_sharded(config: Any) -> None:
     kind = config.model_type
     if config.is_encoder_decoder:
         refuse(f"{kind!r} is an encoder-decoder, not a causal LM")
-    others = [getattr(config, name) for name in config.sub_configs]
-    if config.get_text_config() is not config or any(
-        hasattr(other, "num_hidden_layers") for other in others
-    ):
-        refuse(f"{kind!r} is multimodal", "Give its text model alone")
-    if type(config) not in tf.MODEL_FOR_CAUSAL_LM_MAPPING:
+    if model_class(config) is None:
         refuse(f"{kind!r} is not a causal LM")
     name = model_class(config).__name__
     if config.architectures and name not in config.architectures:
@@ -201,8 +210,11 @@ def check_can_be_sharded(config: Any) -> None:
             f"it was saved as {config.architectures[0]}, not as {name}",
             "Give a checkpoint with a language-model head",
         )
+    text = text_config(config)
+    if text is config and is_container(config) and not config.base_model_pp_plan:
+        refuse(f"{kind!r} is multimodal, and its parts for text are not told from the others")
     quantization_of(config)
-    odd = set(getattr(config, "layer_types", None) or ()) - ATTENTION_TYPES
+    odd = set(getattr(text, "layer_types", None) or ()) - ATTENTION_TYPES
     if odd:
         refuse(
             f"{kind!r} has layers of type {', '.join(sorted(odd))}; "
@@ -212,19 +224,14 @@ def check_can_be_sharded(config: Any) -> None:
         refuse(
             f"{kind!r} keeps a state that goes from token to token; only keys and values are kept"
         )
-    missing = [name for name in SIZES if not _has_size(config, name)]
+    missing = [name for name in SIZES if not _has_size(text, name)]
     if missing:
         refuse(f"{kind!r} has no {missing[0]}: it is not one stack of equal layers")
-    if not hasattr(sys.modules[model_class(config).__module__], "ALL_ATTENTION_FUNCTIONS"):
+    if not hasattr(sys.modules[layers_class(config).__module__], "ALL_ATTENTION_FUNCTIONS"):
         refuse(f"{kind!r} does not attend through transformers' attention interface")
-    if getattr(config, "num_kv_shared_layers", 0):
-        refuse(
-            f"{kind!r} shares keys and values across layers (num_kv_shared_layers), "
-            "which a split would cut"
-        )
     if (
-        getattr(config, "use_bidirectional_attention", None)
-        or getattr(config, "is_causal", True) is False
+        getattr(text, "use_bidirectional_attention", None)
+        or getattr(text, "is_causal", True) is False
     ):
         refuse(f"{kind!r} attends to later tokens")
 
@@ -234,12 +241,6 @@ def _has_size(config: Any, name: str) -> bool:
         return isinstance(getattr(config, name, None), int)
     except RuntimeError:  # transformers' answer where layers differ in it
         return False
-
-
-def model_class(config: Any) -> Any:
-    """Returns transformers' causal LM class for this config."""
-    found = tf.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return found[0] if isinstance(found, tuple | list) else found
 
 
 def _check_vocabulary(path: Path, vocab_size: int) -> None:
@@ -307,7 +308,9 @@ def _eos_ids(path: Path, config: Any) -> tuple[int, ...]:
     and the tokenizer's: fine-tunes often name it there alone."""
     file = path / "generation_config.json"
     said = _read_json(file).get("eos_token_id") if file.is_file() else None
-    eos = config.eos_token_id if said in (None, []) else said
+    named = getattr(config, "eos_token_id", None)
+    stated = text_config(config).eos_token_id if named is None else named
+    eos = stated if said in (None, []) else said
     found = list(eos) if isinstance(eos, list | tuple) else [eos]
     if not all(one is None or type(one) is int for one in found):
         source = file if eos is said else path / CONFIG

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from services.stage.model.miniature import build_miniature, miniature_config
 from services.stage.model.refusal import refuse
+from services.stage.model.text_part import language_model, text_config
 from services.stage.products.module_failures import FAILURES, first_line
+from shardline.contract.joined_layers import joined_layers
 
 NUM_TOKENS = 3
 
@@ -57,12 +59,14 @@ class Pieces:
     def planned(cls, model: Any) -> Pieces:
         """Reads the names from transformers' pipeline plan. Raises Invalid if plan and model do not
         agree."""
-        config = model.config
-        children = dict(model.base_model.named_children())
+        config = text_config(model.config)
+        children = dict(language_model(model).named_children())
         plan = [name for name in config.base_model_pp_plan if name in children]
         lists = [name for name in plan if _are_layers(children[name], config)]
         unplanned = sorted(n for n, m in children.items() if n not in plan and _has_weights(m))
-        if len(lists) != 1 or unplanned:
+        joined = joined_layers(config.to_dict())
+        is_whole = joined is not None and joined.layers.start == 0
+        if len(lists) != 1 or (unplanned and not is_whole):
             what = (
                 f"parts outside it ({', '.join(unplanned)})"
                 if unplanned
@@ -72,7 +76,8 @@ class Pieces:
                 f"{config.model_type!r} has a pipeline plan, but {what}, so it cannot be sharded"
             )
         index = plan.index(lists[0])
-        return cls(before=tuple(plan[:index]), layers=plan[index], after=tuple(plan[index + 1 :]))
+        before = (*plan[:index], *unplanned)
+        return cls(before=before, layers=plan[index], after=tuple(plan[index + 1 :]))
 
     @classmethod
     def watched(cls, config: Any) -> Pieces:
@@ -83,10 +88,9 @@ class Pieces:
         Raises Invalid if there is no single list of layers, or the miniature does not run.
         """
         miniature = build_miniature(miniature_config(config))
-        base = miniature.base_model
-        alike = [
-            name for name, module in base.named_modules() if _are_layers(module, miniature.config)
-        ]
+        base = language_model(miniature)
+        sizes = text_config(miniature.config)
+        alike = [name for name, module in base.named_modules() if _are_layers(module, sizes)]
         # Within a layer there may be the same number of modules of another kind, such as a norm
         # for each head
         lists = [name for name in alike if not any(name.startswith(f"{other}.") for other in alike)]

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from services.stage.model.cpu_parts import CpuPart, place
-from services.stage.model.model_info import ModelInfo, model_class
+from services.stage.model.model_info import ModelInfo
 from services.stage.model.pieces import PassThrough, Pieces, stub_of
 from services.stage.model.refusal import refuse
+from services.stage.model.text_part import language_model, text_class, use_text_alone
 from services.stage.model.weights import check_file, weight_files
 from services.stage.products.experts import EXPERTS
 from services.stage.products.packing import is_linear
@@ -44,16 +45,17 @@ class LinearSize(NamedTuple):
 
 def shard_class(info: ModelInfo, layers: range) -> Any:
     """Returns the model's class with stubs outside `layers`."""
-    base = model_class(info.config)
+    base = text_class(info.config)
     first = layers.start == 0
     last = layers.stop == info.num_layers
-    watched = None if info.config.base_model_pp_plan else Pieces.watched(info.config)
+    watched = None if info.text_config.base_model_pp_plan else Pieces.watched(info.config)
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
         _check_signatures(self)
+        use_text_alone(self)
         self.pieces = pieces = watched or Pieces.planned(self)
-        decoder = self.base_model
+        decoder = language_model(self)
         stack = decoder.get_submodule(pieces.layers)
         self.linear_sizes = _linear_sizes(self, stack)
         embedding = self.get_input_embeddings()
@@ -103,7 +105,7 @@ def build_skeleton(
 
 def shard_layers(model: Any, layers: range) -> dict[int, nn.Module]:
     """Returns these layers of a model by their numbers."""
-    stack = model.base_model.get_submodule(model.pieces.layers)
+    stack = language_model(model).get_submodule(model.pieces.layers)
     return {number: stack[number] for number in layers}
 
 
@@ -131,7 +133,7 @@ class Shard:
         self.device = device
         self.is_first = layers.start == 0
         self.is_last = layers.stop == info.num_layers
-        self.decoder = model.base_model
+        self.decoder = language_model(model)
         self.dtype: torch.dtype = model.dtype
         self._stack = self.decoder.get_submodule(model.pieces.layers)
         self.layer_modules = shard_layers(model, layers)
@@ -277,6 +279,8 @@ def _check_layers(info: ModelInfo, layers: range) -> None:
     if not 0 <= layers.start < layers.stop <= info.num_layers or layers.step != 1:
         problem = f"the model has layers 0-{info.num_layers - 1}, not {layers}"
         raise Invalid("SHARDLINE_SPLIT", problem, "Correct it")
+    if info.joined is not None:
+        info.joined.check([layers], "SHARDLINE_SPLIT")
 
 
 @contextmanager
@@ -294,7 +298,7 @@ def _some(names: Any) -> str:
 
 
 def _check_signatures(model: Any) -> None:
-    for part, needed in ((model.base_model, "position_ids"), (model, "logits_to_keep")):
+    for part, needed in ((language_model(model), "position_ids"), (model, "logits_to_keep")):
         if needed not in inspect.signature(part.forward).parameters:
             refuse(f"{type(part).__name__}.forward takes no {needed}, which packed batches need")
 

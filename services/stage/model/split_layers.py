@@ -176,7 +176,7 @@ class _Splitter:
     def __init__(self, shard: Shard, group: RankGroup, prefix: str) -> None:
         """`prefix` is what names in the model have before those in its decoder, which the plan
         has."""
-        config = shard.info.config
+        config = shard.info.text_config
         self._group = group
         self._prefix = prefix
         self._shares = shard.output_shares

@@ -7,6 +7,7 @@ import re
 from itertools import pairwise
 
 from shardline.base.errors import Invalid
+from shardline.contract.joined_layers import JoinedLayers
 
 FIELD = "SHARDLINE_SPLIT"
 EVEN = "even"
@@ -38,14 +39,27 @@ def parse_range(text: str, field: str = FIELD) -> range:
     return range(int(match[1]), int(match[2] or match[1]) + 1)
 
 
-def split_of(text: str | None, num_layers: int, num_stages: int) -> list[range]:
-    """The split that SHARDLINE_SPLIT asks for: even, if it asks for that or nothing, or by hand.
-    Raises Invalid."""
-    return (
-        parse_split(text, num_layers)
-        if text and text != EVEN
-        else even_split(num_layers, num_stages)
-    )
+def split_of(
+    text: str | None, num_layers: int, num_stages: int, joined: JoinedLayers | None = None
+) -> list[range]:
+    """The split that SHARDLINE_SPLIT asks for: even, if it asks for that or nothing, or by hand;
+    `joined` layers stay in one stage. Raises Invalid."""
+    if text and text != EVEN:
+        stages = parse_split(text, num_layers)
+        if joined is not None:
+            joined.check(stages, FIELD)
+        return stages
+    stages = even_split(num_layers, num_stages)
+    first = num_layers if joined is None else joined.layers.start
+    if joined is None or stages[-1].start <= first:
+        return stages
+    if num_stages > first + 1:
+        raise Invalid(
+            "SHARDLINE_STAGES",
+            f"{num_stages} stages cannot share the layers: {joined.problem}",
+            f"Use 1 to {first + 1} stages" if first else "Use 1 stage",
+        )
+    return [*even_split(first, num_stages - 1), range(first, num_layers)]
 
 
 def parse_split(text: str, num_layers: int) -> list[range]:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from shardline.base.errors import Invalid
+from shardline.contract.joined_layers import joined_layers
 
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0}
 KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 2}
@@ -65,6 +66,8 @@ class ModelCosts:
     hidden_size: int
     vocab_size: int
     tied: bool
+    joined_from: int | None = None
+    """The layer from which on all must be in one stage."""
 
     @classmethod
     def read(cls, folder: Path) -> ModelCosts:
@@ -93,11 +96,13 @@ class ModelCosts:
         kinds = tuple(
             _layer(scope, str(attentions[number]), number) for number in range(num_layers)
         )
+        joined = joined_layers(config)
         return cls(
             layers=kinds,
             hidden_size=_size(scope, "hidden_size", "n_embd"),
             vocab_size=_size(scope, "vocab_size"),
             tied=bool(scope.get("tie_word_embeddings", True)),
+            joined_from=None if joined is None else joined.layers.start,
         )
 
     @property
@@ -114,8 +119,11 @@ class ModelCosts:
 
     @property
     def shapes_id(self) -> str:
-        """Equal for models that cost the same, whatever their weights."""
-        return sha256(msgspec.json.encode(self)).hexdigest()[:16]
+        """Equal for models that cost the same, whatever their weights, and wherever they may be
+        split."""
+        costs = msgspec.to_builtins(self)
+        costs.pop("joined_from")
+        return sha256(msgspec.json.encode(costs)).hexdigest()[:16]
 
     @cached_property
     def kinds(self) -> dict[str, LayerKind]:
@@ -149,10 +157,13 @@ def _layer(scope: Mapping[str, Any], attention: str, number: int) -> LayerKind:
         mlp = (*always, *(expert * active))
         num_mlp = _volume(always) + experts * _volume(expert)
         name = f"{attention}+experts"
+    own = scope.get("hidden_size_per_layer_input") or 0
+    own_products: tuple[Shape, ...] = ((hidden, own), (own, hidden)) if own else ()
+    own_rows = scope.get("vocab_size_per_layer_input") or 0
     return LayerKind(
         name=name,
-        products=(*qkvo, *mlp),
-        num_weights=_volume(qkvo) + num_mlp,
+        products=(*qkvo, *mlp, *own_products),
+        num_weights=_volume((*qkvo, *own_products)) + num_mlp + own_rows * own,
         kv_numbers=2 * kv_heads * head_dim,
     )
 

@@ -56,6 +56,8 @@ class StageCost:
     """What there is, less activations."""
     streaming: Streaming | None = None
     """None: memory must hold all weights."""
+    joined_from: int | None = None
+    """The layer from which on all must be in one stage."""
 
     @property
     def num_layers(self) -> int:
@@ -70,7 +72,10 @@ class StageCost:
         return max(0.0, computing_s, reading_s)
 
     def fits(self, first: int, stop: int) -> bool:
-        """Whether the device's memory holds these layers, or what of them it must."""
+        """Whether the device's memory holds these layers, or what of them it must, and they may be
+        split from the others."""
+        if self._is_cut_at(first) or self._is_cut_at(stop):
+            return False
         room = self.room(first, stop)
         if room >= 0 or self.streaming is None:
             return room >= 0
@@ -133,6 +138,9 @@ class StageCost:
             else 0.0
         )
 
+    def _is_cut_at(self, bound: int) -> bool:
+        return self.joined_from is not None and self.joined_from < bound < self.num_layers
+
     def _ends_bytes(self, first: int, stop: int) -> float:
         return (self.head_bytes if first == 0 else 0.0) + (
             self.tail_bytes if stop == self.num_layers else 0.0
@@ -188,6 +196,7 @@ def stage_cost(
         )
         if profile.stream_bytes_per_s
         else None,
+        joined_from=model.joined_from,
     )
 
 

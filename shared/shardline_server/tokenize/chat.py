@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from shardline.base.errors import Invalid
 from shardline.contract.chat import TOOL
 from shardline_server.tokenize.template_abilities import TemplateAbilities, abilities_of
+from shardline_server.tokenize.template_parts import takes_parts_alone, with_parts
 from shardline_server.tokenize.tool_prompt import with_calls_as_text, with_tools
 
 Document = Mapping[str, Any]
@@ -103,6 +104,17 @@ class ChatTemplate:
             return self._render(messages, used, limit_chars=MAX_PROBE_CHARS)
 
         return abilities_of(render)
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether it renders a content as a list of parts alone, as many of multimodal models
+        do."""
+
+        def render(messages: Sequence[Document], variables: Document) -> str | None:
+            used = self._special_tokens | dict(variables)
+            return self._rendered(messages, used, limit_chars=MAX_PROBE_CHARS)
+
+        return takes_parts_alone(render)
 
     @cached_property
     def thinking_variables(self) -> frozenset[str]:
@@ -194,6 +206,12 @@ class ChatTemplate:
                 )
 
     def _render(
+        self, messages: Sequence[Document], variables: Document, *, limit_chars: int
+    ) -> str | None:
+        known = [with_parts(message) for message in messages] if self._takes_parts else messages
+        return self._rendered(known, variables, limit_chars=limit_chars)
+
+    def _rendered(
         self, messages: Sequence[Document], variables: Document, *, limit_chars: int
     ) -> str | None:
         parts: list[str] = []

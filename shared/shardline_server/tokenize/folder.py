@@ -101,8 +101,10 @@ def _added_token(token: Mapping[str, Any]) -> AddedToken:
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
     """The folder's chat template. As in transformers, a separate file wins, and of several named
-    ones `default`."""
+    ones `default`; older multimodal models have it in a file of their processor."""
     template = _text(folder / "chat_template.jinja") or tokenizer_config.get("chat_template")
+    if template is None:
+        template = _read(folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):
         template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
     return template if isinstance(template, str) else None
