@@ -19,11 +19,13 @@ from services.stage.engine.rank_trial import check_ranks
 from services.stage.engine.split_trial import check_split
 from services.stage.kernels import kernel
 from services.stage.model.miniature import build_miniature, miniature_config
-from services.stage.model.model_info import check_can_be_sharded
+from services.stage.model.model_info import ModelInfo, check_can_be_sharded
 from services.stage.model.shard import quiet_transformers
+from services.stage.model.text_part import text_config
 from shardline.base.errors import Invalid
 from tests.chain import load_chain
 from tests.models import CONFIGS
+from tests.multimodal_models import CONTAINERS
 from tests.pinned import first_core
 from tests.repository import REPOSITORY
 
@@ -31,8 +33,8 @@ PAGE = REPOSITORY / "docs/models.md"
 BEGIN = "<!-- families: begin -->"
 END = "<!-- families: end -->"
 HEADER = "| what was found | families |\n|---|---|"
-FAMILIES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-TESTED = {make().model_type: make for make in CONFIGS.values()}
+TESTED = {make().model_type: make for make in (*CONFIGS.values(), *CONTAINERS.values())}
+FAMILIES = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TESTED}))
 NUM_RANKS = 2
 AS_RELEASED: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
@@ -64,14 +66,19 @@ def outcome_of(family: str, folder: Path, device: Device) -> str:
         path = folder / family
         with quiet_transformers():
             build_miniature(miniature_config(config)).save_pretrained(path)
-        stages = load_chain(path, 2, device, folder)
+        num_stages = 2 if ModelInfo.read(path).joined is None else 1
+        stages = load_chain(path, num_stages, device, folder)
     except Invalid as error:
         name = f"'{family}' "
         return f"refused: {error.problem.removeprefix(name)}"
     except StrictDataclassError:
         return "not tried: its config has no defaults"
     found = ["tested" if family in TESTED else "tried"]
-    found += ["cut by plan" if config.base_model_pp_plan else "cut by order of calls"]
+    if num_stages == 1:
+        found += ["in one stage"]
+    else:
+        by_plan = text_config(config).base_model_pp_plan
+        found += ["cut by plan" if by_plan else "cut by order of calls"]
     found += ["exact"] if all(stage.exact for stage in stages) else []
     found += ["ranks"] if computes_in_ranks(config, folder) else []
     return ", ".join(found)

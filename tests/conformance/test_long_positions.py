@@ -23,8 +23,8 @@ BUDGET = 128
 NUM_LOGPROBS = 5
 TOLERANCE = 2e-4
 """Of a log-probability: sums of 600 keys in another order."""
-SIZES = {**COMMON, "num_hidden_layers": 2, "max_position_embeddings": 1024}
-OF_HEADS = {"head_dim": 16}
+SIZES: dict[str, Any] = {**COMMON, "num_hidden_layers": 2, "max_position_embeddings": 1024}
+OF_HEADS: dict[str, Any] = {"head_dim": 16}
 
 
 def rope(kind: str, **further: Any) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def _value(config: Any, name: str) -> Any:
 
 
 def _fewer_heads(changes: dict[str, Any], fewer: int) -> dict[str, int]:
-    """Of what one layer has different from the others."""
+    """Returns the KV heads of a layer that has others than most, made fewer as theirs are."""
     return {KV_HEADS: max(1, changes[KV_HEADS] // fewer)} if KV_HEADS in changes else {}
 
 

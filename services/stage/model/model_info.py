@@ -217,8 +217,8 @@ def check_can_be_sharded(config: Any) -> None:
     odd = set(getattr(text, "layer_types", None) or ()) - ATTENTION_TYPES
     if odd:
         refuse(
-            f"{kind!r} has layers of type {', '.join(sorted(odd))}; "
-            "only full and sliding attention are supported"
+            f"{kind!r} has layers of type {', '.join(sorted(odd))}",
+            "Choose a model that has full and sliding attention alone",
         )
     if model_class(config)._is_stateful:  # noqa: SLF001 (transformers has no public reader)
         refuse(

@@ -17,4 +17,4 @@ FAILURES = (
 
 def first_line(error: Exception) -> str:
     """Returns the message of a failure of a model's code, without what torch lists behind it."""
-    return str(error).partition("\n")[0]
+    return str(error).strip().partition("\n")[0]

@@ -39,6 +39,7 @@ UNGATED = {
     *("nemotron", "opt", "persimmon", "phi", "starcoder2"),
 }
 """Model types with one product up in the MLP; all others have a gate next to it."""
+ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 FIELD = "--model"
 Shape = tuple[int, int]
 
@@ -132,6 +133,7 @@ class ModelCosts:
 
 
 def _layer(scope: Mapping[str, Any], attention: str, number: int) -> LayerKind:
+    scope = _of_layer(scope, attention, number)
     hidden = _size(scope, "hidden_size", "n_embd")
     heads = _size(scope, "num_attention_heads", "n_head")
     kv_heads = scope.get("num_key_value_heads") or (1 if scope.get("multi_query") else heads)
@@ -153,7 +155,9 @@ def _layer(scope: Mapping[str, Any], attention: str, number: int) -> LayerKind:
             scope.get("n_shared_experts") or 0
         )
         always = ((hidden, experts), *(((hidden, 2 * shared), (shared, hidden)) if shared else ()))
-        active = _size(scope, "num_experts_per_tok", "num_experts_per_token", "moe_topk")
+        active = _size(
+            scope, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts"
+        )
         mlp = (*always, *(expert * active))
         num_mlp = _volume(always) + experts * _volume(expert)
         name = f"{attention}+experts"
@@ -166,6 +170,16 @@ def _layer(scope: Mapping[str, Any], attention: str, number: int) -> LayerKind:
         num_weights=_volume((*qkvo, *own_products)) + num_mlp + own_rows * own,
         kv_numbers=2 * kv_heads * head_dim,
     )
+
+
+def _of_layer(scope: Mapping[str, Any], attention: str, number: int) -> Mapping[str, Any]:
+    """The sizes of one layer, where layers differ in them as Gemma 4's do."""
+    own = (scope.get("per_layer_config") or {}).get(str(number))
+    if own or attention != "full_attention" or not scope.get("global_head_dim"):
+        return {**scope, **(own or {})}
+    kv_heads = scope.get("num_global_key_value_heads") if scope.get("attention_k_eq_v") else None
+    own = {"head_dim": scope["global_head_dim"]}
+    return {**scope, **own, **({"num_key_value_heads": kv_heads} if kv_heads else {})}
 
 
 def _num_experts(scope: Mapping[str, Any], number: int) -> int:
