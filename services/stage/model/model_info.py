@@ -43,6 +43,7 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embe
 
 CONFIG = "config.json"
 SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
+OF_TIMM = frozenset({"gemma3n_vision", "timm_wrapper"})
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -210,9 +211,15 @@ def check_can_be_sharded(config: Any) -> None:
             f"it was saved as {config.architectures[0]}, not as {name}",
             "Give a checkpoint with a language-model head",
         )
+    others = [getattr(config, name, None) for name in config.sub_configs]
+    if any(getattr(other, "model_type", None) in OF_TIMM for other in others):
+        refuse(
+            f"{kind!r} has a tower that the library timm builds",
+            "Save its language model alone, as a causal LM",
+        )
     text = text_config(config)
     if text is config and is_container(config) and not config.base_model_pp_plan:
-        refuse(f"{kind!r} is multimodal, and its parts for text are not told from the others")
+        refuse(f"{kind!r} is multimodal in one piece")
     quantization_of(config)
     odd = set(getattr(text, "layer_types", None) or ()) - ATTENTION_TYPES
     if odd:

@@ -72,9 +72,7 @@ class Pieces:
                 if unplanned
                 else "no single list of layers in it"
             )
-            refuse(
-                f"{config.model_type!r} has a pipeline plan, but {what}, so it cannot be sharded"
-            )
+            refuse(f"{config.model_type!r} has a pipeline plan, but {what}")
         index = plan.index(lists[0])
         before = (*plan[:index], *unplanned)
         return cls(before=before, layers=plan[index], after=tuple(plan[index + 1 :]))
