@@ -83,7 +83,7 @@ def load_chain(
     **further: Any,
 ) -> list[Executor]:
     """A whole model as so many stages, evenly split. `further` are other limits."""
-    info = ModelInfo.read(path)
+    info = ModelInfo.read(path, cache_folder=cache_folder)
     return [
         Executor.load(
             model=info,

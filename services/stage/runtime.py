@@ -229,7 +229,7 @@ def place(settings: StageSettings) -> PlacedStage:
 
 def info_of(settings: StageSettings) -> ModelInfo:
     """The model's config, fetched from the hub if need be. Raises Invalid, Unavailable."""
-    return ModelInfo.read(settings.model, settings.model_revision)
+    return ModelInfo.read(settings.model, settings.model_revision, cache_folder=settings.cache_dir)
 
 
 def limits_of(settings: StageSettings) -> Limits:

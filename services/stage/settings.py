@@ -11,6 +11,7 @@ from pydantic import Field, SecretStr
 from shardline.base.config import Times
 from shardline.base.errors import Invalid
 from shardline.contract.lanes import MAX_LANES
+from shardline_fleet.gguf import is_gguf, stem_of
 from shardline_fleet.settings_profile import ProfiledSettings
 from shardline_server.host.private import user_folder
 
@@ -23,7 +24,7 @@ class StageSettings(ProfiledSettings):
     """One stage: which model, which layers, on which device."""
 
     model: str = Field(
-        description="folder or hub id of a causal LM in safetensors; "
+        description="folder or hub id of a causal LM in safetensors, or a GGUF file; "
         "peer:NAME: copied from another worker of the fleet"
     )
     model_revision: str | None = Field(
@@ -284,4 +285,5 @@ class StageSettings(ProfiledSettings):
     @property
     def name(self) -> str:
         """The model's name in requests and queues."""
-        return self.model_name or Path(self.model.removeprefix(PEER)).name
+        path = Path(self.model.removeprefix(PEER))
+        return self.model_name or (stem_of(path) if is_gguf(path) else path.name)

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from services.stage import __main__ as stage
-from services.stage.model.model_info import ModelInfo
+from services.stage.model.model_info import CACHE, ModelInfo
 from shardline.base.errors import ShardlineError
 from shardline_server.host.fork_request import GO, READY, ForkRequest
 from shardline_server.host.prctl import die_with_parent, name_process
@@ -67,12 +67,13 @@ def main() -> int:
 
 
 def import_model() -> None:
-    """Imports the modules of the model that the stages will load, if it is a folder: a hub is asked
+    """Imports the modules of the model that the stages will load, if it is local: a hub is asked
     by stages only."""
     model = os.environ.get("SHARDLINE_MODEL", "")
-    if Path(model).is_dir():
+    cache_folder = Path(os.environ.get("SHARDLINE_CACHE_DIR", CACHE))
+    if Path(model).exists():
         with suppress(ShardlineError):  # A stage will report it.
-            ModelInfo.read(model)
+            ModelInfo.read(model, cache_folder=cache_folder)
 
 
 def fork(request: ForkRequest, supervisor: int) -> bool:

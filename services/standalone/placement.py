@@ -1,5 +1,5 @@
 """Layers → stages and stages → cores, for one machine. Knows no process; reads only the model's
-config.json."""
+config."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-import msgspec
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from services.standalone.settings import StandaloneSettings
 from shardline.base.errors import Invalid
 from shardline.contract.joined_layers import JoinedLayers, joined_layers
 from shardline.contract.split import split_of
+from shardline_fleet.gguf import read_config
 from shardline_fleet.planner import Plan
 from shardline_server.host.cores import PREFIX, parse_cores, show_cores
 
@@ -26,7 +26,6 @@ KIND = re.compile(r"(?!mps)[a-z]+")
 """A device of which any free one will do."""
 GPU_FILES = ("nvidia[0-9]*", "kfd")
 """Of NVIDIA's and AMD's drivers in /dev."""
-GGUF = ".gguf"
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
@@ -195,9 +194,9 @@ def core_groups(
 
 
 def count_layers(settings: StandaloneSettings) -> int:
-    """Returns the layer count that the model's config.json gives. Raises Invalid, naming where a
-    model must be."""
-    config = _config(settings)
+    """Returns the layer count that the model's config gives. Raises Invalid, naming where a model
+    must be."""
+    config = _config(model_path(settings))
     for scope in (config, config.get("text_config") or {}):
         for name in LAYER_COUNTS:
             if isinstance(scope.get(name), int):
@@ -210,39 +209,32 @@ def count_layers(settings: StandaloneSettings) -> int:
 
 
 def layers_together(settings: StandaloneSettings) -> JoinedLayers | None:
-    """Returns the layers that one stage must hold together, by the model's config.json."""
-    return joined_layers(_config(settings))
+    """Returns the layers that one stage must hold together, by the model's config."""
+    return joined_layers(_config(model_path(settings)))
 
 
-def _config(settings: StandaloneSettings) -> dict[str, Any]:
-    config: dict[str, Any] = msgspec.json.decode(config_file(settings).read_bytes())
-    return config
+def _config(model: Path) -> dict[str, Any]:
+    try:
+        return read_config(model)
+    except (OSError, ValueError) as error:
+        raise Invalid(
+            "SHARDLINE_MODEL",
+            f"{model} has no config.json that can be read: {error}",
+            "Give a transformers model folder, or a GGUF file",
+        ) from error
 
 
-def config_file(settings: StandaloneSettings) -> Path:
-    """The model's config.json, fetched from the hub if need be. Raises Invalid, naming where a
-    model must be."""
+def model_path(settings: StandaloneSettings) -> Path:
+    """The model's folder or GGUF file; of a hub id a folder with its config.json, fetched if need
+    be. Raises Invalid, naming where a model must be."""
     if settings.folder is not None:
-        config = settings.folder / "config.json"
-        if not config.is_file():
-            raise Invalid(
-                "SHARDLINE_MODEL",
-                f"{settings.folder} has no config.json",
-                "Give a transformers model folder",
-            )
-        return config
-    if Path(settings.model).suffix == GGUF:
-        problem = f"{settings.model} is a GGUF file, which is not read yet"
-        remedy = (
-            "Give the folder of the model's own safetensors and config.json, or its id on the hub"
-        )
-        raise Invalid("SHARDLINE_MODEL", problem, remedy)
+        return settings.folder
     try:
         return Path(
             huggingface_hub.hf_hub_download(
                 settings.model, "config.json", revision=settings.model_revision
             )
-        )
+        ).parent
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         problem = f"{settings.model!r} is neither a folder here nor a model that the hub gives us"
         raise Invalid(

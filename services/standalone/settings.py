@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from shardline_fleet.gguf import is_gguf, stem_of
 from shardline_fleet.settings_profile import ProfiledSettings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -26,7 +27,8 @@ class StandaloneSettings(ProfiledSettings):
 
     model: str = Field(
         str(CLERK),
-        description="folder or hub id of a causal LM in safetensors; default: the demo model clerk",
+        description="folder or hub id of a causal LM in safetensors, or a GGUF file; "
+        "default: the demo model clerk",
     )
     model_revision: str | None = Field(
         None,
@@ -34,7 +36,8 @@ class StandaloneSettings(ProfiledSettings):
         "default: the hub's main branch",
     )
     model_name: str | None = Field(
-        None, description="name that requests use; default: the folder's name or the hub id"
+        None,
+        description="name that requests use; default: the folder's or file's name or the hub id",
     )
     devices: str | None = Field(
         None,
@@ -106,9 +109,9 @@ class StandaloneSettings(ProfiledSettings):
 
     @property
     def folder(self) -> Path | None:
-        """The model's folder, or None for a hub id."""
+        """The model's folder or GGUF file, or None for a hub id."""
         path = Path(self.model).expanduser()
-        return path.resolve() if path.is_dir() else None
+        return path.resolve() if path.is_dir() or is_gguf(path) else None
 
     @property
     def name(self) -> str:
@@ -117,4 +120,6 @@ class StandaloneSettings(ProfiledSettings):
             return self.model_name
         if self.folder is None:
             return self.model
+        if is_gguf(self.folder):
+            return stem_of(self.folder)
         return "clerk" if self.folder == CLERK else self.folder.name

@@ -15,11 +15,11 @@ from services.standalone.disk import DiskWatch
 from services.standalone.measuring import Measuring
 from services.standalone.placement import (
     StagePlacement,
-    config_file,
     count_layers,
     is_gpu_unused,
     is_planned,
     layers_together,
+    model_path,
     num_pipelines,
     places,
     replaced,
@@ -162,7 +162,7 @@ class Supervisor:
                 self._inbox.wait(MEASURING_WAIT_S)
                 if self._inbox.num_stops:
                     raise StopRequested
-            model = ModelCosts.read(config_file(self._settings).parent)
+            model = ModelCosts.read(model_path(self._settings))
             profiles = measuring.profiles()
             num_stages = len(first) if self._settings.is_placed else None
             plan = make_plans_that_fit(model, profiles, Workload(), num_stages=num_stages).best

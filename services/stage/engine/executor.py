@@ -115,7 +115,11 @@ class Executor:
         hub does not answer.
         """
         device.enter_thread()
-        info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)
+        info = (
+            model
+            if isinstance(model, ModelInfo)
+            else ModelInfo.read(model, cache_folder=cache_folder)
+        )
         if len(layers) < info.num_layers:
             _check_frames(limits.token_budget, info.hidden_size * device.dtype(dtype).itemsize)
         check_split(info.config, cache_folder)

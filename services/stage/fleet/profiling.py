@@ -65,7 +65,7 @@ def profile(
     while others used the device is measured again. Raises what `Executor.load` raises.
     """
     device.enter_thread()
-    info = ModelInfo.read(settings.model, settings.model_revision)
+    info = ModelInfo.read(settings.model, settings.model_revision, cache_folder=settings.cache_dir)
     model = ModelCosts.read(info.path)
     known = None if fresh else _recalled(settings, device, model)
     # a worker that starts again does not wait for it

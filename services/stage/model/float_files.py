@@ -1,5 +1,5 @@
-"""The float weights of a checkpoint as files, where its own are quantized, or of another dtype and
-too many to convert in memory: written once, layer by layer, so that it loads as any other.
+"""The float weights of a checkpoint as files, where its own are quantized, in GGUF, or of another
+dtype and too many to convert in memory: written once, layer by layer, so that it loads as others.
 
 They lie in the cache folder under the checkpoint's fingerprint. Memory never holds more than one
 layer; a later start, or another stage of this host, finds what is written.
@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -23,12 +24,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from services.stage.model.gguf.gguf_tensors import GgufTensors
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.quantization import Floats, Quantization, quantization_of
 from services.stage.model.refusal import refuse
 from services.stage.model.text_part import other_parts
 from services.stage.model.weights import COPY_AGAIN, INDEX, check_file, fingerprint, weight_files
 from shardline.base.errors import Invalid
+from shardline_fleet.gguf import is_gguf
 
 log = structlog.get_logger(__name__)
 
@@ -52,35 +55,49 @@ def with_floats(
     converts: bool = False,
 ) -> ModelInfo:
     """Returns the model itself, or one with a folder of float weights of these layers: if its own
-    are quantized, or, with `converts`, of another dtype, which the loader would convert in memory,
-    all at once.
+    are quantized or in GGUF, or, with `converts`, of another dtype, which the loader would convert
+    in memory, all at once.
 
     Raises Invalid if the checkpoint is broken, quantized in an unknown way, or the disk has no
     room.
     """
+    files = weight_files(info.path)
+    if is_gguf(files[0]):
+        folder = _folder(info, dtype, cache_folder)
+        return _GgufWriter(info, files, dtype, folder).write(layers)
     quantization = quantization_of(info.config)
     if quantization is None and converts and not _has_dtype(info.path, dtype):
         quantization = Floats()
     if quantization is None:
         return info
-    name = f"{fingerprint(info.path, cache_folder)[:32]}-{str(dtype).removeprefix('torch.')}"
-    return _Writer(info, quantization, dtype, cache_folder / FOLDER / name).write(layers)
+    folder = _folder(info, dtype, cache_folder)
+    return _PackedWriter(info, quantization, dtype, folder).write(layers)
 
 
-class _Writer:
-    def __init__(
-        self, info: ModelInfo, quantization: Quantization, dtype: torch.dtype, folder: Path
-    ) -> None:
+def _folder(info: ModelInfo, dtype: torch.dtype, cache_folder: Path) -> Path:
+    weights = fingerprint(info.path, cache_folder)[:32]
+    return cache_folder / FOLDER / f"{weights}-{str(dtype).removeprefix('torch.')}"
+
+
+class _Writer(ABC):
+    def __init__(self, info: ModelInfo, dtype: torch.dtype, folder: Path) -> None:
         self._info = info
-        self._quantization = quantization
         self._dtype = dtype
         self._folder = folder
+
+    @abstractmethod
+    def names(self) -> Mapping[str, Iterable[str]]:
+        """The tensors of each part."""
+
+    @abstractmethod
+    def floats(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Weights in the dtype, all else as it is."""
 
     def write(self, layers: range) -> ModelInfo:
         """Writes what is missing; returns a model with a folder of links to the files of these
         layers."""
         parts = [REST, *(f"layer-{number}" for number in layers)]
-        names = self._names()
+        names = self.names()
         own = self._folder / f"{layers.start}-{layers.stop}"
         own.mkdir(parents=True, exist_ok=True)
         for part in parts:
@@ -101,28 +118,10 @@ class _Writer:
     def _file(self, part: str) -> Path:
         return self._folder / f"{part}.safetensors"
 
-    def _names(self) -> Mapping[str, dict[str, Path]]:
-        """The tensors of each part, with their files."""
-        names: dict[str, dict[str, Path]] = defaultdict(dict)
-        others = other_parts(self._info.config)
-        for file in weight_files(self._info.path):
-            check_file(file)
-            for name in (each for each in _weights(file) if others.isdisjoint(each.split("."))):
-                found = LAYER.search(name)
-                names[f"layer-{found[1]}" if found else REST][name] = file
-        return names
-
-    def _write(self, part: str, names: Mapping[str, Path]) -> None:
+    def _write(self, part: str, names: Iterable[str]) -> None:
         file = self._file(part)
         try:
-            with ExitStack() as stack:
-                files = {
-                    path: stack.enter_context(safe_open(path, framework="pt"))
-                    for path in set(names.values())
-                }
-                floats = self._floats(
-                    {name: files[path].get_tensor(name) for name, path in names.items()}
-                )
+            floats = self.floats(names)
         except (SafetensorError, KeyError, RuntimeError, ValueError, IndexError) as error:
             refuse(f"{part} of {self._info.path} cannot be unpacked: {error}", COPY_AGAIN, error)
         size_bytes = sum(tensor.nbytes for tensor in floats.values())
@@ -137,8 +136,58 @@ class _Writer:
             (Path(draft) / file.name).replace(file)
         log.info("float weights written", file=str(file), mib=size_bytes >> 20)
 
-    def _floats(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weights in the dtype, all else as it is."""
+
+class _GgufWriter(_Writer):
+    def __init__(
+        self, info: ModelInfo, files: list[Path], dtype: torch.dtype, folder: Path
+    ) -> None:
+        super().__init__(info, dtype, folder)
+        self._tensors = GgufTensors(files, info.config)
+
+    def names(self) -> Mapping[str, Iterable[str]]:
+        return {
+            REST if layer is None else f"layer-{layer}": names
+            for layer, names in self._tensors.by_layer().items()
+        }
+
+    def floats(self, names: Iterable[str]) -> dict[str, Tensor]:
+        weights: dict[str, Tensor] = {}
+        for name in names:
+            weights |= self._tensors.weights(name, self._dtype)
+        return weights
+
+
+class _PackedWriter(_Writer):
+    def __init__(
+        self, info: ModelInfo, quantization: Quantization, dtype: torch.dtype, folder: Path
+    ) -> None:
+        super().__init__(info, dtype, folder)
+        self._quantization = quantization
+        self._files: dict[str, Path] = {}
+
+    def names(self) -> Mapping[str, Iterable[str]]:
+        names: dict[str, list[str]] = defaultdict(list)
+        others = other_parts(self._info.config)
+        for file in weight_files(self._info.path):
+            check_file(file)
+            for name in (each for each in _weights(file) if others.isdisjoint(each.split("."))):
+                found = LAYER.search(name)
+                self._files[name] = file
+                names[f"layer-{found[1]}" if found else REST].append(name)
+        return names
+
+    def floats(self, names: Iterable[str]) -> dict[str, Tensor]:
+        files = {name: self._files[name] for name in names}
+        with ExitStack() as stack:
+            opened = {
+                path: stack.enter_context(safe_open(path, framework="pt"))
+                for path in set(files.values())
+            }
+            return self._unpacked(
+                {name: opened[path].get_tensor(name) for name, path in files.items()}
+            )
+
+    def _unpacked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         first, *others = self._quantization.parts
         floats: dict[str, Tensor] = {}
         used: set[str] = set()

@@ -27,6 +27,7 @@ from huggingface_hub.errors import (
     StrictDataclassError,
 )
 
+from services.stage.model.gguf.unpacked_folder import gguf_of, unpack
 from services.stage.model.quantization import quantization_of
 from services.stage.model.refusal import refuse
 from services.stage.model.text_part import is_container, layers_class, model_class, text_config
@@ -42,6 +43,8 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embe
 """How names of the tensor end that has a row for each token."""
 
 CONFIG = "config.json"
+CACHE = Path.home() / ".cache" / "shardline"
+"""The default of SHARDLINE_CACHE_DIR."""
 SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 OF_TIMM = frozenset({"gemma3n_vision", "timm_wrapper"})
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -53,6 +56,7 @@ class ModelInfo:
     of it."""
 
     path: Path
+    """Of a GGUF file: its folder in the cache."""
     revision: str | None
     """The commit that was downloaded from the hub; None for a local folder."""
     config: Any
@@ -63,13 +67,15 @@ class ModelInfo:
     eos_ids: tuple[int, ...]
 
     @classmethod
-    def read(cls, model: str | Path, revision: str | None = None) -> ModelInfo:
-        """Reads a model from a local folder or a hub id.
+    def read(
+        cls, model: str | Path, revision: str | None = None, *, cache_folder: Path = CACHE
+    ) -> ModelInfo:
+        """Reads a model from a local folder, a GGUF file or a hub id.
 
         Raises Invalid, with the reason, if it cannot be sharded, and Unavailable if the hub does
         not answer.
         """
-        path, commit = _find(model, revision)
+        path, commit = _find(model, revision, cache_folder)
         config = _read_config(path)
         check_can_be_sharded(config)
         text = text_config(config)
@@ -117,20 +123,22 @@ def model_files(folder: Path) -> list[Path]:
     return sorted(found | set(weight_files(folder)))
 
 
-def _find(model: str | Path, revision: str | None) -> tuple[Path, str | None]:
+def _find(model: str | Path, revision: str | None, cache_folder: Path) -> tuple[Path, str | None]:
     """Returns the folder of a model, and its commit if it comes from the hub."""
     path = Path(model).expanduser()
-    if path.is_dir():
+    file = gguf_of(path)
+    if path.is_dir() or file is not None:
         if revision is not None:
+            kind = "folder" if file is None else "GGUF file"
             refuse(
-                f"{path} is a folder, which has no revision {revision!r}",
+                f"{path} is a {kind}, which has no revision {revision!r}",
                 "Unset SHARDLINE_MODEL_REVISION",
             )
-        return path.resolve(), None
+        return (path.resolve() if file is None else unpack(file, cache_folder)), None
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)):
         refuse(
             f"{str(model)!r} is neither a folder nor a hub id",
-            "Give a folder with config.json, or owner/name",
+            "Give a folder with config.json, a GGUF file, or owner/name",
         )
     snapshot = _download(str(model), revision)
     commit = snapshot.name

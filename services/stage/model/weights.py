@@ -18,6 +18,8 @@ from typing import Any
 from services.stage.model.refusal import refuse
 from services.stage.products.cache import recall, store
 from shardline.base.errors import Invalid, Unavailable
+from shardline_fleet.gguf import SUFFIX as GGUF
+from shardline_fleet.gguf import is_gguf, read_header
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -55,7 +57,7 @@ COPY_AGAIN = "Copy the model again, with all its files"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFile:
-    """A safetensors file that has the length of its header."""
+    """A file of weights, in safetensors or GGUF, that has the length of its header."""
 
     path: Path
     size_bytes: int
@@ -65,12 +67,14 @@ class WeightFile:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors files that hold the weights, sorted by name. Raises Invalid if one is
-    missing."""
+    """Returns the files that hold the weights, sorted by name: in safetensors, else in GGUF. Raises
+    Invalid if one is missing."""
     if (folder / ONE_FILE).is_file():
         return [folder / ONE_FILE]
     index = folder / INDEX
     if not index.is_file():
+        if parts := sorted(folder.glob(f"model*{GGUF}")):
+            return parts
         others = sorted(file.name for file in folder.glob("*.bin"))
         found = f"only {others[0]}" if others else "no weights"
         refuse(
@@ -90,8 +94,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_file(path: Path) -> WeightFile:
-    """Checks a weight file by its header alone. Raises Invalid if it is cut short, too long or not
-    safetensors."""
+    """Checks a weight file by its header alone. Raises Invalid if it is cut short, too long or of
+    another format than its name says."""
+    if is_gguf(path):
+        return _check_gguf(path)
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
@@ -114,6 +120,20 @@ def check_file(path: Path) -> WeightFile:
         )
     sha256 = hashlib.sha256(header).hexdigest()
     return WeightFile(path=path, size_bytes=size_bytes, header_sha256=sha256, tensors=tensors)
+
+
+def _check_gguf(path: Path) -> WeightFile:
+    header = read_header(path)
+    tensors = {
+        name: {"dtype": place.block.name, "shape": list(place.shape)}
+        for name, place in header.tensors.items()
+    }
+    return WeightFile(
+        path=path,
+        size_bytes=header.size_bytes,
+        header_sha256=header.sha256,
+        tensors=tensors,
+    )
 
 
 def header_of(path: Path) -> dict[str, Any]:

@@ -39,7 +39,8 @@ CACHE = Path.home() / ".cache" / "shardline"
 
 def plan(
     model: Annotated[
-        Path, typer.Option("--model", "-m", help="Folder of the model; its config.json is read.")
+        Path,
+        typer.Option("--model", "-m", help="The model's folder or GGUF file: its config is read."),
     ],
     devices: Annotated[
         list[Path] | None,

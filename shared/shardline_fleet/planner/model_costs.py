@@ -1,4 +1,4 @@
-"""What a model's parts weigh, read from its config.json alone: layers by kind, embedding, output
+"""What a model's parts weigh, read from its config alone: layers by kind, embedding, output
 layer, KV of a token.
 
 Knows no device and no time. Sizes are of the usual decoder: attention with grouped heads, a gated
@@ -18,6 +18,7 @@ import msgspec
 
 from shardline.base.errors import Invalid
 from shardline.contract.joined_layers import joined_layers
+from shardline_fleet.gguf import read_config
 
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0}
 KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 2}
@@ -71,15 +72,16 @@ class ModelCosts:
     """The layer from which on all must be in one stage."""
 
     @classmethod
-    def read(cls, folder: Path) -> ModelCosts:
-        """Reads `config.json` of a model's folder. Raises Invalid if it is none of a causal
-        language model."""
-        file = folder / "config.json"
+    def read(cls, model: Path) -> ModelCosts:
+        """Reads the config of a model's folder or GGUF file. Raises Invalid if it is none of a
+        causal language model."""
         try:
-            return cls.of(msgspec.json.decode(file.read_bytes(), type=dict[str, Any]))
-        except (OSError, msgspec.MsgspecError) as error:
+            return cls.of(read_config(model))
+        except (OSError, ValueError) as error:
             raise Invalid(
-                FIELD, f"{file} cannot be read: {error}", "Give the folder of a transformers model"
+                FIELD,
+                f"{model / 'config.json'} cannot be read: {error}",
+                "Give the folder of a transformers model, or a GGUF file",
             ) from error
 
     @classmethod

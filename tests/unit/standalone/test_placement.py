@@ -21,6 +21,8 @@ from services.standalone.placement import (
 from services.standalone.settings import CLERK, StandaloneSettings
 from shardline.base.errors import Invalid
 from shardline_fleet.planner import DeviceProfile, Workload, make_plans
+from tests.gguf_models import write_gguf
+from tests.models import save_model
 from tests.unit.fleet.planner.fleets import device, model
 
 
@@ -191,10 +193,12 @@ def test_a_folder_without_a_model_names_the_setting(tmp_path: Path) -> None:
         count_layers(StandaloneSettings(model=str(tmp_path)))
 
 
-def test_a_gguf_file_is_called_one(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(Invalid, match="GGUF file"):
-        count_layers(StandaloneSettings(model=str(tmp_path / "model.gguf")))
+def test_the_layers_of_a_gguf_file_are_counted_and_its_name_is_the_models(tmp_path: Path) -> None:
+    path = write_gguf(save_model(tmp_path), tmp_path / "tiny.gguf")
+    settings = StandaloneSettings(model=str(path))
+    assert (count_layers(settings), settings.name) == (4, "tiny")
+    with pytest.raises(Invalid, match=r"lacks gone\.gguf"):
+        count_layers(StandaloneSettings(model=str(tmp_path / "gone.gguf")))
 
 
 def test_the_default_model_is_clerk_else_its_folder_or_id(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""GGUF files as checkpoints: their tensors, tokenizer and config as a model's folder has them."""

@@ -1,0 +1,92 @@
+"""The tensors of a GGUF checkpoint: raw blocks from memory-mapped files, and the float weights of a
+model that they mean, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.stage.model.gguf.tensor_names import ROPES, Heads, Target, target_of
+from shardline_fleet.gguf import GgufHeader, TensorPlace, read_header, refuse
+
+CHUNK_NUMBERS = 1 << 22
+"""Dequantized at a time: float32 numbers of 16 MiB, and about as many bytes beside them."""
+
+
+class GgufTensors:
+    """Reads weights of one model from its files, which stay open as maps."""
+
+    def __init__(self, files: Sequence[Path], config: Any) -> None:
+        """Reads the headers. Raises Invalid for a file that cannot be read, or a tensor that its
+        architecture does not have."""
+        headers = [read_header(file) for file in files]
+        self._places: dict[str, TensorPlace] = {
+            name: place for header in headers for name, place in header.tensors.items()
+        }
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self._heads = Heads(config.num_attention_heads, kv_heads)
+        self._targets = dict(self._named(headers[0], config.num_hidden_layers))
+        self._maps = {file: np.memmap(file, dtype=np.uint8, mode="r") for file in files}
+
+    def by_layer(self) -> Mapping[int | None, list[str]]:
+        """Returns the names of tensors by the number of their layer; None: of no layer."""
+        found: dict[int | None, list[str]] = defaultdict(list)
+        for name, (_, layer) in self._targets.items():
+            found[layer].append(name)
+        return found
+
+    def blocks(self, name: str) -> tuple[TensorPlace, np.ndarray[Any, np.dtype[np.uint8]]]:
+        """Returns where a tensor lies and its raw bytes, uint8 [rows, bytes of a row]: a view of
+        the file, of which nothing is read before it is used."""
+        place = self._places[name]
+        row_bytes = place.shape[-1] // place.block.num_numbers * place.block.num_bytes
+        content = self._maps[place.file][place.start : place.start + place.num_bytes]
+        return place, content.reshape(-1, row_bytes)
+
+    def weights(self, name: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Returns the weights that a tensor of the file means, by their names in the model, in
+        `dtype`. A tensor may hold one for each expert."""
+        target, _ = self._targets[name]
+        if target.undo is None:
+            weight = self._dequantized(name, dtype)
+        else:
+            # Computed in float32: a norm is near 1, and what is left without it is small.
+            weight = target.undo(self._dequantized(name, torch.float32), self._heads).to(dtype)
+        if not target.each_expert:
+            return {target.name: weight.contiguous()}
+        return {target.name.format(number): each.clone() for number, each in enumerate(weight)}
+
+    def _dequantized(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Returns a tensor's numbers, a few rows at a time, so that memory holds them in float32
+        only so long."""
+        place, rows = self.blocks(name)
+        kind = gguf.GGMLQuantizationType(place.type)
+        found = torch.empty(len(rows), place.shape[-1], dtype=dtype)
+        step = max(1, CHUNK_NUMBERS // place.shape[-1])
+        for first in range(0, len(rows), step):
+            part = np.array(rows[first : first + step])
+            floats = gguf.quants.dequantize(part, kind)
+            found[first : first + step] = torch.from_numpy(floats).view(len(part), -1)
+        return found.view(place.shape)
+
+    def _named(
+        self, header: GgufHeader, num_layers: int
+    ) -> Iterator[tuple[str, tuple[Target, int | None]]]:
+        for name in self._places.keys() - ROPES:
+            found = target_of(header.architecture, name)
+            if found is None:
+                refuse(
+                    f"{header.path} has {name[:80]!r}, which {header.architecture} does not have "
+                    "here",
+                    "Give the model in safetensors",
+                )
+            if found[1] is not None and found[1] >= num_layers:
+                refuse(f"{header.path} has {name[:80]!r} and {num_layers} layers")
+            yield name, found

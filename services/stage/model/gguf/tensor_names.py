@@ -1,0 +1,146 @@
+"""What transformers names the tensors of a GGUF file, and how each is turned back into the weight
+that the converter of llama.cpp took. Knows no file.
+
+Letters of shapes: O outputs, I inputs of a linear layer, E experts, H the hidden size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+ROPES = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
+"""Part of the config."""
+
+
+class Heads(NamedTuple):
+    """Of queries, and of keys and values."""
+
+    num: int
+    num_kv: int
+
+
+Undo = Callable[[Tensor, Heads], Tensor]
+"""Turns a tensor back into the model's weight."""
+
+
+class Target(NamedTuple):
+    """A weight of the model, by its name behind that of its layer."""
+
+    name: str
+    undo: Undo | None = None
+    each_expert: bool = False
+    """Whether the tensor [E, O, I] holds a weight for each expert; its number stands for `{}`."""
+
+
+def permuted_queries(weight: Tensor, heads: Heads) -> Tensor:
+    """Undoes the order of rotated dimensions, by pairs, that llama.cpp computes with: [O, I] or
+    [O]."""
+    return _by_halves(weight, heads.num)
+
+
+def permuted_keys(weight: Tensor, heads: Heads) -> Tensor:
+    """Undoes the order of rotated dimensions of keys: [O, I] or [O]."""
+    return _by_halves(weight, heads.num_kv)
+
+
+def shifted(weight: Tensor, _: Heads) -> Tensor:
+    """Undoes that a norm's weight is stored with the 1 that the model adds."""
+    return weight - 1
+
+
+def _by_halves(weight: Tensor, num_heads: int) -> Tensor:
+    half = weight.shape[0] // num_heads // 2
+    pairs = weight.view(num_heads, half, 2, *weight.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(weight.shape)
+
+
+def _both(
+    gguf: str, name: str, undo: Undo | None = None, bias: Undo | None = None
+) -> dict[str, Target]:
+    """The weight and the bias of one module."""
+    return {
+        f"{gguf}.weight": Target(f"{name}.weight", undo),
+        f"{gguf}.bias": Target(f"{name}.bias", bias),
+    }
+
+
+ENDS = {
+    "token_embd.weight": Target("model.embed_tokens.weight"),
+    **_both("output_norm", "model.norm"),
+    "output.weight": Target("lm_head.weight"),
+}
+SHIFTED_ENDS = ENDS | _both("output_norm", "model.norm", shifted)
+
+VALUES = _both("attn_v", "self_attn.v_proj") | _both("attn_output", "self_attn.o_proj")
+ATTENTION = _both("attn_q", "self_attn.q_proj") | _both("attn_k", "self_attn.k_proj") | VALUES
+PERMUTED_ATTENTION = (
+    _both("attn_q", "self_attn.q_proj", permuted_queries, permuted_queries)
+    | _both("attn_k", "self_attn.k_proj", permuted_keys, permuted_keys)
+    | VALUES
+)
+UP_AND_DOWN = _both("ffn_up", "mlp.up_proj") | _both("ffn_down", "mlp.down_proj")
+GATED = _both("ffn_gate", "mlp.gate_proj") | UP_AND_DOWN
+NORMS = _both("attn_norm", "input_layernorm") | _both("ffn_norm", "post_attention_layernorm")
+SHIFTED_NORMS = _both("attn_norm", "input_layernorm", shifted) | _both(
+    "ffn_norm", "post_attention_layernorm", shifted
+)
+HEAD_NORMS = _both("attn_q_norm", "self_attn.q_norm") | _both("attn_k_norm", "self_attn.k_norm")
+SHIFTED_HEAD_NORMS = _both("attn_q_norm", "self_attn.q_norm", shifted) | _both(
+    "attn_k_norm", "self_attn.k_norm", shifted
+)
+FOUR_NORMS = (
+    _both("attn_norm", "input_layernorm", shifted)
+    | _both("post_attention_norm", "post_attention_layernorm", shifted)
+    | _both("ffn_norm", "pre_feedforward_layernorm", shifted)
+    | _both("post_ffw_norm", "post_feedforward_layernorm", shifted)
+)
+EXPERTS = _both("ffn_gate_inp", "mlp.gate") | {
+    f"ffn_{part}_exps.weight": Target(f"mlp.experts.{{}}.{part}_proj.weight", each_expert=True)
+    for part in ("gate", "up", "down")
+}
+
+LLAMA = ENDS, PERMUTED_ATTENTION | GATED | NORMS
+QWEN3 = ATTENTION | HEAD_NORMS | NORMS
+TARGETS: dict[str, tuple[Mapping[str, Target], Mapping[str, Target]]] = {
+    "llama": LLAMA,
+    "granite": LLAMA,
+    "qwen2": (ENDS, ATTENTION | GATED | NORMS),
+    "qwen3": (ENDS, QWEN3 | GATED),
+    "qwen3moe": (ENDS, QWEN3 | EXPERTS),
+    "gemma2": (SHIFTED_ENDS, ATTENTION | GATED | FOUR_NORMS),
+    "gemma3": (SHIFTED_ENDS, ATTENTION | GATED | FOUR_NORMS | SHIFTED_HEAD_NORMS),
+    "phi3": (
+        ENDS,
+        _both("attn_qkv", "self_attn.qkv_proj")
+        | VALUES
+        | _both("ffn_up", "mlp.gate_up_proj")
+        | _both("ffn_down", "mlp.down_proj")
+        | NORMS,
+    ),
+    "starcoder2": (
+        ENDS,
+        ATTENTION | _both("ffn_up", "mlp.c_fc") | _both("ffn_down", "mlp.c_proj") | NORMS,
+    ),
+    "nemotron": (SHIFTED_ENDS, ATTENTION | UP_AND_DOWN | SHIFTED_NORMS),
+}
+"""By architecture: the targets of tensors outside layers, and of those behind `blk.N.`."""
+
+
+def target_of(architecture: str, name: str) -> tuple[Target, int | None] | None:
+    """Returns what a tensor is, and its layer's number if it has one; None for a tensor that the
+    architecture does not have."""
+    ends, layers = TARGETS[architecture]
+    layer = LAYER.fullmatch(name)
+    if layer is None:
+        found = ends.get(name)
+        return None if found is None else (found, None)
+    target = layers.get(layer[2])
+    if target is None:
+        return None
+    number = int(layer[1])
+    return target._replace(name=f"model.layers.{number}.{target.name}"), number

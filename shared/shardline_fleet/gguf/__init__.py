@@ -1,0 +1,24 @@
+"""The headers of GGUF files: what they hold, and the configuration of their model."""
+
+from shardline_fleet.gguf.gguf_config import FORMAT, config_of, eos_ids, read_config
+from shardline_fleet.gguf.gguf_files import SUFFIX, files_of, is_gguf, model_in, read_parts, stem_of
+from shardline_fleet.gguf.gguf_header import Block, GgufHeader, TensorPlace, read_header
+from shardline_fleet.gguf.refusal import refuse
+
+__all__ = [
+    "FORMAT",
+    "SUFFIX",
+    "Block",
+    "GgufHeader",
+    "TensorPlace",
+    "config_of",
+    "eos_ids",
+    "files_of",
+    "is_gguf",
+    "model_in",
+    "read_config",
+    "read_header",
+    "read_parts",
+    "refuse",
+    "stem_of",
+]

@@ -1,0 +1,222 @@
+"""Writes GGUF files for tests, as the converter of llama.cpp does: from a folder of transformers,
+with one type for all large weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import gguf
+import numpy as np
+import torch
+import transformers as tf
+from gguf import GGMLQuantizationType, GGUFWriter
+from torch import Tensor
+
+VALUES: Final = "llama", "granite"
+"""Architectures whose rotated dimensions the converter puts into pairs."""
+ARCHITECTURES: Final = {
+    "llama": "llama",
+    "granite": "granite",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "phi3": "phi3",
+    "starcoder2": "starcoder2",
+    "nemotron": "nemotron",
+}
+"""By model_type."""
+RAW_NUMBERS: Final = 256
+"""In a block of such a type."""
+FACTORS: Final = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+
+
+def write_gguf(
+    folder: Path,
+    path: Path,
+    *,
+    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    raw: GGMLQuantizationType | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    part_tensors: int = 0,
+) -> Path:
+    """Writes the model of a folder; returns the file, or with `part_tensors` the first of several
+    that hold so many tensors each. `raw` is a type that is only read: its blocks are drawn."""
+    config = tf.AutoConfig.from_pretrained(folder)
+    model = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    name = ARCHITECTURES[config.model_type]
+    writer = GGUFWriter(path, name, split_max_tensors=part_tensors)
+    _add_config(writer, config, name)
+    if (folder / "tokenizer.json").is_file():
+        _add_tokenizer(writer, folder)
+    for key, value in (metadata or {}).items():
+        writer.add_key_value(key, value, _type_of(value))
+    names = gguf.get_tensor_name_map(_architecture(name), config.num_hidden_layers)
+    for name_of_weight, weight in _weights(model).items():
+        found = names.get_name(name_of_weight, try_suffixes=(".weight", ".bias"))
+        assert found is not None, name_of_weight
+        stored = _converted(weight, name_of_weight, config, name)
+        if raw is not None and weight.dim() > 1 and not weight.shape[-1] % RAW_NUMBERS:
+            _add_drawn(writer, found, weight, raw)
+        else:
+            _add(writer, found, stored, kind)
+    _add_factors(writer, config)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path if not part_tensors else min(path.parent.glob(f"{path.stem}-00001-of-*"))
+
+
+def _weights(model: Any) -> dict[str, Tensor]:
+    """Each weight once: the output layer of tied ones is the embedding."""
+    weights = {name: weight.detach() for name, weight in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    split: dict[str, Tensor] = {}
+    for name in [name for name in weights if name.endswith("experts.gate_up_proj")]:
+        gate, up = weights.pop(name).chunk(2, dim=1)
+        base = name.removesuffix("gate_up_proj")
+        split |= {f"{base}gate_proj.weight": gate, f"{base}up_proj.weight": up}
+    for name in [name for name in weights if name.endswith("experts.down_proj")]:
+        split[f"{name}.weight"] = weights.pop(name)
+    return weights | split
+
+
+def _converted(weight: Tensor, name: str, config: Any, architecture: str) -> Tensor:
+    if architecture in VALUES and ".q_proj." in name:
+        return _in_pairs(weight, config.num_attention_heads)
+    if architecture in VALUES and ".k_proj." in name:
+        return _in_pairs(weight, config.num_key_value_heads)
+    is_shifted = architecture in ("gemma2", "gemma3", "nemotron") and name.endswith("norm.weight")
+    return weight + 1 if is_shifted else weight
+
+
+def _in_pairs(weight: Tensor, num_heads: int) -> Tensor:
+    halves = weight.view(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def _add(writer: GGUFWriter, name: str, weight: Tensor, kind: GGMLQuantizationType) -> None:
+    numbers = weight.contiguous().numpy()
+    if weight.dim() < 2 or weight.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+        writer.add_tensor(name, numbers)
+    else:
+        writer.add_tensor(name, gguf.quants.quantize(numbers, kind), raw_dtype=kind)
+
+
+def _add_drawn(writer: GGUFWriter, name: str, weight: Tensor, kind: GGMLQuantizationType) -> None:
+    """Adds blocks of drawn bytes. Each is small enough for the scales in it to be finite."""
+    num_numbers, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    shape = (weight.shape[0], weight.shape[1] // num_numbers * num_bytes)
+    blocks = np.random.default_rng(len(name)).integers(0, 60, shape, dtype=np.uint8)
+    writer.add_tensor(name, blocks, raw_dtype=kind)
+
+
+def _add_config(writer: GGUFWriter, config: Any, name: str) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_vocab_size(config.vocab_size)
+    head_dim = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    writer.add_key_length(head_dim)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(getattr(config, "norm_epsilon", None) or config.norm_eps)
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    for field, key in FACTORS.items():
+        if getattr(config, field, None):
+            writer.add_float32(f"{name}.{key}", getattr(config, field))
+    if config.model_type == "qwen3_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * (rope.get("partial_rotary_factor") or 1)))
+    kind = rope.get("rope_type")
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope.get("original_max_position_embeddings"):
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def _add_factors(writer: GGUFWriter, config: Any) -> None:
+    rope = config.rope_parameters
+    if rope.get("rope_type") == "longrope":
+        for name in ("long", "short"):
+            factors = np.array(rope[f"{name}_factor"], dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{name}.weight", factors)
+    if rope.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_factors(config).numpy())
+
+
+def _llama3_factors(config: Any) -> Tensor:
+    """Each frequency of the plain rope over that of the scaled one."""
+    functions: Mapping[str, Callable[..., Any]] = tf.modeling_rope_utils.ROPE_INIT_FUNCTIONS
+    scaled, _ = functions["llama3"](config, torch.device("cpu"))
+    steps = torch.arange(0, 2 * len(scaled), 2, dtype=torch.float32) / (2 * len(scaled))
+    plain = 1.0 / config.rope_parameters["rope_theta"] ** steps
+    return (plain / scaled).to(torch.float32)
+
+
+def _add_tokenizer(writer: GGUFWriter, folder: Path) -> None:
+    """A byte-level vocabulary, cut as `tokenizer.ggml.pre` says."""
+    document = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    model = document["model"]
+    added = {token["content"]: token for token in document["added_tokens"]}
+    ids = model["vocab"] | {token["content"]: token["id"] for token in document["added_tokens"]}
+    tokens = sorted(ids, key=lambda token: ids[token])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    kinds = [
+        3 if added.get(token, {}).get("special") else 4 if token in added else 1 for token in tokens
+    ]
+    writer.add_token_types(kinds)
+    pairs = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    writer.add_token_merges(pairs)
+    if document["post_processor"] and document["post_processor"]["type"] == "TemplateProcessing":
+        writer.add_add_bos_token(True)
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    template = folder / "chat_template.jinja"
+    if template.is_file():
+        writer.add_chat_template(template.read_text(encoding="utf-8"))
+    for name, add in (
+        ("bos_token", writer.add_bos_token_id),
+        ("eos_token", writer.add_eos_token_id),
+        ("unk_token", writer.add_unk_token_id),
+        ("pad_token", writer.add_pad_token_id),
+    ):
+        token = config.get(name)
+        token = token["content"] if isinstance(token, dict) else token
+        if token is not None:
+            add(ids[token])
+
+
+def _architecture(name: str) -> gguf.MODEL_ARCH:
+    return next(kind for kind, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
+
+
+def _type_of(value: Any) -> gguf.GGUFValueType:
+    return gguf.GGUFValueType.get_type(value)

@@ -1,0 +1,148 @@
+"""Headers of GGUF files are read, and refused where they are broken, hostile or of another kind."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+from gguf import GGMLQuantizationType
+
+from shardline.base.errors import Invalid
+from shardline_fleet.gguf import files_of, model_in, read_config, read_header, read_parts
+from shardline_fleet.planner import ModelCosts
+from tests.gguf_models import write_gguf
+from tests.models import save_model
+
+PREAMBLE = struct.Struct("<4sIQQ")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path) -> Path:
+    return write_gguf(model, model.parent / "whole.gguf")
+
+
+def text(content: bytes) -> bytes:
+    return struct.pack("<Q", len(content)) + content
+
+
+def tensor(*dimensions: int, kind: int = 0, offset: int = 0) -> bytes:
+    sizes = struct.pack(f"<{len(dimensions)}Q", *dimensions)
+    places = struct.pack("<IQ", kind, offset)
+    return text(b"token_embd.weight") + struct.pack("<I", len(dimensions)) + sizes + places
+
+
+def alignment(value: int) -> bytes:
+    return text(b"general.alignment") + struct.pack("<II", 4, value)
+
+
+HOSTILE = {
+    "no magic": (PREAMBLE.pack(b"GGML", 3, 0, 0), "is not a GGUF file"),
+    "an old version": (PREAMBLE.pack(b"GGUF", 1, 0, 0), "of version 1"),
+    "big-endian": (struct.pack(">4sIQQ", b"GGUF", 3, 0, 0), "is big-endian"),
+    "too many keys": (PREAMBLE.pack(b"GGUF", 3, 0, 1 << 60), "metadata keys"),
+    "too many tensors": (PREAMBLE.pack(b"GGUF", 3, 1 << 60, 0), "tensors"),
+    "a long key": (
+        PREAMBLE.pack(b"GGUF", 3, 0, 1) + struct.pack("<Q", 1 << 62),
+        "bytes in a string",
+    ),
+    "a long array": (
+        PREAMBLE.pack(b"GGUF", 3, 0, 1) + text(b"k") + struct.pack("<IIQ", 9, 4, 1 << 61),
+        "items in 'k'",
+    ),
+    "arrays of arrays": (
+        PREAMBLE.pack(b"GGUF", 3, 0, 1) + text(b"k") + struct.pack("<IIQ", 9, 9, 1),
+        "an array of type 9",
+    ),
+    "an unknown type": (
+        PREAMBLE.pack(b"GGUF", 3, 0, 1) + text(b"k") + struct.pack("<I", 77),
+        "of unknown type 77",
+    ),
+    "no UTF-8": (
+        PREAMBLE.pack(b"GGUF", 3, 0, 1) + text(b"\xff\xfe") + struct.pack("<II", 4, 1),
+        "not UTF-8",
+    ),
+    "an odd alignment": (PREAMBLE.pack(b"GGUF", 3, 0, 1) + alignment(24), "alignment 24"),
+    "no alignment": (PREAMBLE.pack(b"GGUF", 3, 0, 1) + alignment(0), "alignment 0"),
+    "too many dimensions": (
+        PREAMBLE.pack(b"GGUF", 3, 1, 0) + tensor(1, 1, 1, 1, 1),
+        "of 5 dimensions",
+    ),
+    "an overflowing shape": (
+        PREAMBLE.pack(b"GGUF", 3, 1, 0) + tensor(1 << 40, 1 << 40),
+        "of shape",
+    ),
+    "half a block": (PREAMBLE.pack(b"GGUF", 3, 1, 0) + tensor(33, 2, kind=8), "none of Q8_0"),
+    "a type that is not read": (
+        PREAMBLE.pack(b"GGUF", 3, 1, 0) + tensor(256, 1, kind=16),
+        "of type 16; read are F32",
+    ),
+    "a tensor outside": (
+        PREAMBLE.pack(b"GGUF", 3, 1, 0) + tensor(2, 2, offset=1 << 50),
+        "cut short",
+    ),
+    "a name twice": (
+        PREAMBLE.pack(b"GGUF", 3, 2, 0) + tensor(1, 1) + tensor(1, 1) + bytes(99),
+        "twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_header_is_refused(name: str, tmp_path: Path) -> None:
+    content, problem = HOSTILE[name]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(Invalid, match=re.escape(problem)):
+        read_header(path)
+
+
+def test_a_file_cut_short_anywhere_is_refused(whole: Path, tmp_path: Path) -> None:
+    content = whole.read_bytes()
+    path = tmp_path / "model.gguf"
+    header_bytes = content.index(b"output.weight") + 100
+    for size in (0, 3, *range(8, header_bytes, 97), len(content) - 64):
+        path.write_bytes(content[:size])
+        with pytest.raises(Invalid):
+            read_header(path)
+
+
+def test_an_architecture_that_is_not_read_is_refused_with_those_that_are(
+    whole: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(whole.read_bytes().replace(text(b"llama"), text(b"bloom")))
+    with pytest.raises(Invalid, match=r"'bloom'; GGUF files are read of gemma2.*llama.*qwen3"):
+        read_config(path)
+
+
+def test_a_split_model_is_found_by_any_part_and_by_its_folder(model: Path, tmp_path: Path) -> None:
+    first = write_gguf(model, tmp_path / "m.gguf", part_tensors=9)
+    files = files_of(first)
+    assert len(files) > 2
+    assert files == files_of(files[-1])
+    assert model_in(tmp_path) == first
+    assert read_parts(first)[1].keys() == read_parts(files[-1])[1].keys()
+
+    files[1].unlink()
+    with pytest.raises(Invalid, match=r"lacks m-00002-of-"):
+        read_parts(first)
+
+
+def test_a_folder_of_two_models_asks_for_one(whole: Path, tmp_path: Path) -> None:
+    for name in ("a", "b", "mmproj-c"):
+        (tmp_path / f"{name}.gguf").write_bytes(whole.read_bytes())
+    with pytest.raises(Invalid, match=r"holds 2 GGUF models: a\.gguf, b\.gguf"):
+        model_in(tmp_path)
+
+
+def test_the_planner_knows_what_a_file_weighs(model: Path, tmp_path: Path) -> None:
+    path = write_gguf(model, tmp_path / "q8.gguf", kind=GGMLQuantizationType.Q8_0)
+    assert ModelCosts.read(path) == ModelCosts.read(model)
+    assert ModelCosts.read(tmp_path) == ModelCosts.read(model)
