@@ -28,7 +28,10 @@ from tests.real_model import NAME, real_model
 from tests.schemas import random_schema
 from tests.stack import Stack, is_running
 
+NUM_STAGES = 2
 MAX_TOKENS = 900
+KV_MIB = 640
+"""Of each stage: for as many jobs as run at once, and not a share of the whole machine."""
 ABOUT = ("a cat", "an invoice", "a town by the sea", "une recette", "a person you like", "日本")
 
 
@@ -103,7 +106,12 @@ def compare(calm: Sequence[Job], hurt: Sequence[Job]) -> dict[str, int]:
 def measure(num: int, kill_every_s: float) -> dict[str, Any]:
     """Runs both on one stack; returns the counts."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"SHARDLINE_MODEL": str(real_model()), "SHARDLINE_MODEL_NAME": NAME}
+        settings = {
+            "SHARDLINE_MODEL": str(real_model()),
+            "SHARDLINE_MODEL_NAME": NAME,
+            "SHARDLINE_STAGES": str(NUM_STAGES),
+            "SHARDLINE_KV_MIB": str(KV_MIB),
+        }
         stack = Stack(Path(folder), **settings)
         try:
             stack.start()

@@ -10,10 +10,13 @@ from shardline.store.connection.database import POOL_SIZE
 from tests.chaos.driver.storm import Say, Storm, TargetT
 from tests.chaos.faults.fault import Fault
 from tests.chaos.judge import audit, growth, remains, secrecy
+from tests.chaos.judge.calls import invalid_calls
 from tests.chaos.judge.canvas import followed
 from tests.chaos.judge.checker import judge
 from tests.chaos.judge.choices import torn_choices
+from tests.chaos.judge.decisions import changed_decisions
 from tests.chaos.judge.emissions import stale_deltas
+from tests.chaos.judge.responses import torn_responses
 from tests.chaos.load.journal import Asked, Watched
 from tests.chaos.load.load import Load
 from tests.chaos.load.target import Target
@@ -135,6 +138,9 @@ def _broken_promises(
         *target.journal.complaints(),
         *judge(target.database_url, asked, readers, expected),
         *torn_choices(target.database_url),
+        *torn_responses(target.database_url, target.journal.responses()),
+        *invalid_calls(target.database_url),
+        *changed_decisions(target.database_url),
         *audit.stale_writes(target.database_url),
         *stale_deltas(target.database_url, target.redis_url, ids, lease_s=lease_s),
     ]

@@ -20,8 +20,8 @@ Row = Mapping[str, Any]
 def changed(
     rows: Mapping[UUID, Row], attempts: Sequence[Row], wanted: Mapping[UUID, Expected]
 ) -> list[Finding]:
-    """I2: tokens, text, log-probabilities or an adapter that the undisturbed run does not have, in
-    results or checkpoints."""
+    """I2: tokens, text, log-probabilities, numbers of an answer or an adapter that the undisturbed
+    run does not have, in results or checkpoints."""
     return [
         *(
             finding
@@ -49,6 +49,8 @@ def _in_result(job_id: UUID, row: Row, expected: Expected) -> Iterator[Finding]:
         yield _changed("text", f"{_of_text(row['text'], expected.text)} in the result", job_id)
     if row["exact"] and expected.logprobs is not None:
         yield from _logprobs(job_id, row["logprobs"], list(expected.logprobs)[:end], "the result")
+    if row["exact"] and expected.decision is not None and not is_partial:
+        yield from _decision(job_id, row["decision"], expected.decision)
     if not is_partial and row["adapter"] != expected.adapter:
         yield _changed(
             "adapter", f"its adapter was {row['adapter']}, not {expected.adapter}", job_id
@@ -71,6 +73,11 @@ def _logprobs(job_id: UUID, got: Any, wanted: Sequence[Any], where: str) -> Iter
     if got != list(wanted):
         place = first_difference(got or (), wanted)
         yield _changed("logprob", f"log-probabilities of {where} differ from place {place}", job_id)
+
+
+def _decision(job_id: UUID, got: Any, wanted: Sequence[Any]) -> Iterator[Finding]:
+    if got != list(wanted):
+        yield _changed("decision", f"its numbers are {got}, not {list(wanted)}", job_id)
 
 
 def _changed(what: str, how: str, job_id: UUID) -> Finding:
@@ -118,7 +125,9 @@ def retracted(
         if row is None or row["state"] != "succeeded":
             continue
         is_whole = reader.end_state == "succeeded"
-        if not (reader.text == row["text"] if is_whole else row["text"].startswith(reader.text)):
+        if reader.hears_calls and row["has_tools"]:
+            yield from _calls(reader, row)
+        elif not (reader.text == row["text"] if is_whole else row["text"].startswith(reader.text)):
             differs = _of_text(reader.text, row["text"])
             what = f"{differs} in a stream of {reader.num_joins} connections"
             yield Finding(invariant="I9", count="text_mismatches", what=what, job_id=job_id)
@@ -146,6 +155,16 @@ def _in_tokens(reader: Watched, row: Row | None, wanted: Sequence[int]) -> Itera
     is_told = reader.hears_partials or reader.end_state == "succeeded"
     if is_told and reader.end_tokens != row["token_ids"]:
         yield "the result that was streamed is not the one that is stored"
+
+
+def _calls(reader: Watched, row: Row) -> Iterator[Finding]:
+    functions = [call["function"] for call in row["tool_calls"] or ()]
+    wanted = [(one["name"], one["arguments"]) for one in functions]
+    # The limit of tokens may cut the last call, which the row has not then.
+    told = reader.calls[: len(wanted)] if row["finish_reason"] == "length" else reader.calls
+    if reader.end_state == "succeeded" and told != wanted:
+        what = f"{reader.calls} were called in a stream, {wanted} in the result"
+        yield Finding(invariant="I9", count="text_mismatches", what=what, job_id=reader.job_id)
 
 
 def _of_text(got: str, wanted: str) -> str:

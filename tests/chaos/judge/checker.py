@@ -27,9 +27,12 @@ TERMINAL = frozenset({"succeeded", "failed", "cancelled", "expired"})
 
 JOBS = """
 SELECT jobs.id, state, jobs.fence, error, results.token_ids, results.text, results.logprobs,
-    results.fence AS result_fence, results.exact,
+    results.fence AS result_fence, results.exact, results.finish_reason,
     results.provenance #>> '{adapter,fingerprint}' AS adapter,
-    results.provenance ->> 'exactness' AS exactness
+    results.provenance ->> 'exactness' AS exactness, results.tool_calls,
+    jobs.params -> 'tools' IS NOT NULL AS has_tools,
+    CASE WHEN choice IS NOT NULL THEN jsonb_build_array(
+        choice, probability, confidence, score, probabilities, label_mass) END AS decision
 FROM jobs LEFT JOIN results ON results.job_id = jobs.id WHERE jobs.id = ANY(%s)
 """
 TWICE = """

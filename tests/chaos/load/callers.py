@@ -16,7 +16,7 @@ import httpx
 from tests.chaos.load.doors import gateway_client, is_refusal, with_header
 from tests.chaos.load.journal import Asked, Journal, Watched
 from tests.chaos.load.requests import Request
-from tests.chaos.load.workload import MARK, Dress, Workload
+from tests.chaos.load.workload import MARK, Dress, Workload, is_completion
 from tests.chaos.report.finding import Finding
 
 DOOR = "caller"
@@ -61,7 +61,7 @@ class Caller:
 
     def _call(self, client: httpx.Client) -> None:
         fields = {"metadata": MARK, "idempotency_key": f"{self.rng.getrandbits(128):032x}"}
-        number = self.workload.draw(self.rng)
+        number = self.workload.draw_number(self.rng, is_completion)
         asked = self.journal.ask(
             Asked(id=uuid4(), number=number, door=DOOR, dress=Dress(fields=fields))
         )
@@ -129,6 +129,7 @@ class Caller:
         self.journal.known(asked, job_id)
         watched = self.journal.watch(job_id)
         watched.num_joins = asked.num_sends
+        watched.hears_calls = True
         return watched
 
     def _complain(self, asked: Asked, count: str, what: str) -> None:
@@ -139,6 +140,8 @@ def hear(watched: Watched, chunk: Mapping[str, Any]) -> None:
     """What a caller keeps of one chunk."""
     for choice in chunk["choices"]:
         watched.tokens += choice.get("token_ids") or ()
+        for call in choice.get("delta", {}).get("tool_calls") or ():
+            watched.hear_call(call["index"], call["function"])
         watched.text += (
             choice["delta"].get("content") or "" if "delta" in choice else choice["text"]
         )

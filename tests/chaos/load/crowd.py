@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
+from typing import Any
 from uuid import UUID
 
 import httpx
@@ -27,18 +28,20 @@ from tests.chaos.load.batch import ROWS_MAX, ROWS_PER_MINUTE, Batch
 from tests.chaos.load.callers import Caller
 from tests.chaos.load.canvas import DOOR, by_canvas, dress
 from tests.chaos.load.canvas_worker import CanvasWorker
-from tests.chaos.load.chooser import Chooser
+from tests.chaos.load.chooser import Chooser, Customer, Customers
+from tests.chaos.load.decider import Decider
 from tests.chaos.load.doors import PATIENCE_S, gateway_client
 from tests.chaos.load.journal import Asked, Journal
+from tests.chaos.load.keeper import Keeper
 from tests.chaos.load.limit_prober import LimitProber
 from tests.chaos.load.producer import Producer
 from tests.chaos.load.requests import MODEL
+from tests.chaos.load.responder import Responder
 from tests.chaos.load.target import ResultBackend, Target
 from tests.chaos.load.workload import MARK
 from tests.chaos.report.finding import Finding
 from tests.poisoned_messages import poisons
 
-NUM_CALLERS = 2
 NUM_PYTHON_READERS = 2
 CANCEL_EVERY_S = 5.0
 LOOK_S = 1.0
@@ -150,21 +153,31 @@ def _canvas_producer(
 def _callers(
     target: Target, stopping: threading.Event, drained: threading.Event, seed: int
 ) -> dict[str, Work]:
-    """Those of OpenAI's routes, for one completion or for several."""
-    kinds: Mapping[str, type[Caller] | type[Chooser]] = {
-        **{f"caller {index}": Caller for index in range(NUM_CALLERS)},
-        "chooser": Chooser,
-    }
+    """Those of OpenAI's routes: who stream completions, who follow responses, and who want whole
+    answers."""
+    ends: dict[str, Any] = {"stopping": stopping, "drained": drained}
+
+    def customers(name: str, *kinds: type[Customer]) -> Work:
+        rng = random.Random(f"{seed} {name}")
+        told: dict[str, Any] = {
+            "journal": target.journal,
+            "workload": target.workload,
+            "drained": drained,
+        }
+        each = [kind(**told, rng=rng) for kind in kinds]
+        return Customers(urls=target.urls, customers=each, rng=rng, **ends).run
+
+    caller = Caller(
+        urls=target.urls,
+        journal=target.journal,
+        workload=target.workload,
+        rng=random.Random(f"{seed} caller"),
+        **ends,
+    )
     return {
-        name: kind(
-            urls=target.urls,
-            journal=target.journal,
-            workload=target.workload,
-            stopping=stopping,
-            drained=drained,
-            rng=random.Random(f"{seed} {name}"),
-        ).run
-        for name, kind in kinds.items()
+        "caller": caller.run,
+        "responder": customers("responder", Responder),
+        "chooser": customers("chooser", Chooser, Decider, Keeper),
     }
 
 

@@ -68,6 +68,48 @@ class Watched:
     hears_partials: bool = True
     """Whether it is given the partial result of a job that was cancelled or expired."""
     num_joins: int = 0
+    hears_calls: bool = False
+    """Calls come beside the text, in place of a part of it."""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    """Name and arguments of each."""
+
+    def hear_call(self, place: int, function: Mapping[str, Any]) -> None:
+        """A part of one call: its name comes once, its arguments piece by piece."""
+        if place == len(self.calls):
+            self.calls.append(("", ""))
+        name, arguments = self.calls[place]
+        self.calls[place] = (
+            name + (function.get("name") or ""),
+            arguments + (function.get("arguments") or ""),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventHeard:
+    """One numbered event of a response."""
+
+    number: int
+    kind: str
+    text: str
+    """What it adds to the output's text."""
+    digest: int
+    """Of the whole event."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ResponseHeard:
+    """What one caller heard of one response."""
+
+    job_id: UUID
+    events: list[EventHeard] = field(default_factory=list)
+    """Over all connections, one after the other."""
+    again: list[EventHeard] | None = None
+    """Of one connection that read all from the beginning, after the end."""
+    document: Mapping[str, Any] | None = None
+    """The whole response, of the last event."""
+    is_diverged: bool = False
+    """A stream said that the job goes on with other tokens."""
+    num_joins: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +130,7 @@ class Journal:
         self._changed = threading.Condition()
         self._asked: dict[UUID, Asked] = {}
         self._watched: list[Watched] = []
+        self._responses: list[ResponseHeard] = []
         self._findings: list[Finding] = []
 
     def ask(self, asked: Asked) -> Asked:
@@ -120,6 +163,16 @@ class Journal:
         with self._changed:
             self._watched.append(watched)
         return watched
+
+    def hear(self, response: ResponseHeard) -> None:
+        """A response has a reader from now on."""
+        with self._changed:
+            self._responses.append(response)
+
+    def responses(self) -> list[ResponseHeard]:
+        """All that were read by their events."""
+        with self._changed:
+            return list(self._responses)
 
     def streamed(self) -> None:
         """A reader has seen something new."""

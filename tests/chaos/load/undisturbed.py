@@ -35,6 +35,9 @@ class Expected:
     text: str | None = None
     """None: unknown, as is the next."""
     logprobs: Sequence[Any] | None = None
+    decision: Sequence[Any] | None = None
+    """The numbers of a question's answer, in the order of `Decision`; None: unknown, or it is
+    none."""
     adapter: str | None = None
     """The fingerprint in its provenance; None: it had none."""
 
@@ -65,8 +68,17 @@ def undisturbed(target: Target, compared: Compared = Compared.BITS) -> list[Expe
         )
         # As JSON, which is how rows and streams have it.
         logprobs = msgspec.json.decode(msgspec.json.encode(result.logprobs)) if has_bits else None
+        decision = None
+        if has_bits and result.decision is not None:
+            decision = msgspec.to_builtins(msgspec.structs.astuple(result.decision))
         adapter = result.provenance.get("adapter", {}).get("fingerprint")
         found.append(
-            Expected(tokens=result.token_ids, text=result.text, logprobs=logprobs, adapter=adapter)
+            Expected(
+                tokens=result.token_ids,
+                text=result.text,
+                logprobs=logprobs,
+                decision=decision,
+                adapter=adapter,
+            )
         )
     return None if compared is Compared.NOTHING else found

@@ -2,14 +2,14 @@
 and its words.
 
 Chats with system messages and several turns, no `max_tokens`, prompts from one token to the limit,
-20 log-probabilities, stop strings, every way to sample, every number at its limits. Every request
-has a seed, so that its tokens are known.
+20 log-probabilities, stop strings, every way to sample, calls of tools, questions, every number at
+its limits. Every request has a seed, so that its tokens are known.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -25,6 +25,37 @@ SCRIBE_LENGTHS = (1, 64, 65, 300, 700, 1000, 1023)
 SHORT = 24
 MANY_LOGPROBS = 20
 NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 20}
+TOOLS: Sequence[Mapping[str, Any]] = (
+    {
+        "name": "order",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "item": {"enum": ["pen", "box"]},
+                "count": {"type": "integer", "minimum": 0, "maximum": 99},
+            },
+            "required": ["item", "count"],
+            "additionalProperties": False,
+        },
+    },
+    {
+        "name": "find",
+        "parameters": {
+            "type": "object",
+            "properties": {"day": {"type": "string", "pattern": "^[0-9]{1,2}$"}},
+            "required": ["day"],
+            "additionalProperties": False,
+        },
+    },
+)
+"""Small ones: the whole context of the first model is a few hundred tokens."""
+CALL_TOKENS = 120
+"""More than a call of any of them has."""
+QUESTIONS: Sequence[Mapping[str, Any]] = (
+    {"type": "predicate", "name": "date", "instructions": "It is a date."},
+    {"type": "choice", "name": "kind", "instructions": "Which?", "choices": ["sum", "date", True]},
+    {"type": "score", "name": "long", "instructions": "How long?", "levels": ["short", "long"]},
+)
 SYSTEM = {
     "role": "system",
     "content": "You are a clerk. Answer with the result alone. Ünïcödé, 漢字 and 🙂 may occur.",
@@ -94,6 +125,8 @@ def _of(model: Speaks) -> Iterator[Request]:
         _sampled(model),
         _held(model),
         _limited(model),
+        _called(model),
+        _asked(model),
         _extreme(model),
     )
     for kind in kinds:
@@ -247,6 +280,34 @@ def _limited(model: Speaks) -> Iterator[dict[str, Any]]:
         "continue_final_message": True,
         "max_tokens": 80,
     }
+
+
+def _called(model: Speaks) -> Iterator[dict[str, Any]]:
+    """Calls that must come: of one tool, of a named one, of as many as fit."""
+    named = {"type": "function", "function": {"name": "order"}}
+    ways: tuple[dict[str, Any], ...] = (
+        {"tool_choice": "required", "parallel_tool_calls": False},
+        {"tool_choice": named, "top_p": 0.9},
+        {"tool_choice": "required"},
+        {"tool_choice": "required", "parallel_tool_calls": False, "logprobs": 2},
+    )
+    for index, way in enumerate(ways):
+        tool = TOOLS[1 if index == len(ways) - 1 else 0]
+        yield {
+            "messages": [{"role": "user", "content": model.questions[index]}],
+            "tools": [{"type": "function", "function": tool}],
+            "max_tokens": CALL_TOKENS,
+            "temperature": 1.0 if index % 2 else 0.0,
+            **way,
+        }
+
+
+def _asked(model: Speaks) -> Iterator[dict[str, Any]]:
+    """Questions about a text, and about a chat."""
+    for question in QUESTIONS:
+        yield {"prompt": model.questions[0], "question": question}
+        message = {"role": "user", "content": model.questions[1]}
+        yield {"messages": [message], "question": question}
 
 
 def _extreme(model: Speaks) -> Iterator[Request]:

@@ -62,6 +62,11 @@ class Dress:
 PLAIN = Dress()
 
 
+def is_completion(request: Request) -> bool:
+    """Whether OpenAI's routes of completions take it: they take no questions."""
+    return "question" not in request
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """One load."""
@@ -79,6 +84,10 @@ class Workload:
     def draw(self, rng: random.Random) -> int:
         """The number of any request."""
         return rng.randrange(len(self.requests))
+
+    def draw_number(self, rng: random.Random, fits: Callable[[Request], bool]) -> int:
+        """The number of any of the requests that fit."""
+        return rng.choice([number for number, one in enumerate(self.requests) if fits(one)])
 
     def with_adapters(self, names: Sequence[str]) -> Workload:
         """The same, with a share of its requests once more, for one adapter of their model after

@@ -72,6 +72,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     token_mismatches: int = 0
     text_mismatches: int = 0
     logprob_mismatches: int = 0
+    decision_mismatches: int = 0
+    """Questions whose numbers are not those of the undisturbed pass, or of an equal question."""
+    invalid_calls: int = 0
+    """Replies that had to call a tool and did not, or not by its schema."""
     adapter_mismatches: int = 0
     """Results whose provenance names another adapter than was asked for."""
     conflicts: int = 0

@@ -34,9 +34,9 @@ from tests.chaos.network.proxy import Proxy
 from tests.chaos.shims.clock import Clock
 from tests.chaos.shims.disk import Disk
 from tests.chaos.shims.shim import preloaded
+from tests.chaos.stack.fleet_worker import FleetWorker
 from tests.chaos.stack.local_target import LOGS_KEPT, LocalTarget
 from tests.chaos.stack.options import FLEET_MIB, KV_MIB, KV_OFFLOAD_MIB, SMALL_KV_MIB, Options
-from tests.chaos.stack.unlike_worker import UnlikeWorker
 from tests.repository import REPOSITORY
 from tests.stack import Stack
 
@@ -230,7 +230,7 @@ def _stack(ending: ExitStack, folder: Path, **settings: str) -> Stack:
     return stack
 
 
-def _unlike(ending: ExitStack, stack: Stack, options: Options) -> list[UnlikeWorker]:
+def _unlike(ending: ExitStack, stack: Stack, options: Options) -> list[FleetWorker]:
     """With the environment of the fleet's first worker."""
     if not options.more_dtypes:
         return []
@@ -239,7 +239,7 @@ def _unlike(ending: ExitStack, stack: Stack, options: Options) -> list[UnlikeWor
         next(pid for name, pid in pids.items() if name.startswith("worker-"))
     ).environ()
     made = [
-        UnlikeWorker(f"unlike-{place}", stack.home.folder, environment, dtype=dtype)
+        FleetWorker(f"unlike-{place}", stack.home.folder, {**environment, "SHARDLINE_DTYPE": dtype})
         for place, dtype in enumerate(options.more_dtypes)
     ]
     for worker in made:

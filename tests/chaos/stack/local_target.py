@@ -24,7 +24,7 @@ from tests.chaos.report.finding import Finding
 from tests.chaos.shims.clock import Clock
 from tests.chaos.shims.disk import Disk
 from tests.chaos.stack import family
-from tests.chaos.stack.unlike_worker import UnlikeWorker
+from tests.chaos.stack.fleet_worker import FleetWorker
 from tests.polling import until
 from tests.repository import REPOSITORY
 from tests.stack import Stack, is_running
@@ -61,7 +61,7 @@ class LocalTarget(TargetRun):
     """Stages of a pipeline, or workers of the fleet."""
     is_fleet: bool = False
     """Its stages have no number: which worker is the head is for the plan to say."""
-    unlike: list[UnlikeWorker] = field(default_factory=list)
+    unlike: list[FleetWorker] = field(default_factory=list)
     """Workers of the fleet with another dtype, which faults move but do not kill."""
     num_ranks: int = 1
     """Of each stage of the first stack."""
