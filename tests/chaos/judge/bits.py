@@ -134,9 +134,9 @@ def retracted(
         if (
             row["exact"]
             and reader.logprobs
-            and reader.logprobs != row["logprobs"][: len(reader.logprobs)]
+            and reader.logprobs != (row["logprobs"] or [])[: len(reader.logprobs)]
         ):
-            place = first_difference(reader.logprobs, row["logprobs"])
+            place = first_difference(reader.logprobs, row["logprobs"] or ())
             what = f"streamed log-probabilities differ from place {place}"
             yield Finding(invariant="I9", count="logprob_mismatches", what=what, job_id=job_id)
 

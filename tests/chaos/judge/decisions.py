@@ -12,7 +12,8 @@ GROUPS = """
 SELECT min(jobs.id::text)::uuid, count(DISTINCT (choice, probability, confidence, score,
     probabilities, label_mass)), jobs.params -> 'question'
 FROM jobs JOIN results ON results.job_id = jobs.id
-WHERE jobs.params -> 'question' IS NOT NULL AND state = 'succeeded' AND exact
+WHERE jobs.params -> 'question' IS NOT NULL AND state = 'succeeded'
+    AND results.exact
 GROUP BY model, jobs.params -> 'adapter', jobs.params -> 'question', prompt_ids,
     results.provenance #>> '{adapter,fingerprint}', results.provenance ->> 'exactness'
 """

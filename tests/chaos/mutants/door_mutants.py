@@ -8,6 +8,16 @@ from tests.chaos.mutants.mutant import Hurt, Mutant, Patch
 
 REPEATS = "shared/shardline/store/idempotency.py"
 COMPLETION = "shared/shardline_server/tokenize/completion.py"
+CHOICES = "shared/shardline/contract/choices.py"
+NOT_THE_LAST = "for place in range(1, n - 1)"
+CHOSEN = (
+    "tests/integration/gateway/test_choices.py"
+    "::test_each_choice_is_a_row_and_the_first_one_names_them_all"
+)
+RENUMBERED = (
+    "tests/integration/gateway/test_responses.py"
+    "::test_a_stream_is_the_same_with_the_same_numbers_however_it_is_read"
+)
 
 MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
@@ -71,6 +81,64 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         tests=(
             "tests/integration/store/test_celery_tasks.py"
             "::test_a_job_that_ends_while_its_task_is_stored_leaves_the_task_due",
+        ),
+    ),
+    Mutant(
+        name="choices: the last one is lost",
+        patches=(
+            Patch(
+                file=CHOICES, within="choices_of", old="for place in range(1, n)", new=NOT_THE_LAST
+            ),
+        ),
+        tests=(CHOSEN,),
+        hurt=Hurt(faults="kill gateway", counts=("lost",), load="users"),
+    ),
+    Mutant(
+        name="choices: one is drawn twice",
+        patches=(
+            Patch(file=CHOICES, within="choice_seed", old="if place == 0:", new="if place >= 0:"),
+        ),
+        tests=(CHOSEN,),
+        hurt=Hurt(faults="kill gateway", counts=("lost",), load="users"),
+    ),
+    Mutant(
+        name="responses: a reader who joins again gets the last event twice",
+        patches=(
+            Patch(
+                file="services/gateway/responses/response_events.py",
+                within="_is_wanted",
+                old="one.sequence_number > after",
+                new="one.sequence_number >= after",
+            ),
+        ),
+        tests=(RENUMBERED,),
+        hurt=Hurt(faults="kill gateway", counts=("retracted",), load="users"),
+    ),
+    Mutant(
+        name="responses: the first event of the output has the number of the one before",
+        patches=(
+            Patch(
+                file="services/gateway/responses/response_events.py",
+                within="_numbered",
+                old="first_number=beginning.sequence_number + 1",
+                new="first_number=beginning.sequence_number",
+            ),
+        ),
+        tests=(RENUMBERED,),
+        hurt=Hurt(faults="kill gateway", counts=("retracted",), load="users"),
+    ),
+    Mutant(
+        name="decisions: numbers are not those of the options among themselves",
+        patches=(
+            Patch(
+                file="shared/shardline/contract/decision.py",
+                within="decide",
+                old="tuple(one / total for one in weights)",
+                new="tuple(weights)",
+            ),
+        ),
+        tests=(
+            "tests/integration/gateway/test_decisions.py::test_rows_have_the_numbers_in_columns",
         ),
     ),
 )

@@ -20,6 +20,7 @@ FOUND: Final = "tests/unit/scheduler/test_prefix_cache.py"
 SAMPLER = "services/stage/sampling/sampler.py"
 SAMPLED: Final = "tests/unit/stage/engine/test_sampler.py"
 EXECUTED: Final = "tests/unit/stage/engine/test_executor.py"
+STRUCTURED: Final = "tests/unit/stage/engine/test_structured_output.py"
 GUESSED: Final = "tests/unit/scheduler/test_prompt_lookup.py"
 PREFILL: Final = "tests/unit/scheduler/test_prefill.py"
 
@@ -265,6 +266,24 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             ),
         ),
         tests=(f"{OFFLOADED}::test_a_block_is_copied_out_before_another_is_copied_into_its_place",),
+    ),
+    Mutant(
+        name="structured output: what was said before a resume does not count",
+        patches=(
+            Patch(
+                file="services/stage/sampling/sampled_sequence.py",
+                within="SampledSequence.extend",
+                old="self._grammar.take(ids)",
+                new="self._grammar.take(ids[:1])",
+            ),
+        ),
+        tests=(f"{STRUCTURED}::test_a_tail_that_starts_again_goes_on_with_the_same_tokens",),
+        hurt=Hurt(
+            faults="kill head",
+            counts=("token_mismatches", "invalid_calls", "lost"),
+            minutes=1.0,
+            load="users",
+        ),
     ),
     Mutant(
         name="prompt lookup: a guess counts that was not sampled",

@@ -80,6 +80,7 @@ async def test_each_choice_is_a_row_and_the_first_one_names_them_all(
         (False, first, 2),
     ]
     assert [row.seed for row in found] == [7, choice_seed(7, 1), choice_seed(7, 2)]
+    assert len({row.seed for row in found}) == 3
     assert {(row.priority, row.metadata["order"], row.created_at) for row in found} == {
         (1, "9", found[0].created_at)
     }
