@@ -1,5 +1,5 @@
 """Random JSON schemas of the kinds that people send, each a function of its seed. Their texts are
-short: strings, arrays and recursion are bounded."""
+short: strings, digits, arrays and objects are bounded, and a recursion may end at each level."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 NAMES = ("name", "age", "größe", "名前", "is ok?", "total_eur", 'a"b', "émoji 🐱", "x", "tags")
 TEXTS = ("red", "green", "né", "日本", "a b", "", "🐶", "N/A")
 PATTERNS = (r"^[a-z]{2,6}$", r"^\d{3}-\d{2}$", r"^(foo|bar)+$", r"^[A-Z][a-z]{1,8}( [A-Z])?$")
-FORMATS = ("date", "time", "date-time", "email", "uuid", "ipv4")
+FORMATS = {"date": 10, "time": 14, "date-time": 25, "email": 24, "uuid": 36, "ipv4": 15}
+"""With a length that leaves room: some have no limit of their own."""
 MAX_DEPTH = 3
 
 
@@ -21,7 +22,7 @@ def random_schema(seed: int) -> dict[str, Any]:
         children = {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 1}
         node = {
             "type": "object",
-            "properties": {"value": _leaf(source), "next": children},
+            "properties": {"value": _leaf(source), "children": children},
             "required": ["value"],
             "additionalProperties": False,
         }
@@ -51,7 +52,10 @@ def _object(source: random.Random, depth: int) -> dict[str, Any]:
         "additionalProperties": False,
     }
     if source.random() < 0.1:
-        schema["additionalProperties"] = {"type": "boolean"}
+        schema["patternProperties"] = {r"^\d{1,3}$": {"type": "boolean"}}
+        # Without a limit they may never end; one needs all others to be there.
+        schema["required"] = names
+        schema["maxProperties"] = len(names) + 2
     return schema
 
 
@@ -69,14 +73,15 @@ def _leaf(source: random.Random) -> dict[str, Any]:
     low = source.randint(-1000, 1000)
     high = low + source.randint(0, 5000)
     length = source.randint(0, 6)
+    kind = source.choice(list(FORMATS))
     return source.choice(
         (
             {"type": "integer", "minimum": low, "maximum": high},
             {"type": "integer", "exclusiveMinimum": low, "maximum": high + 1},
-            {"type": "number", "minimum": low, "maximum": high},
+            {"type": "number", "minimum": low, "maximum": high, "multipleOf": 0.01},
             {"type": "string", "minLength": length, "maxLength": length + source.randint(0, 12)},
             {"type": "string", "pattern": source.choice(PATTERNS), "maxLength": 12},
-            {"type": "string", "format": source.choice(FORMATS)},
+            {"type": "string", "format": kind, "maxLength": FORMATS[kind]},
             {"enum": source.sample(TEXTS, source.randint(1, 4))},
             {"enum": [1, 2.5, None, "three", True]},
             {"const": source.choice(TEXTS)},

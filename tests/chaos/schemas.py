@@ -1,7 +1,10 @@
-"""Random schemas through a whole stack with the real model at temperature 1, in calm and while its
-stages are killed: every text must be valid, and the same one.
+"""Schemas through a whole stack with the real model at temperature 1, in calm and while its stages
+are killed: every text must be valid, and the same one.
 
-    python -m tests.chaos.schemas [--num 500] [--kill-every-s 20]
+    python -m tests.chaos.schemas [--num 500] [--kill-every-s 20] [--suite FOLDER]
+
+They are random ones, or with `--suite` those of a folder of the JSON Schema Test Suite, such as its
+tests/draft2020-12, of which some are refused and some have endless texts.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,41 +32,62 @@ from tests.real_model import NAME, real_model
 from tests.schemas import random_schema
 from tests.stack import Stack, is_running
 
+Schema = dict[str, Any]
+
 NUM_STAGES = 2
 MAX_TOKENS = 900
 KV_MIB = 640
 """Of each stage: for as many jobs as run at once, and not a share of the whole machine."""
+SUITE_TOKENS = 100
 ABOUT = ("a cat", "an invoice", "a town by the sea", "une recette", "a person you like", "日本")
 
 
-def request(number: int) -> dict[str, Any]:
+def random_schemas(num: int) -> list[Schema]:
+    """So many, each with short texts."""
+    return [random_schema(number) for number in range(num)]
+
+
+def suite_schemas(folder: Path) -> list[Schema]:
+    """Each schema of the suite's files once, in their order."""
+    files = sorted(folder.glob("*.json"))
+    groups = [group for file in files for group in json.loads(file.read_text("utf-8"))]
+    texts = (json.dumps(group["schema"]) for group in groups)
+    return [json.loads(text) for text in dict.fromkeys(texts) if text[0] == "{"]
+
+
+def request(number: int, schema: Schema, max_tokens: int) -> dict[str, Any]:
     """One of them: a chat, held to its own schema."""
     ask = f"Describe {ABOUT[number % len(ABOUT)]} as JSON."
     return {
         "model": NAME,
         "messages": [{"role": "user", "content": ask}],
-        "structured_outputs": {"json": random_schema(number)},
+        # As text: Postgres sorts the names of an object.
+        "structured_outputs": {"json": json.dumps(schema)},
         "temperature": 1.0,
         "seed": number,
-        "max_tokens": MAX_TOKENS,
+        "max_tokens": max_tokens,
         "max_crashes": 100,
     }
 
 
-def is_valid(number: int, job: Job) -> bool:
-    """Whether a job has ended by itself, with a text of its schema."""
-    if job.result is None or job.result.finish_reason is not FinishReason.STOP:
-        return False
+def how_it_ended(schema: Schema, job: Job) -> str:
+    """`valid` if it has ended by itself with a text of its schema; `cut` by the limit of tokens;
+    `refused` as a schema that is not supported; else `bad`."""
+    if job.result is None:
+        return "refused" if (job.error or {}).get("code") == "invalid_request" else "bad"
+    if job.result.finish_reason is FinishReason.LENGTH:
+        return "cut"
     try:
-        return bool(jsonschema_rs.is_valid(random_schema(number), json.loads(job.result.text)))
-    except ValueError:
-        return False
+        value = json.loads(job.result.text)
+        return "valid" if jsonschema_rs.is_valid(schema, value) else "bad"
+    except (ValueError, jsonschema_rs.ReferencingError):
+        return "bad"
 
 
-def run(client: Client, num: int) -> list[Job]:
+def run(client: Client, requests: Sequence[dict[str, Any]]) -> list[Job]:
     """Submits all, and waits for all."""
-    ids = [client.submit(**request(number)) for number in range(num)]
-    return list(client.wait(ids, timeout_s=3600))
+    ids = [client.submit(**one) for one in requests]
+    return list(client.wait(ids, timeout_s=3600, must_succeed=False))
 
 
 @contextmanager
@@ -89,22 +114,30 @@ def kills(stack: Stack, every_s: float) -> Iterator[list[str]]:
         thread.join()
 
 
-def compare(calm: Sequence[Job], hurt: Sequence[Job]) -> dict[str, int]:
-    """Counts what is as it must be, of either run."""
+def compare(schemas: Sequence[Schema], calm: Sequence[Job], hurt: Sequence[Job]) -> dict[str, Any]:
+    """Counts how either run ended, and the jobs that did not end alike."""
+    ends = [
+        [how_it_ended(*pair) for pair in zip(schemas, jobs, strict=True)] for jobs in (calm, hurt)
+    ]
+    pairs = list(zip(calm, hurt, strict=True))
     return {
-        "valid_calm": sum(is_valid(number, job) for number, job in enumerate(calm)),
-        "valid_hurt": sum(is_valid(number, job) for number, job in enumerate(hurt)),
-        "same": sum(
-            one.result is not None
-            and other.result is not None
-            and one.result.token_ids == other.result.token_ids
-            for one, other in zip(calm, hurt, strict=True)
-        ),
+        "calm": dict(Counter(ends[0])),
+        "hurt": dict(Counter(ends[1])),
+        "same": sum(_tokens(one) == _tokens(other) for one, other in pairs),
+        "bad": [number for number, both in enumerate(zip(*ends, strict=True)) if "bad" in both][
+            :20
+        ],
+        "tokens": sum(len(_tokens(job) or ()) for job in calm),
     }
 
 
-def measure(num: int, kill_every_s: float) -> dict[str, Any]:
+def _tokens(job: Job) -> Sequence[int] | None:
+    return None if job.result is None else job.result.token_ids
+
+
+def measure(schemas: Sequence[Schema], kill_every_s: float, *, max_tokens: int) -> dict[str, Any]:
     """Runs both on one stack; returns the counts."""
+    requests = [request(number, schema, max_tokens) for number, schema in enumerate(schemas)]
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "SHARDLINE_MODEL": str(real_model()),
@@ -118,34 +151,32 @@ def measure(num: int, kill_every_s: float) -> dict[str, Any]:
             urls = stack.urls
             with Client(database_url=urls["database"], redis_url=urls["redis"]) as client:
                 began_s = time.monotonic()
-                calm = run(client, num)
+                calm = run(client, requests)
                 calm_s = time.monotonic() - began_s
                 with kills(stack, kill_every_s) as killed:
-                    hurt = run(client, num)
+                    hurt = run(client, requests)
         finally:
             stack.end()
-    bad = [
-        number
-        for number, jobs in enumerate(zip(calm, hurt, strict=True))
-        if not all(is_valid(number, job) for job in jobs)
-    ]
-    tokens = sum(job.result.usage.completion_tokens for job in calm if job.result is not None)
-    counts = compare(calm, hurt)
-    return {"num": num, **counts, "kills": len(killed), "bad": bad[:20]} | {
-        "tokens": tokens,
-        "calm_s": round(calm_s, 1),
-    }
+    counts = compare(schemas, calm, hurt)
+    return {"num": len(schemas), **counts, "kills": len(killed), "calm_s": round(calm_s, 1)}
 
 
 def main() -> int:
-    """Prints the counts as one JSON line. Non-zero unless all are valid and the same."""
+    """Prints the counts as one JSON line. Non-zero unless every text is valid and the same; of a
+    suite's schemas some may be refused or cut."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num", type=int, default=500)
     parser.add_argument("--kill-every-s", type=float, default=20.0)
+    parser.add_argument("--suite", type=Path)
     options = parser.parse_args()
-    found = measure(options.num, options.kill_every_s)
+    is_random = options.suite is None
+    schemas = random_schemas(options.num) if is_random else suite_schemas(options.suite)
+    max_tokens = MAX_TOKENS if is_random else SUITE_TOKENS
+    found = measure(schemas, options.kill_every_s, max_tokens=max_tokens)
     print(json.dumps(found))
-    return 0 if found["valid_calm"] == found["valid_hurt"] == found["same"] == options.num else 1
+    allowed = {"valid"} if is_random else {"valid", "cut", "refused"}
+    is_good = found["calm"] == found["hurt"] and found["calm"].keys() <= allowed
+    return 0 if is_good and found["same"] == len(schemas) else 1
 
 
 if __name__ == "__main__":
