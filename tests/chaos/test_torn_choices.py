@@ -25,6 +25,7 @@ def insert(database_url: str, first: UUID | None, n: int, rows: dict[int | None,
 
 def test_whole_groups_are_no_finding(database_url: str) -> None:
     insert(database_url, uuid4(), 3, {0: 5, 1: 6, 2: 7})
+    insert(database_url, None, 1, {None: 5})
     assert torn_choices(database_url) == []
 
 

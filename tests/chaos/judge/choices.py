@@ -9,10 +9,10 @@ from tests.chaos.load.chooser import MARK
 from tests.chaos.report.finding import Finding
 
 # Of each request: how many choices it asked for, and the places of those that are there. Without a
-# group a row stands for itself.
+# group a row stands for itself, in the first place.
 GROUPS = """
 SELECT coalesce(choice_of, id), max((metadata ->> 'n')::int),
-    array_agg(choice_index::int ORDER BY choice_index), count(DISTINCT seed)
+    array_agg(coalesce(choice_index, 0)::int ORDER BY choice_index), count(DISTINCT seed)
 FROM jobs WHERE metadata ->> 'asked_by' = %s GROUP BY 1
 """
 

@@ -70,7 +70,8 @@ def undisturbed(target: Target, compared: Compared = Compared.BITS) -> list[Expe
         logprobs = msgspec.json.decode(msgspec.json.encode(result.logprobs)) if has_bits else None
         decision = None
         if has_bits and result.decision is not None:
-            decision = msgspec.to_builtins(msgspec.structs.astuple(result.decision))
+            numbers = msgspec.structs.astuple(result.decision)
+            decision = msgspec.json.decode(msgspec.json.encode(numbers))
         adapter = result.provenance.get("adapter", {}).get("fingerprint")
         found.append(
             Expected(

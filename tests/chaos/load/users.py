@@ -30,11 +30,11 @@ TOOLS: Sequence[Mapping[str, Any]] = (
         "name": "order",
         "parameters": {
             "type": "object",
+            "required": ["item", "count"],
             "properties": {
                 "item": {"enum": ["pen", "box"]},
-                "count": {"type": "integer", "minimum": 0, "maximum": 99},
+                "count": {"type": "integer", "maximum": 99, "minimum": 0},
             },
-            "required": ["item", "count"],
             "additionalProperties": False,
         },
     },
@@ -42,13 +42,15 @@ TOOLS: Sequence[Mapping[str, Any]] = (
         "name": "find",
         "parameters": {
             "type": "object",
-            "properties": {"day": {"type": "string", "pattern": "^[0-9]{1,2}$"}},
             "required": ["day"],
+            "properties": {"day": {"type": "string", "pattern": "^[0-9]{1,2}$"}},
             "additionalProperties": False,
         },
     },
 )
-"""Small ones: the whole context of the first model is a few hundred tokens."""
+"""Small ones: the whole context of the first model is a few hundred tokens. Names stand in the order
+of Postgres's jsonb, by length: prompts of the gateway, which are made before the row, have them as
+they were sent, those of a relay as the row has them."""
 CALL_TOKENS = 120
 """More than a call of any of them has."""
 QUESTIONS: Sequence[Mapping[str, Any]] = (
