@@ -48,7 +48,7 @@ TOOLS: Sequence[Mapping[str, Any]] = (
         },
     },
 )
-"""Small ones: the whole context of the first model is a few hundred tokens. Names stand in the order
+"""Small ones: the first model's whole context is a few hundred tokens. Names stand in the order
 of Postgres's jsonb, by length: prompts of the gateway, which are made before the row, have them as
 they were sent, those of a relay as the row has them."""
 CALL_TOKENS = 120
