@@ -16,7 +16,7 @@ from tests.chaos.mutants.noticing import Judged
 
 BEGIN = "<!-- mutants: begin -->"
 END = "<!-- mutants: end -->"
-HEADER = ("| mutant | caught | by | real stack |", "|---|---|---|---|")
+HEADER = ("|mutant|caught|by|real stack|", "|---|---|---|---|")
 NOTHING = "-"
 
 
@@ -49,7 +49,7 @@ def update(path: Path, mutants: Sequence[Mutant], seen: Mapping[str, Seen]) -> N
         for mutant in mutants
         for row in merged(mutant, old.get(mutant.name, []), seen.get(mutant.name))
     ]
-    text = "\n".join((*HEADER, *(f"| {' | '.join(row)} |" for row in rows)))
+    text = "\n".join((*HEADER, *(f"|{'|'.join(row)}|" for row in rows)))
     path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
 
 
