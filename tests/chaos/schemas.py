@@ -24,8 +24,8 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-import httpx
 import jsonschema_rs
+import psycopg
 
 from shardline.client import Client
 from shardline.contract.job import FinishReason, Job
@@ -40,6 +40,8 @@ MAX_TOKENS = 900
 KV_MIB = 640
 """Of each stage: for as many jobs as run at once, and not a share of the whole machine."""
 SUITE_TOKENS = 100
+MAX_CRASHES = 100
+"""Innocent jobs outlive any number of kills."""
 LOOK_S = 0.5
 ABOUT = ("a cat", "an invoice", "a town by the sea", "une recette", "a person you like", "日本")
 
@@ -68,7 +70,7 @@ def request(number: int, schema: Schema, max_tokens: int) -> dict[str, Any]:
         "temperature": 1.0,
         "seed": number,
         "max_tokens": max_tokens,
-        "max_crashes": 100,
+        "max_crashes": MAX_CRASHES,
     }
 
 
@@ -95,22 +97,23 @@ def run(client: Client, requests: Sequence[dict[str, Any]]) -> list[Job]:
 
 @contextmanager
 def kills(stack: Stack, every_s: float) -> Iterator[list[str]]:
-    """Ends a stage with SIGKILL again and again, each time after its pipeline has run for
-    `every_s`; yields the names of those killed so far."""
+    """Ends a stage with SIGKILL again and again, each time `every_s` after a job has ended: a busy
+    machine may need minutes to restart one. Yields the names of those killed so far."""
     over = Event()
     killed: list[str] = []
     source = random.Random(7)
 
     def kill() -> None:
-        while not over.is_set():
-            if not _is_ready(stack):
-                over.wait(LOOK_S)
-            elif not over.wait(every_s):
-                processes = stack.look()["processes"]
-                name = source.choice([each for each in processes if each.startswith("stage")])
-                if is_running(processes[name]):
-                    os.kill(processes[name], signal.SIGKILL)
-                    killed.append(name)
+        num_results = _num_results(stack)
+        while not over.wait(LOOK_S):
+            if _num_results(stack) == num_results or over.wait(every_s):
+                continue
+            processes = stack.look()["processes"]
+            name = source.choice([each for each in processes if each.startswith("stage")])
+            num_results = _num_results(stack)
+            if is_running(processes[name]):
+                os.kill(processes[name], signal.SIGKILL)
+                killed.append(name)
 
     thread = Thread(target=kill)
     thread.start()
@@ -121,8 +124,10 @@ def kills(stack: Stack, every_s: float) -> Iterator[list[str]]:
         thread.join()
 
 
-def _is_ready(stack: Stack) -> bool:
-    return httpx.get(f"{stack.urls['gateway']}/ready", timeout=60).is_success
+def _num_results(stack: Stack) -> int:
+    with psycopg.connect(stack.urls["database"]) as connection:
+        ((num,),) = connection.execute("SELECT count(*) FROM results").fetchall()
+    return int(num)
 
 
 def compare(schemas: Sequence[Schema], calm: Sequence[Job], hurt: Sequence[Job]) -> dict[str, Any]:
@@ -155,6 +160,7 @@ def measure(schemas: Sequence[Schema], kill_every_s: float, *, max_tokens: int) 
             "SHARDLINE_MODEL_NAME": NAME,
             "SHARDLINE_STAGES": str(NUM_STAGES),
             "SHARDLINE_KV_MIB": str(KV_MIB),
+            "SHARDLINE_MAX_CRASHES": str(MAX_CRASHES),
         }
         stack = Stack(Path(folder), **settings)
         try:
