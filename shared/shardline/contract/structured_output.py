@@ -5,6 +5,7 @@ Knows no tokenizer and no library of grammars.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
@@ -27,7 +28,8 @@ class StructuredOutput(
     """Holds exactly one of its fields. Their names are vLLM's."""
 
     json: dict[str, Any] | Pattern | None = None
-    """A JSON schema, as an object or as its text."""
+    """A JSON schema, as an object or as its text. It becomes its text: the order of properties is
+    that of the answer, and Postgres keeps none of an object's."""
     json_object: bool = False
     """Any JSON object."""
     regex: Pattern | None = None
@@ -37,13 +39,17 @@ class StructuredOutput(
     grammar: Pattern | None = None
     """A context-free grammar: Lark, or GBNF as llama.cpp has it."""
 
+    def __post_init__(self) -> None:
+        if isinstance(self.json, dict):
+            # What cannot be written is refused by `check_structured_output`, by name
+            with suppress(RecursionError, UnicodeEncodeError):
+                text = msgspec.json.encode(self.json).decode()
+                msgspec.structs.force_setattr(self, "json", text)
+
     @property
     def kind(self) -> str:
         """The name of the field that is set; empty when there are none or several."""
         found = [name for name in self.__struct_fields__ if getattr(self, name)]
-        # An empty schema allows every JSON value, and is one.
-        if self.json == {} and "json" not in found:
-            found.append("json")
         return found[0] if len(found) == 1 else ""
 
 

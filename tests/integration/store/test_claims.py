@@ -3,6 +3,7 @@ fence."""
 
 from __future__ import annotations
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -13,6 +14,7 @@ import pytest
 from sqlalchemy import Engine, text
 
 from shardline.contract.job import JobState, TokenLogprob
+from shardline.contract.structured_output import StructuredOutput
 from shardline.contract.tables import LEASES_CHANNEL
 from shardline.store import jobs, pipelines
 from shardline.store.connection.database import connect
@@ -319,3 +321,16 @@ def test_jobs_longer_than_the_kv_are_left_for_a_larger_pipeline(engine: Engine) 
         fits: (7,),
         too_long: (),
     }
+
+
+def test_the_properties_of_a_schema_keep_their_order(engine: Engine) -> None:
+    # Given an object whose keys Postgres would sort by their length
+    properties = {"reasoning": {"type": "string"}, "answer": {"type": "string"}}
+    schema = {"type": "object", "properties": properties}
+    ids = submit(engine, 1, structured_outputs=StructuredOutput(json=schema))
+
+    (claimed,) = claim(engine, ids)
+
+    output = claimed.params.structured_outputs
+    assert output is not None
+    assert output.json == json.dumps(schema, separators=(",", ":"))
