@@ -21,13 +21,13 @@ DOCUMENT = f"""Text before.
 
 {BEGIN}
 
-| mutant | caught | by | real stack |
+|mutant|caught|by|real stack|
 |---|---|---|---|
-| no fence | 20/20 | test one | `lost` 4 under kill head |
-| no fence | 20/20 | test two |  |
-| gone | 20/20 | test three | - |
-| no sweeper | 19/20 | test four | `lost` 24 under kill head |
-| no sweeper | 20/20 | simulation |  |
+|no fence|20/20|test one|`lost` 4 under kill head|
+|no fence|20/20|test two||
+|gone|20/20|test three|-|
+|no sweeper|19/20|test four|`lost` 24 under kill head|
+|no sweeper|20/20|simulation||
 
 {END}
 
@@ -55,9 +55,9 @@ def test_only_what_ran_is_replaced_and_text_around_the_table_stays(document: Pat
     update(document, (FENCE, SWEEPER), {SWEEPER.name: TESTS._replace(ran_stack=True)})
 
     assert rows(document) == [
-        "| no fence | 20/20 | test one | `lost` 4 under kill head |",
-        "| no fence | 20/20 | test two |  |",
-        "| no sweeper | 3/5 | test five | - |",
+        "|no fence|20/20|test one|`lost` 4 under kill head|",
+        "|no fence|20/20|test two||",
+        "|no sweeper|3/5|test five|-|",
     ]
     text = document.read_text(encoding="utf-8")
     assert text.partition(BEGIN)[0] == "Text before.\n\n"
@@ -67,24 +67,24 @@ def test_only_what_ran_is_replaced_and_text_around_the_table_stays(document: Pat
 def test_a_run_of_the_tests_keeps_what_the_real_stack_has_shown(document: Path) -> None:
     update(document, (SWEEPER,), {SWEEPER.name: TESTS})
 
-    assert rows(document) == ["| no sweeper | 3/5 | test five | `lost` 24 under kill head |"]
+    assert rows(document) == ["|no sweeper|3/5|test five|`lost` 24 under kill head|"]
 
 
 def test_a_run_of_the_real_stack_keeps_what_the_tests_have_noticed(document: Path) -> None:
     update(document, (SWEEPER,), {SWEEPER.name: STACK})
 
     assert rows(document) == [
-        "| no sweeper | 19/20 | test four | `lost` 7 under kill head |",
-        "| no sweeper | 20/20 | simulation |  |",
+        "|no sweeper|19/20|test four|`lost` 7 under kill head|",
+        "|no sweeper|20/20|simulation||",
     ]
 
 
 def test_a_new_mutant_takes_its_place_in_the_order_of_the_catalog(document: Path) -> None:
     update(document, (FENCE, NEW, SWEEPER), {NEW.name: STACK})
 
-    assert rows(document)[2] == "| new | - | - | `lost` 7 under kill head |"
-    assert [row.split(" | ")[0] for row in rows(document)] == ["| no fence"] * 2 + ["| new"] + [
-        "| no sweeper"
+    assert rows(document)[2] == "|new|-|-|`lost` 7 under kill head|"
+    assert [row.split("|")[1] for row in rows(document)] == ["no fence"] * 2 + ["new"] + [
+        "no sweeper"
     ] * 2
 
 

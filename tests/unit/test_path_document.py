@@ -82,7 +82,7 @@ OFF_THE_PATH = {
         shardline_server/tokenize/grammar_trial shardline_server/tokenize/reply_grammar
         gateway/grammar_turns
     """,
-    "for a long answer": """gateway/event_loop""",
+    "for a long answer": """gateway/http/event_loop""",
     "for a chat, not for a prompt": """
         shardline_server/tokenize/chat_format stage/jobs/chat_replies
     """,

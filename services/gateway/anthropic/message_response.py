@@ -26,7 +26,7 @@ from services.gateway.errors import (
     respond,
     status_of,
 )
-from services.gateway.event_loop import num_named_of, off_loop
+from services.gateway.http.event_loop import num_named_of, off_loop
 from services.gateway.http.sse import EventStream, event
 from services.gateway.openai.completion_response import (
     abandon,

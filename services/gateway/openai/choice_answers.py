@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from services.gateway.bodies import CompletionUsage
 from services.gateway.context import Gateway
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, body_of, json_response, respond
-from services.gateway.event_loop import num_named_of, off_loop
+from services.gateway.http.event_loop import num_named_of, off_loop
 from services.gateway.http.sse import DONE, KEEP_ALIVE, EventStream, event
 from services.gateway.openai.bodies import ChatCompletion, Completion, OpenAiRequest
 from services.gateway.openai.completion_response import (

@@ -28,7 +28,7 @@ from services.gateway.errors import (
     json_response,
     respond,
 )
-from services.gateway.event_loop import num_named, num_named_of, off_loop
+from services.gateway.http.event_loop import num_named, num_named_of, off_loop
 from services.gateway.http.sse import DONE, KEEP_ALIVE, EventStream, disconnected, event
 from services.gateway.openai.bodies import AnswerHead, ChatCompletion, Completion, OpenAiRequest
 from services.gateway.openai.reply_reader import NOTHING

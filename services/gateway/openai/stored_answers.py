@@ -12,7 +12,7 @@ from msgspec.structs import asdict
 from services.gateway.bodies import CompletionUsage
 from services.gateway.catalog import system_fingerprint
 from services.gateway.context import Gateway
-from services.gateway.event_loop import num_named_of, off_loop
+from services.gateway.http.event_loop import num_named_of, off_loop
 from services.gateway.openai.bodies import (
     AnswerHead,
     AssistantMessage,

@@ -11,7 +11,7 @@ import structlog
 
 from services.gateway.context import Gateway
 from services.gateway.errors import Stopping, body_of
-from services.gateway.event_loop import num_named, num_named_of, off_loop
+from services.gateway.http.event_loop import num_named, num_named_of, off_loop
 from services.gateway.http.sse import DONE, KEEP_ALIVE, event
 from services.gateway.openai.completion_response import merged
 from services.gateway.patient_reading import read_patiently

@@ -91,7 +91,7 @@ class _Writer(ABC):
 
     @abstractmethod
     def floats(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Weights in the dtype, all else as it is."""
+        """Returns these tensors [...]: weights in the dtype, all else as it is."""
 
     def write(self, layers: range) -> ModelInfo:
         """Writes what is missing; returns a model with a folder of links to the files of these
@@ -151,6 +151,7 @@ class _GgufWriter(_Writer):
         }
 
     def floats(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Returns the weights [...] that these tensors mean, in the dtype."""
         weights: dict[str, Tensor] = {}
         for name in names:
             weights |= self._tensors.weights(name, self._dtype)
@@ -177,6 +178,7 @@ class _PackedWriter(_Writer):
         return names
 
     def floats(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Returns these tensors [...], unpacked: weights in the dtype, all else as it is."""
         files = {name: self._files[name] for name in names}
         with ExitStack() as stack:
             opened = {

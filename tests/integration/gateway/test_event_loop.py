@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway import event_loop
+from services.gateway.http import event_loop
 from shardline_server.replies import ReplyParser
 from shardline_server.tokenize import TokenTexts
 from tests.integration.gateway.running_gateway import CHATS, PROMPT, RESPONSES

@@ -51,8 +51,8 @@ class GgufTensors:
         return place, content.reshape(-1, row_bytes)
 
     def weights(self, name: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Returns the weights that a tensor of the file means, by their names in the model, in
-        `dtype`. A tensor may hold one for each expert."""
+        """Returns the weights [...] that a tensor of the file means, by their names in the model,
+        in `dtype`. A tensor may hold one for each expert."""
         target, _ = self._targets[name]
         if target.undo is None:
             weight = self._dequantized(name, dtype)

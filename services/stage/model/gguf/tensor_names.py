@@ -39,17 +39,17 @@ class Target(NamedTuple):
 
 def permuted_queries(weight: Tensor, heads: Heads) -> Tensor:
     """Undoes the order of rotated dimensions, by pairs, that llama.cpp computes with: [O, I] or
-    [O]."""
+    [O], of any dtype."""
     return _by_halves(weight, heads.num)
 
 
 def permuted_keys(weight: Tensor, heads: Heads) -> Tensor:
-    """Undoes the order of rotated dimensions of keys: [O, I] or [O]."""
+    """Undoes the order of rotated dimensions of keys: [O, I] or [O], of any dtype."""
     return _by_halves(weight, heads.num_kv)
 
 
 def shifted(weight: Tensor, _: Heads) -> Tensor:
-    """Undoes that a norm's weight is stored with the 1 that the model adds."""
+    """Undoes that a norm's weight, float32 [D], is stored with the 1 that the model adds."""
     return weight - 1
 
 
