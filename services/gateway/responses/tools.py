@@ -78,7 +78,7 @@ def flat_tool(tool: Tool) -> ResponseTool:
     return ResponseTool(
         name=function.name,
         description=function.description,
-        parameters=function.parameters,
+        parameters=None if function.parameters is None else function.schema,
         strict=function.strict,
     )
 

@@ -92,12 +92,26 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 class FunctionDefinition(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """A function as the model is told of it; `parameters` is a JSON schema."""
+    """A function as the model is told of it; `parameters` is a JSON schema, also as its text, in
+    which Postgres keeps the order of its properties. Raises ValueError."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]+$", max_length=64)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, Any] | str | None = None
     strict: bool | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.parameters, str):
+            try:
+                schema = msgspec.json.decode(self.parameters, type=dict[str, Any])
+            except (msgspec.MsgspecError, RecursionError) as error:
+                raise ValueError(f"parameters are no JSON object: {error}") from error
+            msgspec.structs.force_setattr(self, "parameters", schema)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The parameters as an object."""
+        return self.parameters if isinstance(self.parameters, dict) else {}
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

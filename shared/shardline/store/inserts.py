@@ -317,6 +317,11 @@ def _row(request: JobRequest, tokenized: Tokenized | None) -> dict[str, Any]:
         "max_crashes": request.max_crashes,
     }
     _check_storable(row)
+    # Postgres sorts the keys of an object; the model reads properties in their own order
+    for tool in row["params"].get("tools", ()):
+        function = tool["function"]
+        if isinstance(function.get("parameters"), dict):
+            function["parameters"] = dump(function["parameters"])
     return row
 
 

@@ -27,7 +27,7 @@ class ArgumentWriter:
 
     def __init__(self, sink: ReplySink, name: str) -> None:
         self._sink = sink
-        self._parameters = sink.tools[name].parameters or {}
+        self._parameters = sink.tools[name].schema
         self._word = "{"
 
     def add_json(self, key: str, value: str) -> None:

@@ -162,7 +162,7 @@ class ReplyGrammar:
 
 def arguments_schema(function: FunctionDefinition) -> dict[str, object]:
     """Returns the JSON schema of a call's arguments, which are an object in any case."""
-    return {"type": "object", **(function.parameters or {})}
+    return {"type": "object", **function.schema}
 
 
 def _composed(lark: str, answer: StructuredOutput | None) -> StructuredOutput:

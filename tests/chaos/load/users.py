@@ -49,8 +49,7 @@ TOOLS: Sequence[Mapping[str, Any]] = (
     },
 )
 """Small ones: the first model's whole context is a few hundred tokens. Names stand in the order
-of Postgres's jsonb, by length: prompts of the gateway, which are made before the row, have them as
-they were sent, those of a relay as the row has them."""
+of Postgres's jsonb, by length, in which rows inserted by SQL have them."""
 CALL_TOKENS = 120
 """More than a call of any of them has."""
 QUESTIONS: Sequence[Mapping[str, Any]] = (

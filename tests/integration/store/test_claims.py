@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, text
 
+from shardline.contract.chat import FunctionDefinition, Tool
 from shardline.contract.job import JobState, TokenLogprob
 from shardline.contract.structured_output import StructuredOutput
 from shardline.contract.tables import LEASES_CHANNEL
@@ -323,14 +324,17 @@ def test_jobs_longer_than_the_kv_are_left_for_a_larger_pipeline(engine: Engine) 
     }
 
 
-def test_the_properties_of_a_schema_keep_their_order(engine: Engine) -> None:
+def test_the_properties_of_a_schema_and_of_a_tool_keep_their_order(engine: Engine) -> None:
     # Given an object whose keys Postgres would sort by their length
     properties = {"reasoning": {"type": "string"}, "answer": {"type": "string"}}
     schema = {"type": "object", "properties": properties}
-    ids = submit(engine, 1, structured_outputs=StructuredOutput(json=schema))
+    tool = Tool(function=FunctionDefinition(name="say", parameters=schema))
+    held = submit(engine, 1, structured_outputs=StructuredOutput(json=schema))
+    calling = submit(engine, 1, tools=(tool,))
 
-    (claimed,) = claim(engine, ids)
+    (one, other) = (claim(engine, ids)[0].params for ids in (held, calling))
 
-    output = claimed.params.structured_outputs
-    assert output is not None
-    assert output.json == json.dumps(schema, separators=(",", ":"))
+    expected = json.dumps(schema, separators=(",", ":"))
+    assert one.structured_outputs is not None
+    assert one.structured_outputs.json == expected
+    assert json.dumps(other.tools[0].function.schema, separators=(",", ":")) == expected
