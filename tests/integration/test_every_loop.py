@@ -98,8 +98,6 @@ NO_ITEMS = {
     "services.gateway.openai.completion_response.disconnected": "one request's",
     "services.gateway.openai.completion_response.gateway.client.until_ended": "one request's",
     "services.gateway.openai.completion_response.gateway.stopping.wait": "one request's",
-    "services.gateway.job_events.gateway.client.get": "one request's",
-    "services.gateway.responses.response_events.gateway.client.response": "one request's",
     "services.gateway.http.sse.EventStream._send_all": "one request's",
     "services.gateway.http.sse.disconnected": "one request's",
     "services.relay.statistics.growth.Growth": "sizes of tables",
