@@ -184,6 +184,7 @@ class Pipeline:
             process = spawn.Process(target=serve_later, args=given, daemon=True)
             with environment_of(options, stage_index):
                 process.start()
+            theirs.close()  # a stage that ends early is an error here, not a wait
             self._later.append((process, ours))
         executor = run_in_fresh_thread(partial(load, options, 0, folder))
         self.attention_kind = executor.attention_kind

@@ -51,7 +51,7 @@ VARIANTS = {
     "graphs": Variant(arguments=("--cuda-graphs",)),
     "products-triton-graphs": Variant(arguments=("--gpu-products", "triton", "--cuda-graphs")),
     SDPA: Variant(environment={"SHARDLINE_KERNEL": "off"}),
-    CHAIN: Variant(arguments=("--gpu-products", "triton")),
+    CHAIN: Variant(arguments=("--gpu-products", "auto")),
 }
 
 
