@@ -35,7 +35,7 @@ def invalid_calls(database_url: str) -> list[Finding]:
 
 def problem_of(calls: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> str | None:
     """What is wrong with them; None: nothing."""
-    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    schemas = {tool["function"]["name"]: _schema(tool["function"]["parameters"]) for tool in tools}
     if not calls:
         return "it had to call a tool, and did not"
     for call in calls:
@@ -49,3 +49,8 @@ def problem_of(calls: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> str 
         if not is_valid:
             return f"{name!r} was called with {arguments!r}"
     return None
+
+
+def _schema(parameters: Any) -> Any:
+    """As an object: rows have its text, which keeps its order."""
+    return json.loads(parameters) if isinstance(parameters, str) else parameters

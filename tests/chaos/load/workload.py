@@ -63,8 +63,9 @@ PLAIN = Dress()
 
 
 def is_completion(request: Request) -> bool:
-    """Whether OpenAI's routes of completions take it: they take no questions."""
-    return "question" not in request
+    """Whether OpenAI's routes of completions take it, streamed too: they take no questions, and a
+    stream has no log-probabilities of the prompt."""
+    return "question" not in request and "prompt_logprobs" not in request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
