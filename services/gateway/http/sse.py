@@ -19,12 +19,19 @@ KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
+BREAKS = {each.encode(): rb"\u%04x" % ord(each) for each in "\x85\u2028\u2029"}
+"""Not breaks to the standard, but to `str.splitlines`, by which many clients read lines."""
+
+
 def event(document: Any, *, name: str | None = None, event_id: str | None = None) -> bytes:
     """Encode one event; JSON has no line breaks, so one line of data holds it."""
     lines = [f"event: {name}\n"] if name else []
     if event_id is not None:
         lines.append(f"id: {event_id}\n")
-    return "".join(lines).encode() + b"data: " + msgspec.json.encode(document) + b"\n\n"
+    data = msgspec.json.encode(document)
+    for character, escaped in BREAKS.items():
+        data = data.replace(character, escaped)
+    return "".join(lines).encode() + b"data: " + data + b"\n\n"
 
 
 async def disconnected(request: Request) -> None:
