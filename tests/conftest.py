@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
@@ -30,6 +30,10 @@ TEMPLATE = "shardline_template"
 
 SHARED_STACKS = ("hurt", "real_stack")
 """Fixtures of packages."""
+
+MAX_LOGS = 8
+LOG_LINES = 40
+"""Shown of a process's log after its test failed: each of the newest logs, its last lines."""
 
 LARGE_BYTES = 1 << 30
 """Of a test process that looks for memory to give back."""
@@ -127,6 +131,21 @@ def postgres_server(server_home: Path) -> Iterator[Postgres]:
 def postgres_url(postgres_server: Postgres) -> str:
     """The server's maintenance database: for tests that make databases themselves."""
     return postgres_server.url("postgres")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that failed shows what its processes said: a log file is gone with the machine."""
+    report = yield
+    folder = getattr(item, "funcargs", {}).get("tmp_path")
+    if report.failed and folder is not None:
+        newest = sorted(folder.rglob("*.log"), key=lambda log: -log.stat().st_mtime)[:MAX_LOGS]
+        for log in newest:
+            lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+            report.sections.append((f"{log.relative_to(folder)}", "\n".join(lines)))
+    return report
 
 
 @pytest.fixture(scope="session")
