@@ -16,6 +16,7 @@ from shardline.base.errors import Invalid
 from shardline.contract.chat import FunctionDefinition
 from shardline.contract.structured_output import MAX_GRAMMAR_BYTES, StructuredOutput
 from shardline.contract.tool_choice import CallableTools
+from shardline_server.replies import deepseek, harmony, hermes, kimi, mistral
 from shardline_server.tokenize.grammar import JSON_FORM, grammar_of
 
 MAX_FORCED_CALLS = 8
@@ -43,8 +44,27 @@ CALL_FORMS: Mapping[str, CallForm] = {
     "hermes": CallForm(
         call=('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"), between="\n"
     ),
-    "llama3": CallForm(call=('{"name": "', '", "parameters": ', "}")),
-    "mistral": CallForm(begin="[TOOL_CALLS][", call=_JSON, between=", ", end="]"),
+    "llama": CallForm(call=('{"name": "', '", "parameters": ', "}")),
+    "mistral": CallForm(begin=f"{mistral.CALLS}[", call=_JSON, between=", ", end="]"),
+    "granite": CallForm(begin=f"{hermes.GRANITE_CALL}[", call=_JSON, between=", ", end="]"),
+    "deepseek": CallForm(
+        begin=deepseek.CALLS,
+        call=(deepseek.CALL, deepseek.SEPARATOR, deepseek.END_CALL),
+        between="",
+        end=deepseek.END_CALLS,
+    ),
+    "kimi": CallForm(
+        begin=kimi.SECTIONS[0],
+        call=(f"{kimi.CALL}functions.", f":0{kimi.ARGUMENTS}", kimi.END_CALL),
+        end=kimi.END_SECTIONS[0],
+    ),
+    "gpt-oss": CallForm(
+        call=(
+            f"{harmony.CHANNEL}commentary to=functions.",
+            f" {harmony.CONSTRAIN}json{harmony.MESSAGE}",
+            "",
+        )
+    ),
 }
 """By the family's name. What is not here is written as Hermes writes it, and read so."""
 

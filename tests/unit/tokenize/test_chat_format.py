@@ -14,6 +14,7 @@ from tokenizers.models import BPE
 from shardline.base.errors import Invalid
 from shardline.contract.job import JobRequest
 from shardline.contract.request_parsing import parse_request
+from shardline_server.replies import deepseek
 from shardline_server.tokenize import Tokens
 from shardline_server.tokenize.grammar import Grammars
 
@@ -208,6 +209,57 @@ def test_a_call_that_must_be_made_is_held_to_its_form_and_read_back(
             else text.replace("</tool_call>\n", "</tool_call>|").split("|")
         )
         assert reply.content == ""
+
+
+ARGUMENTS = '{"city": "Rome"}'
+JSON_CALL = f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}'
+DEEPSEEK = f"{deepseek.CALL}get_weather{deepseek.SEPARATOR}{ARGUMENTS}{deepseek.END_CALL}"
+
+
+@pytest.mark.parametrize(
+    ("signs", "family", "text", "num_calls"),
+    [
+        (
+            "<|start_header_id|>",
+            "llama",
+            f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}',
+            1,
+        ),
+        ("[TOOL_CALLS]", "mistral", f"[TOOL_CALLS][{JSON_CALL}, {JSON_CALL}]", 2),
+        ("<|start_of_role|>", "granite", f"<|tool_call|>[{JSON_CALL}, {JSON_CALL}]", 2),
+        (
+            deepseek.CALLS,
+            "deepseek",
+            f"{deepseek.CALLS}{DEEPSEEK}{DEEPSEEK}{deepseek.END_CALLS}",
+            2,
+        ),
+        (
+            "<|tool_calls_section_begin|>",
+            "kimi",
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+            f"<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|><|tool_calls_section_end|>",
+            1,
+        ),
+        (
+            "<|channel|>",
+            "gpt-oss",
+            "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+            f"{ARGUMENTS}",
+            1,
+        ),
+    ],
+)
+def test_a_call_that_must_be_made_has_the_form_that_its_family_was_taught(
+    signs: str, family: str, text: str, num_calls: int
+) -> None:
+    tokens = tokens_of(f'{{# {signs} "parameters" #}}{WITH_TOOLS}')
+    request = asked(tools=[WEATHER], tool_choice="required")
+    assert tokens.chat.family == family
+    assert is_held(tokens, request, text)
+    reply = tokens.chat.reply(text, request.params(), JOB_ID, ())
+    calls = [(call.function.name, call.function.arguments) for call in reply.tool_calls]
+    assert calls == [("get_weather", ARGUMENTS)] * num_calls
+    assert not reply.content
 
 
 @pytest.mark.parametrize(
