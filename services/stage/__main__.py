@@ -173,6 +173,8 @@ def register_models(database: Database, models: Iterable[PlacedStage]) -> None:
         each.info.row(
             name=each.settings.name,
             fingerprint=fingerprint(each.info.path, each.settings.cache_dir),
+            chat_template=each.settings.chat_template,
+            reply_family=each.settings.reply_family,
         )
         for each in models
     ]

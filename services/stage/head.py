@@ -96,7 +96,12 @@ class Head:
             head=loaded.worker,
             lease_s=settings.times.lease_s,
         )
-        self._model_row = loaded.info.row(name=settings.name, fingerprint=loaded.card.fingerprint)
+        self._model_row = loaded.info.row(
+            name=settings.name,
+            fingerprint=loaded.card.fingerprint,
+            chat_template=settings.chat_template,
+            reply_family=settings.reply_family,
+        )
         self._publisher = DeltaPublisher(backends.open_delta_sink())
         store_result = backends.result_store()
         self._results = None if store_result is None else ResultPublisher(store_result)

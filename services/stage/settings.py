@@ -173,6 +173,16 @@ class StageSettings(ProfiledSettings):
         description="rows of a step up to which next tokens are guessed from prompt and output; "
         "0: never; set on the head",
     )
+    chat_template: Path | None = Field(
+        None,
+        description="file of a Jinja chat template, the same on all stages; "
+        "default: the checkpoint's",
+    )
+    reply_family: str | None = Field(
+        None,
+        description="family of models whose reasoning and calls this one writes, such as hermes; "
+        "the same on all stages; default: by the chat template",
+    )
     adapters_dir: Path | None = Field(
         None,
         description="folder of LoRA adapters in PEFT's format, one subfolder each; "
@@ -273,7 +283,8 @@ class StageSettings(ProfiledSettings):
         found = {self.name: self}
         for part in filter(None, (self.further_models or "").split(",")):
             name, _, model = part.strip().rpartition("=")
-            update = {"model": model, "model_name": name or None, "model_revision": None}
+            own = ("model_revision", "chat_template", "reply_family")
+            update = {"model": model, "model_name": name or None, **dict.fromkeys(own)}
             other = self.model_copy(update=update)
             if other.name in found:
                 raise Invalid(

@@ -102,9 +102,16 @@ class ModelInfo:
         it."""
         return text_config(self.config)
 
-    def row(self, *, name: str, fingerprint: str) -> dict[str, Any]:
+    def row(
+        self,
+        *,
+        name: str,
+        fingerprint: str,
+        chat_template: Path | None = None,
+        reply_family: str | None = None,
+    ) -> dict[str, Any]:
         """Returns the row of the table `models`: doors read from it the limits that a head of this
-        model keeps."""
+        model keeps. `chat_template` and `reply_family` are settings. Raises Invalid."""
         return model_row(
             self.path,
             name=name,
@@ -113,6 +120,8 @@ class ModelInfo:
             vocab_size=self.vocab_size,
             eos_ids=self.eos_ids,
             revision=self.revision,
+            chat_template=chat_template,
+            reply_family=reply_family,
         )
 
 

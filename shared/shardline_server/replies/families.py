@@ -3,6 +3,7 @@ which one its model belongs."""
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ class Family:
         digest = uuid.uuid5(job_id, f"call {index}").hex
         return digest[: self.id_chars] if self.id_chars else f"call_{digest[:24]}"
 
+
+_NAMED = re.compile(r"\{#-?\s*replies:\s*([\w-]+)\s*-?#\}")
 
 PLAIN = Family(name="plain", markers=(), read=plain.read)
 
@@ -132,9 +135,16 @@ FAMILIES = {
 """By name. A template belongs to the first one whose signs it has."""
 
 
+def named(chat_template: str, name: str) -> str:
+    """Returns the template with a comment that names its family. Raises Invalid."""
+    return f"{{# replies: {family(name).name} #}}{chat_template}"
+
+
 def family_of(chat_template: str) -> str:
-    """Returns the name of the family whose signs the template has; `plain` if none is known: then
-    all text is content."""
+    """Returns the family that a comment names, `{# replies: hermes #}`, else the one whose signs
+    the template has; `plain` if none is known: then all text is content."""
+    if (said := _NAMED.search(chat_template)) and said[1] in FAMILIES:
+        return said[1]
     for family in FAMILIES.values():
         if any(all(sign in chat_template for sign in signs) for signs in family.signs):
             return family.name

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from shardline.base.errors import Invalid
+from shardline.contract.chat import Message
 from shardline.contract.job import SamplingParams
 from shardline_server.tokenize import Tokens, model_row
 from tests.unit.tokenize.small_tokenizers import byte_level
@@ -50,3 +51,50 @@ def test_malformed_added_tokens_name_their_file(listed: Any, tmp_path: Path) -> 
         Invalid, match=r"added_tokens_decoder in tokenizer_config\.json is malformed"
     ):
         tokens_of(tmp_path, {"added_tokens_decoder": listed})
+
+
+def row_of(folder: Path, **settings: Any) -> dict[str, Any]:
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}<tool_call>")
+    return model_row(
+        folder,
+        name="m",
+        fingerprint="f",
+        context_length=64,
+        vocab_size=300,
+        eos_ids=(),
+        **settings,
+    )
+
+
+def test_a_template_and_a_family_of_replies_can_be_set(tmp_path: Path) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    other = tmp_path / "other.jinja"
+    other.write_text("{{ messages[0].content }}!")
+    messages = [Message(role="user", content="a")]
+
+    chat = Tokens.from_row(row_of(tmp_path)).chat
+    assert chat.family == "hermes"
+    chat = Tokens.from_row(row_of(tmp_path, reply_family="llama")).chat
+    assert chat.family == "llama"
+    assert chat.render(messages, SamplingParams(), limit_chars=64) == "a<tool_call>"
+    chat = Tokens.from_row(row_of(tmp_path, chat_template=other, reply_family="mistral")).chat
+    assert chat.family == "mistral"
+    assert chat.render(messages, SamplingParams(), limit_chars=64) == "a!"
+
+
+def test_a_family_or_a_template_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match="'nobody' is no family of models"):
+        row_of(tmp_path, reply_family="nobody")
+    with pytest.raises(Invalid, match=r"none\.jinja cannot be read"):
+        row_of(tmp_path, chat_template=tmp_path / "none.jinja")
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(Invalid, match="no chat template"):
+        model_row(
+            tmp_path,
+            name="m",
+            fingerprint="f",
+            context_length=64,
+            vocab_size=300,
+            eos_ids=(),
+            reply_family="llama",
+        )
