@@ -95,15 +95,21 @@ class Poison:
             self._check_neighbors(connection, job_id, since_s)
 
     def _arm(self, target: LocalTarget, rng: random.Random, seed: int) -> Arming:
-        place = (
-            0 if self.is_at_head or target.num_stages == 1 else rng.randrange(1, target.num_stages)
-        )
-        facts: Mapping[str, int] = (
-            {"seed": seed} if self.point is Point.NAN_LOGITS else {"seed": seed, "place": place}
-        )
+        facts = {"seed": seed}
+        if self.point is Point.MID_PREFILL:
+            facts["place"] = self._place(target, rng)
         return arm(
             target.failpoints, self.point, self.action, when=facts, pause_s=HANG_S, times=None
         )
+
+    def _place(self, target: LocalTarget, rng: random.Random) -> int:
+        if self.is_at_head:
+            return 0
+        # A fleet may have other stages by now than when it was asked what is missing.
+        num_stages = target.num_stages
+        if num_stages == 1:
+            raise NotInjected("no pipeline has a stage behind its head now")
+        return rng.randrange(1, num_stages)
 
     def _check_end(self, connection: psycopg.Connection[Any], job_id: UUID) -> None:
         ((state, num_crashes, error),) = connection.execute(DEAD, (job_id,)).fetchall()
