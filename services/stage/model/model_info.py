@@ -34,7 +34,7 @@ from services.stage.model.text_part import is_container, layers_class, model_cla
 from services.stage.model.weights import header_of, weight_files
 from shardline.base.errors import Unavailable
 from shardline.contract.joined_layers import JoinedLayers, joined_layers
-from shardline_server.tokenize import model_row, tokenizers_eos_id
+from shardline_server.tokenize import chosen_template, model_row, tokenizers_eos_id
 
 log = structlog.get_logger(__name__)
 
@@ -112,7 +112,7 @@ class ModelInfo:
     ) -> dict[str, Any]:
         """Returns the row of the table `models`: doors read from it the limits that a head of this
         model keeps. `chat_template` and `reply_family` are settings. Raises Invalid."""
-        return model_row(
+        row = model_row(
             self.path,
             name=name,
             fingerprint=fingerprint,
@@ -120,9 +120,11 @@ class ModelInfo:
             vocab_size=self.vocab_size,
             eos_ids=self.eos_ids,
             revision=self.revision,
-            chat_template=chat_template,
-            reply_family=reply_family,
         )
+        chosen = chosen_template(
+            row["chat_template"], path=chat_template, reply_family=reply_family
+        )
+        return {**row, "chat_template": chosen}
 
 
 def model_files(folder: Path) -> list[Path]:

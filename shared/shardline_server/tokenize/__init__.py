@@ -3,7 +3,12 @@ database."""
 
 from shardline_server.tokenize.chat import ChatTemplate
 from shardline_server.tokenize.completion import CompletionText
-from shardline_server.tokenize.folder import model_row, tokenizer_json, tokenizers_eos_id
+from shardline_server.tokenize.folder import (
+    chosen_template,
+    model_row,
+    tokenizer_json,
+    tokenizers_eos_id,
+)
 from shardline_server.tokenize.token_texts import TokenText, TokenTexts
 from shardline_server.tokenize.tokenizer_cache import RegisteredModel, TokenizerCache, addresses
 from shardline_server.tokenize.tokens import PreparedPrompt, Tokens
@@ -22,6 +27,7 @@ __all__ = [
     "Tokens",
     "Vocabulary",
     "addresses",
+    "chosen_template",
     "model_row",
     "tokenizer_json",
     "tokenizers_eos_id",

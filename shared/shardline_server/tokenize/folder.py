@@ -37,12 +37,9 @@ def model_row(
     vocab_size: int,
     eos_ids: Sequence[int],
     revision: str | None = None,
-    chat_template: Path | None = None,
-    reply_family: str | None = None,
 ) -> dict[str, Any]:
     """The fields of the model in `folder`, with its head's limits. Without tokenizer.json it takes
-    token ids only. The file `chat_template` and the name `reply_family` stand for what the folder
-    says. Raises Invalid."""
+    token ids only. Raises Invalid."""
     tokenizer_config = _read(folder / "tokenizer_config.json")
     return {
         "name": name,
@@ -52,14 +49,28 @@ def model_row(
         "vocab_size": vocab_size,
         "eos_token_ids": list(eos_ids),
         "tokenizer": tokenizer_json(folder),
-        "chat_template": _in_family(
-            _chat_template(folder, tokenizer_config)
-            if chat_template is None
-            else _template_of(chat_template),
-            reply_family,
-        ),
+        "chat_template": _chat_template(folder, tokenizer_config),
         "special_tokens": _special_tokens(folder, tokenizer_config),
     }
+
+
+def chosen_template(
+    template: str | None, *, path: Path | None = None, reply_family: str | None = None
+) -> str | None:
+    """The chat template that settings choose: that of the file `path` instead of the model's, and
+    as one of the named family. Raises Invalid."""
+    if path is not None:
+        try:
+            template = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            remedy = "Set SHARDLINE_CHAT_TEMPLATE to a file of text that this process can read"
+            raise Invalid("chat_template", f"{path} cannot be read: {error}", remedy) from error
+    if reply_family is None:
+        return template
+    if template is None:
+        problem = "the model has no chat template, so its replies are all text"
+        raise Invalid("reply_family", problem, "Set SHARDLINE_CHAT_TEMPLATE too")
+    return named(template, reply_family)
 
 
 def tokenizers_eos_id(folder: Path) -> int | None:
@@ -117,23 +128,6 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
     if isinstance(template, list):
         template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
     return template if isinstance(template, str) else None
-
-
-def _template_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        remedy = "Set SHARDLINE_CHAT_TEMPLATE to a file of text that this process can read"
-        raise Invalid("chat_template", f"{path} cannot be read: {error}", remedy) from error
-
-
-def _in_family(template: str | None, reply_family: str | None) -> str | None:
-    if reply_family is None:
-        return template
-    if template is None:
-        problem = "the model has no chat template, so its replies are all text"
-        raise Invalid("reply_family", problem, "Set SHARDLINE_CHAT_TEMPLATE too")
-    return named(template, reply_family)
 
 
 def _special_tokens(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:

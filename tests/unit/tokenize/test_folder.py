@@ -12,18 +12,21 @@ from transformers import AutoTokenizer
 from shardline.base.errors import Invalid
 from shardline.contract.chat import Message
 from shardline.contract.job import SamplingParams
-from shardline_server.tokenize import Tokens, model_row
+from shardline_server.tokenize import Tokens, chosen_template, model_row
 from tests.unit.tokenize.small_tokenizers import byte_level
 
 
-def tokens_of(folder: Path, tokenizer_config: dict[str, Any]) -> Tokens:
-    """As a head of this folder registers them."""
+def row_of(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, Any]:
+    """As a head of this folder registers it."""
     byte_level().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-    row = model_row(
+    return model_row(
         folder, name="m", fingerprint="f", context_length=64, vocab_size=300, eos_ids=()
     )
-    return Tokens.from_row(row)
+
+
+def tokens_of(folder: Path, tokenizer_config: dict[str, Any]) -> Tokens:
+    return Tokens.from_row(row_of(folder, tokenizer_config))
 
 
 def test_tokens_that_only_the_configuration_adds_are_tokens(tmp_path: Path) -> None:
@@ -53,48 +56,27 @@ def test_malformed_added_tokens_name_their_file(listed: Any, tmp_path: Path) -> 
         tokens_of(tmp_path, {"added_tokens_decoder": listed})
 
 
-def row_of(folder: Path, **settings: Any) -> dict[str, Any]:
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}<tool_call>")
-    return model_row(
-        folder,
-        name="m",
-        fingerprint="f",
-        context_length=64,
-        vocab_size=300,
-        eos_ids=(),
-        **settings,
-    )
-
-
 def test_a_template_and_a_family_of_replies_can_be_set(tmp_path: Path) -> None:
-    byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}<tool_call>")
     other = tmp_path / "other.jinja"
     other.write_text("{{ messages[0].content }}!")
+    row = row_of(tmp_path, {})
     messages = [Message(role="user", content="a")]
 
-    chat = Tokens.from_row(row_of(tmp_path)).chat
-    assert chat.family == "hermes"
-    chat = Tokens.from_row(row_of(tmp_path, reply_family="llama")).chat
-    assert chat.family == "llama"
-    assert chat.render(messages, SamplingParams(), limit_chars=64) == "a<tool_call>"
-    chat = Tokens.from_row(row_of(tmp_path, chat_template=other, reply_family="mistral")).chat
-    assert chat.family == "mistral"
-    assert chat.render(messages, SamplingParams(), limit_chars=64) == "a!"
+    def chat(**chosen: Any) -> tuple[str, str | None]:
+        template = chosen_template(row["chat_template"], **chosen)
+        chat = Tokens.from_row({**row, "chat_template": template}).chat
+        return chat.family, chat.render(messages, SamplingParams(), limit_chars=64)
+
+    assert chat() == ("hermes", "a<tool_call>")
+    assert chat(reply_family="llama") == ("llama", "a<tool_call>")
+    assert chat(path=other, reply_family="mistral") == ("mistral", "a!")
 
 
 def test_a_family_or_a_template_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match="'nobody' is no family of models"):
-        row_of(tmp_path, reply_family="nobody")
+        chosen_template("{{ messages }}", reply_family="nobody")
     with pytest.raises(Invalid, match=r"none\.jinja cannot be read"):
-        row_of(tmp_path, chat_template=tmp_path / "none.jinja")
-    (tmp_path / "chat_template.jinja").unlink()
+        chosen_template(None, path=tmp_path / "none.jinja")
     with pytest.raises(Invalid, match="no chat template"):
-        model_row(
-            tmp_path,
-            name="m",
-            fingerprint="f",
-            context_length=64,
-            vocab_size=300,
-            eos_ids=(),
-            reply_family="llama",
-        )
+        chosen_template(None, reply_family="llama")
