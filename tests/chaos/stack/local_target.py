@@ -128,14 +128,12 @@ class LocalTarget(TargetRun):
     def pick(self, rng: random.Random, prefix: str) -> tuple[str, int]:
         """A living process of the first stack by the beginning of its name; waits for one that is
         being restarted."""
-        until(lambda: bool(self._matching(prefix)))
-        return rng.choice(sorted(self._matching(prefix).items()))
+        return rng.choice(sorted(until(lambda: self._matching(prefix)).items()))
 
     def pick_any(self, rng: random.Random, prefix: str) -> tuple[str, int]:
         """Of either stack."""
-        until(lambda: bool(self._matching(prefix)))
-        others = self._matching(prefix, SECOND)
-        return rng.choice(sorted((self._matching(prefix) | others).items()))
+        found = until(lambda: self._matching(prefix))
+        return rng.choice(sorted((found | self._matching(prefix, SECOND)).items()))
 
     def fleet_plan(self) -> FleetPlan:
         """Of the first stack's model."""
