@@ -34,6 +34,7 @@ from services.gateway.schemas import DocumentedApp
 from services.gateway.settings import GatewaySettings
 from shardline import __version__
 from shardline.base.errors import ShardlineError
+from shardline.base.type_info import prepare_loaded
 
 ADMITTED = ("/v1/", *tokens.PATHS)
 """Health checks and metrics bypass admission."""
@@ -56,6 +57,7 @@ CROSS_ORIGIN: dict[str, Any] = {
 
 def create_app(settings: GatewaySettings) -> FastAPI:
     """The application of one gateway, which connects when it starts."""
+    prepare_loaded()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

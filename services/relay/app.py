@@ -18,6 +18,7 @@ from services.relay.intake_request import IntakeTask
 from services.relay.plain_json import read_plainly
 from services.relay.relay import Relay
 from services.relay.settings import RelaySettings
+from shardline.base.type_info import prepare_loaded
 from shardline.contract.queues import SUBMIT_TASK
 from shardline_server.broker import ExpiringControl, Reconnecting
 from shardline_server.message_guard import RefusedMessage
@@ -77,6 +78,7 @@ def terminate(
 
 def make_app(settings: RelaySettings) -> Celery:
     """The app of a relay, which connects to nothing until its worker starts."""
+    prepare_loaded()
     read_plainly()
     atomic_transport.register()
     app = Celery("shardline.relay", set_as_current=False, control=ExpiringControl)

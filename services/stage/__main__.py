@@ -43,6 +43,7 @@ from services.stage.runtime import PlacedStage, Stage, info_of, load, pipeline_o
 from services.stage.settings import StageSettings
 from shardline.base import log
 from shardline.base.errors import Invalid, Unavailable
+from shardline.base.type_info import prepare_loaded
 from shardline.store.connection.database import unavailable
 from shardline.store.fleets import WorkerOffer
 from shardline.store.models import register_model
@@ -70,6 +71,7 @@ def main() -> int:
         settings = StageSettings()
     log.configure(service="stage", level=settings.log_level, form=settings.log_format)
     die_with_any_thread()
+    prepare_loaded()
     try:
         app = make_app(settings)
         backends = ServerBackends(settings)

@@ -29,8 +29,8 @@ OFF_THE_PATH = {
         shardline/__init__ shardline/base/aio shardline/base/clock shardline/base/config
         shardline/base/errors shardline_server/failpoints shardline/contract/ids
         shardline/contract/keys shardline/base/log shardline_server/metrics
-        shardline/base/redis shardline/base/rounding shardline/contract/tables
-        shardline/store/connection/database shardline/client/base_client
+        shardline/base/redis shardline/base/rounding shardline/base/type_info
+        shardline/contract/tables shardline/store/connection/database shardline/client/base_client
         shardline/client/database gateway/errors stage/metrics stage/job_telemetry
         stage/engine/step_clock shardline_scheduler/step_times stage/jobs/outage
     """,

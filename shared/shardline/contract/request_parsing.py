@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 
 from shardline.base.errors import Invalid
+from shardline.base.type_info import prepare
 from shardline.contract.decision import check_question
 from shardline.contract.job import (
     MAX_METADATA_BYTES,
@@ -21,6 +22,8 @@ from shardline.contract.job import (
 from shardline.contract.structured_output import FIELD as STRUCTURED_OUTPUTS
 from shardline.contract.structured_output import check_structured_output
 from shardline.contract.tool_choice import callable_tools, check_tools
+
+prepare(JobRequest, SamplingParams)
 
 MAX_METADATA_DEPTH = 32
 MAX_SHOWN_CHARS = 64

@@ -11,6 +11,7 @@ from uuid import UUID
 import msgspec
 from sqlalchemy import ARRAY, Column, ColumnElement, RowMapping, Uuid, any_, literal
 
+from shardline.base.type_info import prepare
 from shardline.contract.chat import ToolCall
 from shardline.contract.decision import Decision
 from shardline.contract.job import (
@@ -25,6 +26,8 @@ from shardline.contract.job import (
 )
 from shardline.contract.plain_json import encode_json
 from shardline.contract.request_parsing import parse_params, shown
+
+prepare(Decision, PromptLogprob, TokenLogprob, ToolCall)
 
 Key = tuple[UUID, int]
 """A job and the fence of one claim of it."""
