@@ -11,7 +11,9 @@ import statistics
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -25,6 +27,9 @@ NUM_MANY = 10_000
 NUM_HTTP = 1_000
 CONNECTIONS = 16
 ROUNDS = 3
+PACED_PER_S = 100
+NUM_PACED = 2_000
+PACED_CONNECTIONS = 4
 HELD_BACK_S = 3_600.0
 
 
@@ -35,11 +40,20 @@ def main() -> None:
         with Client(database_url=up["urls"]["database"], redis_url=up["urls"]["redis"]) as client:
             many = [submit_many(client, up["model"]) for _ in range(ROUNDS)]
         http(up)
+        taken_ms = paced(up)
         before = gateway.memory_info().rss
         single = [http(up) for _ in range(ROUNDS)]
         grown = (gateway.memory_info().rss - before) / 2**20
-    figures = {"submit_many_jobs_per_s": many, "http_jobs_per_s": single, "gateway_grew_mib": grown}
-    print(json.dumps({**figures, "medians": [statistics.median(many), statistics.median(single)]}))
+    figures = {
+        "submit_many_jobs_per_s": many,
+        "http_jobs_per_s": single,
+        "gateway_grew_mib": grown,
+        "medians": [statistics.median(many), statistics.median(single)],
+        "paced_per_s": PACED_PER_S,
+        "paced_p50_ms": statistics.median(taken_ms),
+        "paced_p99_ms": statistics.quantiles(taken_ms, n=100)[-1],
+    }
+    print(json.dumps(figures))
 
 
 def submit_many(client: Client, model: str) -> float:
@@ -67,6 +81,37 @@ def http(up: Mapping[str, Any]) -> float:
         ]:
             done.result()
     return NUM_HTTP / (time.perf_counter() - began_s)
+
+
+def paced(up: Mapping[str, Any]) -> list[float]:
+    """Milliseconds of each of NUM_PACED requests with a key, sent at their time whatever the
+    answers to others."""
+    address = urlsplit(up["urls"]["gateway"])
+    headers = {**bearer(up["api_key"]), "content-type": "application/json"}
+    began_s = time.perf_counter()
+
+    def push(numbers: range) -> list[float]:
+        assert address.hostname is not None
+        connection = HTTPConnection(address.hostname, address.port, timeout=60)
+        taken_ms = []
+        for number in numbers:
+            body = json.dumps(request(up["model"], number))
+            time.sleep(max(0.0, began_s + number / PACED_PER_S - time.perf_counter()))
+            sent_s = time.perf_counter()
+            connection.request("POST", "/v1/jobs", body=body, headers=headers)
+            answer = connection.getresponse()
+            answer.read()
+            taken_ms.append((time.perf_counter() - sent_s) * 1e3)
+            assert answer.status < 300, answer.status
+        connection.close()
+        return taken_ms
+
+    with ThreadPoolExecutor(PACED_CONNECTIONS) as pool:
+        parts = [
+            pool.submit(push, range(start, NUM_PACED, PACED_CONNECTIONS))
+            for start in range(PACED_CONNECTIONS)
+        ]
+        return [one for part in parts for one in part.result()]
 
 
 def request(model: str, number: int) -> dict[str, object]:
