@@ -143,6 +143,27 @@ def test_stages_of_a_file_give_the_tokens_of_the_model_that_it_was_converted_fro
     assert len({token for output in expected for token in output}) > 2, "too dull to tell"
 
 
+def test_a_file_in_int8_or_with_streamed_layers_gives_the_tokens_of_its_model(
+    device: Device, tmp_path: Path
+) -> None:
+    model = save_model(tmp_path)
+    path = write_gguf(model, tmp_path / "model.gguf")
+    greedy = SamplingParams(max_tokens=NUM_NEW, temperature=0.0)
+    for limits in (
+        {"dtype": "int8"},
+        {"dtype": "bfloat16", "streamed_layers": 1, "streamed_folder": tmp_path},
+    ):
+        found = [
+            generate(
+                load_chain(each, 2, device, tmp_path / "cache", **limits),
+                requests(prompts(), greedy),
+                budget=32,
+            )
+            for each in (path, model)
+        ]
+        assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_the_model_at_every_position(name: str, tmp_path: Path) -> None:
     kind, changes = MODELS[name]
