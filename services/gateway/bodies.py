@@ -162,6 +162,8 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: str | None
     tool_calls: tuple[ToolCall, ...]
     decision: Decision | None
+    embedding: tuple[float, ...] | None
+    score: float | None
     exact: bool
     timings: dict[str, float]
     provenance: dict[str, Any]
@@ -204,6 +206,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", t
     """The model itself, also of an adapter."""
     parent: str | None
     max_model_len: int
+    task: str
+    """generate, embed or score."""
     system_fingerprint: str
     ready: bool
 

@@ -32,6 +32,7 @@ from shardline.store.inserts import EncodedRequest, Tokenized, encode_choices
 from shardline_server import genai
 from shardline_server.failpoints import Point, failpoint
 from shardline_server.tokenize import PreparedPrompt, RegisteredModel
+from shardline_server.tokenize.encoders.encoder_texts import check_task
 from shardline_server.tracing import JobTrace, TracedPhase, Tracer
 
 RequestT_co = TypeVar("RequestT_co", bound=JobRequest, covariant=True)
@@ -168,6 +169,8 @@ def _prepare_all(model: RegisteredModel, jobs: Sequence[JobRequest]) -> tuple[Pr
 
 
 def _prepare(model: RegisteredModel, job: JobRequest) -> PreparedPrompt:
+    if isinstance(job, OpenAiRequest):
+        check_task(model.name, model.tokens.encoder, None)
     params = job.params()
     most: int | None = None
     if isinstance(job, CompletionRequest) and job.length is None:

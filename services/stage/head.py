@@ -112,11 +112,12 @@ class Head:
             SchedulerConfig(
                 num_blocks=loaded.executor.num_blocks,
                 max_seats=settings.seats + settings.interactive_seats,
-                token_budget=settings.token_budget,
+                token_budget=loaded.executor.token_budget,
                 num_lanes=1,
                 max_len=loaded.info.context_length,
-                prefix_cache=settings.prefix_cache,
+                prefix_cache=settings.prefix_cache and loaded.info.encoder is None,
                 prompt_lookup=settings.prompt_lookup,
+                pools=loaded.info.encoder is not None,
                 max_adapters=loaded.executor.max_adapters,
             )
         )

@@ -209,6 +209,10 @@ def place(settings: StageSettings) -> PlacedStage:
             "Set SHARDLINE_LAYERS=planned",
         )
     info = info_of(settings)
+    if info.encoder is not None and (settings.is_planned or settings.tp > 1):
+        field = "SHARDLINE_LAYERS" if settings.is_planned else "SHARDLINE_TP"
+        problem = f"{settings.name} is an encoder, which no plan and no ranks divide"
+        raise Invalid(field, problem, "Set SHARDLINE_SPLIT=even and SHARDLINE_TP=1")
     layers = layers_of(settings, info.num_layers, info.joined)
     name = settings.worker_name or f"{settings.pipeline or settings.name}.{settings.place}"
     worker = f"{name}@{socket.gethostname()}"
@@ -232,8 +236,10 @@ def info_of(settings: StageSettings) -> ModelInfo:
     return ModelInfo.read(settings.model, settings.model_revision, cache_folder=settings.cache_dir)
 
 
-def limits_of(settings: StageSettings) -> Limits:
-    """The memory and the sequences of this stage."""
+def limits_of(settings: StageSettings, info: ModelInfo) -> Limits:
+    """The memory and the sequences of this stage. An encoder's step has room for one text at
+    least."""
+    least = 0 if info.encoder is None else info.context_length
     return Limits(
         kv_bytes=settings.kv_mib * MIB if settings.kv_mib else None,
         kv_share=settings.kv_share,
@@ -242,7 +248,7 @@ def limits_of(settings: StageSettings) -> Limits:
         offload_folder=settings.kv_offload_dir,
         streamed_layers=settings.streamed_layers,
         streamed_folder=settings.streaming_folder,
-        token_budget=settings.token_budget,
+        token_budget=max(settings.token_budget, least),
         max_open=2 * (settings.seats + settings.interactive_seats),
         adapters_folder=settings.adapters_dir,
         max_adapters=settings.adapters,
@@ -264,7 +270,7 @@ def load(placed: PlacedStage) -> LoadedStage:
             layers=layers,
             device=device,
             dtype=settings.dtype,
-            limits=limits_of(settings),
+            limits=limits_of(settings, info),
             cache_folder=settings.cache_dir,
             on_accelerator=AcceleratorOptions(
                 cpu_parts=parse_parts(settings.cpu_parts),

@@ -4,13 +4,16 @@ stops nothing."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 from sqlalchemy.exc import DBAPIError
 
 from services.standalone.plan import Addresses
 from shardline.contract.api_key import bearer
+from shardline.contract.encoders.encoder import GENERATE, EncoderTask
 from shardline.store.connection.database import failure_of, transaction
 from shardline.store.pipelines import num_ready
 
@@ -20,6 +23,21 @@ CANARY_PROMPT = (0,)
 
 CANARY_TOKENS = 2
 """The second token needs the first one to have come back to the head."""
+
+CANARIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    GENERATE: (
+        "/v1/completions",
+        {
+            "prompt": CANARY_PROMPT,
+            "max_tokens": CANARY_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+        },
+    ),
+    EncoderTask.EMBED: ("/v1/embeddings", {"input": CANARY_PROMPT}),
+    EncoderTask.SCORE: ("/v1/score", {"text_1": "0", "text_2": "0"}),
+}
+"""A route and a request for each task of models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +84,13 @@ def _check_flower(criteria: ReadinessCriteria) -> None:
 
 
 def _send_canary(gateway: httpx.Client, criteria: ReadinessCriteria) -> None:
-    request = {
-        "model": criteria.model,
-        "prompt": CANARY_PROMPT,
-        "max_tokens": CANARY_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
-    answer = gateway.post("/v1/completions", json=request, timeout=criteria.canary_timeout_s)
+    card = gateway.get(f"/v1/models/{criteria.model}")
+    task = card.json()["task"] if card.status_code == httpx.codes.OK else GENERATE
+    path, fields = CANARIES[task]
+    request = {"model": criteria.model, **fields}
+    answer = gateway.post(path, json=request, timeout=criteria.canary_timeout_s)
     if answer.status_code != httpx.codes.OK:
-        raise NotReady(f"the first completion got {answer.status_code}: {answer.text[:300]}")
+        raise NotReady(f"the first answer got {answer.status_code}: {answer.text[:300]}")
 
 
 class ReadinessWatcher:

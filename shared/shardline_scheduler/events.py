@@ -34,9 +34,13 @@ class SequenceFinished(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: tuple[PromptLogprob | None, ...] | None = None
     """One for each token of the prompt, None for the first; None if they were not asked for, or not
     all are computed."""
+    vector: bytes = b""
+    """Of a model that pools: float32 in little-endian order."""
 
     @classmethod
-    def of(cls, sequence: Sequence, reason: FinishReason, tail: str) -> SequenceFinished:
+    def of(
+        cls, sequence: Sequence, reason: FinishReason, tail: str, vector: bytes = b""
+    ) -> SequenceFinished:
         """What a sequence has when it ends."""
         return cls(
             key=sequence.request.key,
@@ -49,6 +53,7 @@ class SequenceFinished(msgspec.Struct, frozen=True, kw_only=True):
             prompt_logprobs=None
             if sequence.request.params.prompt_logprobs is None or sequence.num_unscored
             else (None, *sequence.scores),
+            vector=vector,
         )
 
 

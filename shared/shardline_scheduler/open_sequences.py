@@ -85,6 +85,10 @@ class OpenSequences:
         self._known.clear()
         self._num_holders.clear()
 
+    def ids_of(self, seq: int) -> list[int]:
+        """The known ids of an open sequence."""
+        return self._known[seq].ids
+
     def extend(self, plan: StepPlan) -> Iterator[tuple[Row, OpenSequence]]:
         """Each row of the plan with its sequence, extended by the row's ids and blocks. Raises
         ProtocolError."""

@@ -149,6 +149,7 @@ class Scheduler:
         )
         events: list[Event] = []
         refused = dict(result.refused)
+        vectors = dict(zip((row.seq for row in plan.rows), result.vectors, strict=False))
         for row, sequence in zip(plan.rows, sequences, strict=True):
             sequence.num_in_flight -= 1
             reason = refused.get(row.seq, "")
@@ -167,6 +168,8 @@ class Scheduler:
                     self._take(sequence, good, logprobs, events)
                 if sequence.state is not State.ENDED and is_bad:
                     events.append(self._fail(sequence, reason or NOT_FINITE))
+            if self.config.pools and sequence.state is not State.ENDED:
+                events.append(self._take_vector(sequence, vectors.get(row.seq, b"")))
             self._batch.settle(sequence)
         return events
 
@@ -269,6 +272,15 @@ class Scheduler:
             events.append(self._outgrow(sequence))
         elif sequence.state is State.RUNNING:
             self._batch.ready[sequence.number] = sequence
+
+    def _take_vector(self, sequence: Sequence, vector: bytes) -> Event:
+        """The only answer to a sequence that is pooled. Without one it fails."""
+        if sequence.quarantined:
+            self._release(sequence)
+        if not vector:
+            return self._fail(sequence, NOT_FINITE)
+        self._end(sequence)
+        return SequenceFinished.of(sequence, FinishReason.STOP, "", vector)
 
     def _is_too_long(self, sequence: Sequence) -> bool:
         """All KV together does not hold what is known of it. What it may need later is no reason:

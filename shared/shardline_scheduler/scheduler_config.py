@@ -27,17 +27,22 @@ class SchedulerConfig:
     """Needs the prefix cache: a block that comes back is found as one that was there."""
     max_adapters: int = 1
     """Adapters of open sequences."""
+    pools: bool = False
+    """Sequences become vectors instead of tokens: each is one row of one step, and ends with it."""
 
     def __post_init__(self) -> None:
         assert (
             min(self.max_seats, self.token_budget, self.num_lanes, self.max_len, self.max_adapters)
             >= 1
         ), self
+        assert not self.pools or self.max_len <= self.token_budget, self
 
     def refusal(self, request: Request) -> str | None:
         """Why a request can never run here."""
         num_prompt = len(request.prompt_ids)
-        if not 0 < num_prompt < self.max_len:
+        if self.pools and not 0 < num_prompt <= self.max_len:
+            return f"prompt: {num_prompt} tokens; it must be 1 to {self.max_len}"
+        if not self.pools and not 0 < num_prompt < self.max_len:
             return (
                 f"prompt: {num_prompt} tokens; it must be 1 to {self.max_len - 1}, "
                 "the context less one"

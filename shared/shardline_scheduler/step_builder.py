@@ -16,6 +16,7 @@ class StepBuilder:
     """A step while it is cut. `sequences` are those of `rows`, in the same order."""
 
     budget: int
+    pools: bool = False
     opens: list[Open] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
@@ -57,7 +58,7 @@ class StepBuilder:
         blocks = tuple(sequence.blocks[sequence.num_sent :])
         sequence.num_sent = len(sequence.blocks)
         end = start + length
-        wants = end == len(sequence.ids)
+        wants = end == len(sequence.ids) and not self.pools
         num_rows = length + len(drafts)
         self.rows.append(Row(sequence.number, start, num_rows, ids, blocks, wants, drafts))
         self.sequences.append(sequence)

@@ -41,10 +41,22 @@ class StepCutter:
 
     def cut(self) -> StepBuilder:
         """Returns the rows of the next step; there may be none."""
-        builder = StepBuilder(self._config.token_budget)
+        builder = StepBuilder(self._config.token_budget, pools=self._config.pools)
+        if self._config.pools:
+            self._add_whole(builder)
+            return builder
         self._add_decodes(builder)
         self._add_chunks(builder)
         return builder
+
+    def _add_whole(self, builder: StepBuilder) -> None:
+        """Adds sequences in order, each as a whole, up to the first that does not fit: it is the
+        next step's first."""
+        for sequence in self._in_line(builder):
+            if sequence.num_missing > builder.budget:
+                break
+            builder.add(sequence, sequence.num_missing)
+            del self._batch.prefilling[sequence.number]
 
     def _add_decodes(self, builder: StepBuilder) -> None:
         """Adds the share of one lane: with all of them in one step, the other stages would have

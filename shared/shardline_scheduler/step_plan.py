@@ -125,6 +125,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         """Raises ProtocolError for an answer that does not fit this step."""
         if result.step != self.step:
             raise ProtocolError(f"result of step {result.step}, expected {self.step}")
+        if len(result.vectors) not in (0, len(self.rows)):
+            raise ProtocolError(f"step {self.step} has {len(result.vectors)} vectors")
         wanting = [row for row in self.rows if row.wants]
         if len(result.tokens) != len(wanting) or len(result.logprobs) not in (0, len(wanting)):
             raise ProtocolError(
@@ -174,6 +176,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     empty."""
     scored: tuple[ScoredTokens, ...] = ()
     """Of the chunks of sequences that want log-probabilities of their prompts, in their order."""
+    vectors: tuple[bytes, ...] = ()
+    """Of a model that pools: one for each row, float32 in little-endian order, empty where it is
+    not finite."""
 
 
 _encoder = msgspec.msgpack.Encoder()

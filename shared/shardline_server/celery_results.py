@@ -69,7 +69,8 @@ def completion(
     **further: Any,
 ) -> dict[str, Any]:
     """What `AsyncResult.get()` returns, and the next task of a chain gets. `further` is JSON: the
-    decision of a question, the reasoning and calls of a chat; what is empty is left out."""
+    decision of a question, the reasoning and calls of a chat, a vector or a score; what is empty is
+    left out."""
     value: dict[str, Any] = {
         "id": job_id,
         "text": text,
@@ -77,7 +78,7 @@ def completion(
         "finish_reason": finish_reason,
         "usage": {"prompt_tokens": num_prompt, "completion_tokens": len(token_ids)},
     }
-    return value | {name: each for name, each in further.items() if each}
+    return value | {name: each for name, each in further.items() if each or each == 0}
 
 
 def error_of(state: JobState, reason: str) -> Exception:

@@ -91,9 +91,9 @@ POISONS = {
 
 NO_ITEMS = {
     "services.gateway.http.connections.ConnectionRegister._sweep": "times of its own connections",
-    "services.gateway.decisions.answers._until_ended": "one request's",
-    "services.gateway.decisions.answers.disconnected": "one request's",
-    "services.gateway.decisions.answers.gateway.stopping.wait": "one request's",
+    "services.gateway.groups.job_group._until_ended": "one request's",
+    "services.gateway.groups.job_group.disconnected": "one request's",
+    "services.gateway.groups.job_group.gateway.stopping.wait": "one request's",
     "services.gateway.openai.choice_answers._hear": "one request's; passes on whatever it meets",
     "services.gateway.openai.completion_response.disconnected": "one request's",
     "services.gateway.openai.completion_response.gateway.client.until_ended": "one request's",

@@ -52,6 +52,12 @@ OFF_THE_PATH = {
     "where ranks divide a stage": """
         stage/engine/ranked_runner stage/ranks/group stage/ranks/messages
     """,
+    "for encoders": """
+        gateway/routes/encoders shardline/client/vectors shardline_server/tokenize/folder
+        shardline/contract/encoders/encoder shardline_server/tokenize/encoders/encoder_texts
+        shardline_server/tokenize/prepared_prompt stage/engine/encoder_rows
+        stage/engine/pooling stage/model/encoder_class stage/model/encoder_files
+    """,
     "for a job that is traced": """
         shardline_server/genai stage/stage_spans stage/jobs/attempt_spans
     """,

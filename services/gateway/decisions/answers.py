@@ -10,10 +10,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from uuid import UUID
 
 import msgspec
-import structlog
 from fastapi import Request, Response
 
 from services.gateway.context import Gateway
@@ -32,26 +30,19 @@ from services.gateway.decisions.bodies import (
 from services.gateway.decisions.requests import decision_request, naming, question_jobs
 from services.gateway.errors import (
     CLIENT_CLOSED_REQUEST,
-    Stopping,
-    error_of_job,
     json_response,
     respond,
 )
+from services.gateway.groups.job_group import JobGroup, result_of, wait_for_group
 from services.gateway.guard import Caller
-from services.gateway.http.sse import disconnected
 from services.gateway.request_body import request_body
 from services.gateway.submit import read_jobs
-from shardline.base.aio import cancel_and_wait
-from shardline.base.errors import Invalid, JobEnded, ShardlineError, Unavailable
-from shardline.client.job_reader import JobReader
-from shardline.client.requests import succeeded
+from shardline.base.errors import Invalid, ShardlineError
 from shardline.contract.decision import Choice, Predicate, Question
 from shardline.contract.job import Job, JobRequest, Result
 from shardline.store.inserts import EncodedRequest, Tokenized, encode_choices
 from shardline_server.failpoints import Point, failpoint
 from shardline_server.tokenize import RegisteredModel
-
-log = structlog.get_logger(__name__)
 
 MAX_PROMPT_TOKENS = 1 << 20
 """Of all questions of a request: each job's row has its whole prompt."""
@@ -64,15 +55,14 @@ class AcceptedDecision:
     name: str
     request: DecisionRequest
     model: RegisteredModel
-    job_ids: list[UUID]
-    is_repeatable: bool
+    group: JobGroup
 
 
 async def decide(gateway: Gateway, request: Request, caller: Caller) -> Response:
     """The answers to all questions, once the last one is there. Raises what `submit` raises."""
     accepted = await _store(gateway, request, caller)
     try:
-        jobs = await _wait(gateway, request, accepted)
+        jobs = await wait_for_group(gateway, request, accepted.group)
         if jobs is None:
             response = Response(status_code=CLIENT_CLOSED_REQUEST)
         else:
@@ -101,8 +91,7 @@ async def _store(gateway: Gateway, request: Request, caller: Caller) -> Accepted
         name=f"decision-{stored.job_id}",
         request=asked,
         model=model,
-        job_ids=[stored.job_id, *stored.others],
-        is_repeatable=asked.id is not None or asked.idempotency_key is not None,
+        group=JobGroup.of(stored, asked),
     )
 
 
@@ -125,45 +114,8 @@ def _encoded(model: RegisteredModel, jobs: Sequence[JobRequest]) -> EncodedReque
     return encode_choices(rows, tokenized)
 
 
-async def _wait(gateway: Gateway, request: Request, accepted: AcceptedDecision) -> list[Job] | None:
-    """The ended jobs, or None when the caller left first. Raises Stopping."""
-    reader = gateway.client.reader
-    waiting = asyncio.create_task(_until_ended(reader, accepted.job_ids))
-    leaving = asyncio.create_task(disconnected(request))
-    stopping = asyncio.create_task(gateway.stopping.wait())
-    try:
-        await asyncio.wait({waiting, leaving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if waiting.done():
-            waiting.result()
-            return await gateway.client.get_many(accepted.job_ids)
-        if not leaving.done():
-            raise Stopping(accepted.job_ids[0])
-        await _abandon(gateway, accepted)
-        return None
-    finally:
-        for task in (waiting, leaving, stopping):
-            await cancel_and_wait(task)
-
-
-async def _until_ended(reader: JobReader, job_ids: Sequence[UUID]) -> None:
-    await asyncio.gather(*(reader.until_ended(job_id) for job_id in job_ids))
-
-
-async def _abandon(gateway: Gateway, accepted: AcceptedDecision) -> None:
-    """Cancel jobs that no caller waits for or can ask for again."""
-    if accepted.is_repeatable:
-        return
-    gateway.metrics.abandoned.inc()
-    try:
-        await gateway.client.cancel(accepted.job_ids)
-    except Unavailable as error:
-        log.warning(
-            "abandoned decision continues: cancel failed", name=accepted.name, error=str(error)
-        )
-
-
 def _document(accepted: AcceptedDecision, jobs: Sequence[Job]) -> DecisionDocument:
-    results = [_result(job) for job in jobs]
+    results = [result_of(job) for job in jobs]
     num_input = sum(one.usage.prompt_tokens for one in results)
     num_output = sum(one.usage.completion_tokens for one in results)
     cached = sum(one.usage.cached_tokens or 0 for one in results)
@@ -179,15 +131,6 @@ def _document(accepted: AcceptedDecision, jobs: Sequence[Job]) -> DecisionDocume
             total_tokens=num_input + num_output,
         ),
     )
-
-
-def _result(job: Job) -> Result:
-    try:
-        result = succeeded(job).result
-    except JobEnded as ended:
-        raise error_of_job(job, ended) from ended
-    assert result is not None, "a succeeded job has a result"
-    return result
 
 
 def _answer(question: Question, result: Result) -> PredicateAnswer | ChoiceAnswer | ScoreAnswer:

@@ -75,6 +75,10 @@ class OpenAiRequest(JobRequest, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
     question: None = None
     """`/v1/decisions` and `/v1/jobs` take them."""
+    # `/v1/embeddings`, `/v1/score` and `/v1/jobs` take these.
+    document: None = None
+    dimensions: None = None
+    prompt_name: None = None
 
     @property
     def stored(self) -> Mapping[str, Any] | None:

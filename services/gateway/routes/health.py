@@ -123,6 +123,7 @@ def _model(model: RegisteredModel, pipelines: list[LivePipeline]) -> ModelCard:
         root=model.name,
         parent=None if model.adapter is None else model.name,
         max_model_len=model.tokens.longest,
+        task=model.tokens.task,
         system_fingerprint=system_fingerprint(model),
         ready=any(pipeline.ready for pipeline in pipelines if pipeline.model == model.name),
     )

@@ -129,4 +129,6 @@ def task_value(ended: EndedTask) -> dict[str, Any]:
         decision=ended.decision,
         reasoning=ended.reasoning,
         tool_calls=ended.tool_calls,
+        embedding=ended.embedding,
+        score=ended.score,
     )

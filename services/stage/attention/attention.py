@@ -49,10 +49,17 @@ class Attention:
     know.
     """
 
-    __slots__ = ("__weakref__", "_backend", "exact", "kind", "name", "only_writes", "version")
+    __slots__ = (
+        *("__weakref__", "_backend", "both_ways", "exact", "kind", "name", "only_writes"),
+        "version",
+    )
 
-    def __init__(self, kernel: Kernel | TritonBackend | None) -> None:
+    def __init__(self, kernel: Kernel | TritonBackend | None, *, both_ways: bool = False) -> None:
+        """With `both_ways` rows see later ones of their sequence too, as encoders' do: all rows of
+        a sequence are in one micro-batch."""
+        assert not (both_ways and isinstance(kernel, TritonBackend)), "its kernels look back only"
         self._backend: Backend
+        self.both_ways = both_ways
         if isinstance(kernel, Kernel):
             self._backend = KernelBackend(kernel)
             self.kind = f"kernel-{kernel.isa}"
@@ -115,13 +122,13 @@ class Attention:
         if (
             attention_mask is not None
             or kwargs.get("position_bias") is not None
-            or kwargs.get("is_causal") is False
+            or (kwargs.get("is_causal") is False and not self.both_ways)
         ):
             raise _unsupported(module)
         qkv = PackedQkv(query=query, key=key, value=value)
         layer = module.layer_idx
         assert isinstance(layer, int), f"{type(module).__name__} has no layer index"
-        params = _params(module, query.shape[-1], kwargs)
+        params = _params(module, query.shape[-1], kwargs, both_ways=self.both_ways)
         if self.only_writes:
             self._backend.write(layer, qkv, params)
             raise KvWritten
@@ -141,7 +148,9 @@ def _weakly(method: Callable[..., Attended]) -> Callable[..., Attended]:
     return attend
 
 
-def _params(module: nn.Module, head_dim: int, options: dict[str, Any]) -> AttentionParams:
+def _params(
+    module: nn.Module, head_dim: int, options: dict[str, Any], *, both_ways: bool
+) -> AttentionParams:
     """Reads what the model asks for. Qwen2-MoE passes no window: it keeps it on the module and
     relies on its mask."""
     scaling = options.get("scaling")
@@ -153,6 +162,7 @@ def _params(module: nn.Module, head_dim: int, options: dict[str, Any]) -> Attent
     return AttentionParams(
         scale=head_dim**-0.5 if scaling is None else float(scaling),
         window=window,
+        both_ways=both_ways,
         softcap=options.get("softcap"),
         sinks=options.get("s_aux"),
     )

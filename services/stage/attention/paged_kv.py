@@ -127,6 +127,9 @@ class AttentionParams:
     scale: float
     window: int | None = None
     """A row sees this many keys, its own included; None: all up to its own."""
+    both_ways: bool = False
+    """A row sees the keys behind its own too, of a sequence with all its rows in the micro-batch; a
+    window goes both ways."""
     softcap: float | None = None
     sinks: Tensor | None = None
     """[H], any float dtype: a score per query head that takes part in the softmax and has no

@@ -115,14 +115,19 @@ def _attend_visible(
 def _visible(
     num_keys: int, span: Span, params: AttentionParams, device: torch.device
 ) -> Tensor | None:
-    """Which keys each row sees, bool [rows, P]: none after its own, none before its window. None:
-    it sees all."""
-    if span.length == 1 and (params.window is None or num_keys <= params.window):
+    """Which keys each row sees, bool [rows, P]: none outside its window, and none after its own
+    unless it sees both ways. None: it sees all."""
+    sees_later = span.length == 1 or params.both_ways
+    if sees_later and (params.window is None or num_keys <= params.window):
         return None
     row = torch.arange(span.start, span.start + span.length, device=device)[:, None]
     column = torch.arange(num_keys, device=device)[None]
     visible = column <= row
-    return visible if params.window is None else visible & (column > row - params.window)
+    if params.window is None:
+        return visible
+    if params.both_ways:
+        return (column - row).abs() < params.window
+    return visible & (column > row - params.window)
 
 
 def _attend_in_float32(

@@ -25,6 +25,7 @@ from services.stage.engine.adapter_pool import AdapterPool
 from services.stage.engine.exactness import exactness_fingerprint
 from services.stage.engine.loading import ForwardLoad, LoadedForward, load_forward
 from services.stage.engine.memory import Limits, StageMemory
+from services.stage.engine.pooling import Pooling, vector_bytes
 from services.stage.engine.ranked_runner import load_ranked
 from services.stage.engine.shard_runner import AdapterRows, Pass, Runner
 from services.stage.engine.split_trial import check_split
@@ -94,6 +95,9 @@ class Executor:
             device=shard.output_device,
             grammars=grammars,
         )
+        self._pooling = Pooling(shard) if self.is_last and self.info.encoder else None
+        self._dimensions: dict[int, int | None] = {}
+        """Of the vectors of open sequences."""
         self._sampled: dict[int, SampledSequence] = {}
         self._scored: dict[int, ScoredPrompt] = {}
 
@@ -123,7 +127,8 @@ class Executor:
         if len(layers) < info.num_layers:
             _check_frames(limits.token_budget, info.hidden_size * device.dtype(dtype).itemsize)
         check_split(info.config, cache_folder)
-        grammars = _grammars(info) if layers.stop == info.num_layers else None
+        samples = layers.stop == info.num_layers and info.encoder is None
+        grammars = _grammars(info) if samples else None
         memory = StageMemory(limits, device)
         load = ForwardLoad(
             info=info,
@@ -197,6 +202,7 @@ class Executor:
         """Forgets every open sequence, for a new epoch."""
         self._open_sequences.clear()
         self._adapters.clear()
+        self._dimensions.clear()
         self._sampled.clear()
         self._scored.clear()
 
@@ -224,20 +230,25 @@ class Executor:
             self._runner.move(plan.moves)
         for opened in plan.opens:
             self._open_sequences.open(opened)
-            if self.is_last:
+            if self._pooling is not None:
+                self._dimensions[opened.seq] = opened.params.dimensions
+            elif self.is_last:
                 self._sampled[opened.seq] = self._sampler.open(opened)
                 if (prompt := scored_prompt(opened)) is not None:
                     self._scored[opened.seq] = prompt
         spans, ids = self._extend(plan)
         x = self._input(ids, hidden)
         adapters = self._adapters.rows_of(plan)
-        if self.is_last:
-            out: Tensor | StepResult = self._answer(plan, spans, x, adapters, began_s)
+        if self._pooling is not None:
+            out: Tensor | StepResult = self._pooled(plan, spans, x, adapters, began_s)
+        elif self.is_last:
+            out = self._answer(plan, spans, x, adapters, began_s)
         else:
             out = self._states(spans, x, adapters)
         for seq in plan.closes:
             self._open_sequences.close(seq)
             self._adapters.close(seq)
+            self._dimensions.pop(seq, None)
             self._sampled.pop(seq, None)
             self._scored.pop(seq, None)
         return out
@@ -269,6 +280,29 @@ class Executor:
         if not spans:  # a step that only closes sequences
             return torch.empty(0, self.info.hidden_size, dtype=self.dtype)
         return self._runner.run(Pass(kind=PassKind.HIDDEN, spans=spans, adapters=adapters), x)
+
+    def _pooled(
+        self,
+        plan: StepPlan,
+        spans: list[Span],
+        x: Tensor,
+        adapters: AdapterRows,
+        began_s: float,
+    ) -> StepResult:
+        """A vector for each row of the plan: a whole text. One that is not finite is empty."""
+        assert self._pooling is not None
+        for row, span in zip(plan.rows, spans, strict=True):
+            if span.start or span.length != len(self._open_sequences.ids_of(row.seq)):
+                raise ProtocolError(f"sequence {row.seq} comes in parts, a text is pooled whole")
+        states = self._states(spans, x, adapters)
+        dimensions = [self._dimensions[row.seq] for row in plan.rows]
+        found = list(self._pooling.vectors(states, spans, dimensions))
+        vectors = tuple(vector_bytes(each) if each.isfinite().all() else b"" for each in found)
+        bad = tuple(row.seq for row, vector in zip(plan.rows, vectors, strict=True) if not vector)
+        took_s = monotonic_s() - began_s
+        return StepResult(
+            plan.step, (), bad=bad, compute_s=took_s, refused=plan.refused, vectors=vectors
+        )
 
     def _answer(
         self,

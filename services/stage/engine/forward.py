@@ -22,6 +22,7 @@ from services.stage.attention.attention import Attention
 from services.stage.attention.paged_kv import MicroBatch, PagedKv, Span
 from services.stage.engine.step_graphs import Recorder, StepGraph, StepGraphs
 from services.stage.kernels.kernel import Kernel
+from services.stage.model.encoder_class import is_encoder
 from services.stage.model.fused_layer import fuse_layers
 from services.stage.model.last_layer import LastLayer, Narrow
 from services.stage.model.shard import Shard
@@ -56,7 +57,7 @@ class Forward:
         """In a trial: where the model believes its rows to be, int64 [TRIAL_ROWS]."""
         last = (
             LastLayer(shard.layer_modules[shard.layers.stop - 1], attention)
-            if shard.is_last
+            if shard.is_last and not is_encoder(shard.info.config)
             else None
         )
         self._last = last if last is not None and self._can_narrow(last) else None

@@ -23,6 +23,7 @@ from services.stage.attention.paged_kv import KvShape, PagedKv
 from services.stage.device.device import INT8
 from services.stage.device.uploads import Uploads
 from services.stage.engine.accelerator_options import AcceleratorOptions
+from services.stage.engine.encoder_rows import encoder_is_exact
 from services.stage.engine.exactness import Probe, choose_row_buckets
 from services.stage.engine.forward import Forward
 from services.stage.engine.memory import Limits, WeightBytes
@@ -30,6 +31,7 @@ from services.stage.engine.shard_runner import Runner, ShardRunner
 from services.stage.engine.step_graphs import CudaRecorder
 from services.stage.kernels.kernel import Kernel
 from services.stage.model.cpu_parts import CpuPart, num_bytes, parts_of
+from services.stage.model.encoder_class import is_encoder, sees_both_ways
 from services.stage.model.float_files import with_floats
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.model_info import ModelInfo
@@ -126,7 +128,9 @@ def load_forward(load: ForwardLoad) -> LoadedForward:
     if load.group is not None:
         assert load.native is not None, "ranks need the CPU kernels"
         load.group.open(load.native, 0)
-    attention = Attention(load.native or triton_backend.load(load.device))
+    looks_ahead = sees_both_ways(load.info.config)
+    on_gpu = None if looks_ahead else triton_backend.load(load.device)
+    attention = Attention(load.native or on_gpu, both_ways=looks_ahead)
     packing = load.packing
     converts = load.limits.streamed_layers != 0
     info = with_floats(load.info, load.layers, load.of_dtype, load.cache_folder, converts=converts)
@@ -205,10 +209,15 @@ def _num_ranks_that_count(forward: Forward, load: ForwardLoad) -> int:
 
 
 def _is_exact(forward: Forward, rows_are_exact: bool) -> bool:
-    exact = (
-        rows_are_exact
-        and Probe(forward.sampled_outputs, forward.random_inputs, forward.kv.num_blocks).passes()
-    )
+    if is_encoder(forward.shard.info.config):
+        exact = rows_are_exact and encoder_is_exact(forward)
+    else:
+        exact = (
+            rows_are_exact
+            and Probe(
+                forward.sampled_outputs, forward.random_inputs, forward.kv.num_blocks
+            ).passes()
+        )
     if not exact:
         kind = forward.attention.kind
         log.warning(
@@ -222,6 +231,8 @@ def _save_calls(forward: Forward, load: ForwardLoad) -> None:
     if load.native is not None:
         forward.fuse_layers(load.native, load.group)
     shard = forward.shard
+    if is_encoder(shard.info.config):
+        return
     if load.options.records_graphs(load.device, shard.model, shard.streamed_layers):
         limits = load.limits
         forward.record_steps(

@@ -27,12 +27,13 @@ from torch import Tensor
 from services.stage.attention.attention import Attention
 from services.stage.attention.paged_kv import KvShape, PagedKv, Span
 from services.stage.engine.forward import Forward
+from services.stage.model.encoder_class import is_encoder, sees_both_ways
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.miniature import build_miniature, miniature_config
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.refusal import refuse
 from services.stage.model.shard import Shard, quiet_transformers, shard_class
-from services.stage.model.text_part import text_config
+from services.stage.model.text_part import language_model, text_config
 from services.stage.products import cache
 from services.stage.products.experts import EXPERTS
 from services.stage.products.module_failures import FAILURES, first_line
@@ -57,8 +58,8 @@ CPU = torch.device("cpu")
 
 
 Compute = Callable[[Any, list[Tensor]], Tensor]
-"""Takes the whole miniature and sequences of ids, int64 [length]; returns the logits [T, V] of all,
-one behind the other."""
+"""Takes the whole miniature and sequences of ids, int64 [length]; returns the logits [T, V], of an
+encoder the hidden states, of all, one behind the other."""
 
 
 def check_split(config: Any, cache_folder: Path) -> None:
@@ -68,8 +69,9 @@ def check_split(config: Any, cache_folder: Path) -> None:
     A model that passed is not tried again while its code, its structure and the libraries stay the
     same.
     """
+    run = in_one_step if is_encoder(config) else in_steps
     try_miniature(
-        config, cache_folder, "stages", lambda whole, sequences: in_steps(_stages(whole), sequences)
+        config, cache_folder, "stages", lambda whole, sequences: run(_stages(whole), sequences)
     )
 
 
@@ -110,18 +112,27 @@ def _difference(config: Any, seed: int, compute: Compute) -> float:
     """The largest difference between logits of whole and parts, as a share of the largest logit;
     NaN if one is."""
     whole = build_miniature(config)
-    if any(getattr(module, "is_causal", True) is False for module in whole.modules()):
+    looks_back = not sees_both_ways(config)
+    if looks_back and any(getattr(each, "is_causal", True) is False for each in whole.modules()):
         refuse(f"{config.model_type!r} attends to later tokens, or to another model's")
     generator = torch.Generator().manual_seed(seed)
     sequences = [
-        torch.randint(text_config(whole.config).vocab_size, (length,), generator=generator)
+        # Encoders may leave out padding, token 0, where they count positions.
+        torch.randint(1, text_config(whole.config).vocab_size, (length,), generator=generator)
         for length in LENGTHS
     ]
-    expected = torch.cat(
-        [whole(input_ids=ids[None], use_cache=False).logits[0] for ids in sequences]
-    )
+    expected = torch.cat([_outputs(whole, ids) for ids in sequences])
     found = compute(whole, sequences)
     return float((found - expected).abs().max() / expected.abs().max())
+
+
+def _outputs(whole: Any, ids: Tensor) -> Tensor:
+    """Those of a sequence alone, as transformers computes them: [T, V], of an encoder [T, H]."""
+    if is_encoder(whole.config):
+        states: Tensor = language_model(whole)(input_ids=ids[None]).last_hidden_state
+        return states[0]
+    logits: Tensor = whole(input_ids=ids[None], use_cache=False).logits
+    return logits[0]
 
 
 def _stages(whole: Any) -> list[Forward]:
@@ -130,7 +141,7 @@ def _stages(whole: Any) -> list[Forward]:
     joined = joined_layers(text_config(whole.config).to_dict())
     last_cut = num_layers - 1 if joined is None else min(num_layers - 1, joined.layers.start)
     cuts = sorted({0, min(1, last_cut), last_cut, num_layers})
-    attention = Attention(None)
+    attention = Attention(None, both_ways=sees_both_ways(whole.config))
     shapes = dict[int, KvShape]()
     shards = [shard_of(whole, range(start, stop), attention) for start, stop in pairwise(cuts)]
     for shard in shards:
@@ -163,6 +174,16 @@ def forward_of(shard: Shard, attention: Attention, shapes: dict[int, KvShape]) -
     """What runs it, with KV for the sequences."""
     kv = PagedKv(layers=shapes, num_blocks=len(LENGTHS), dtype=torch.float32)
     return Forward(shard, attention, kv, RowPadding(buckets=frozenset()))
+
+
+def in_one_step(stages: list[Forward], sequences: list[Tensor]) -> Tensor:
+    """Returns the hidden states, float32 [T, H], of all rows, computed packed, each sequence whole,
+    as encoders run."""
+    spans = [Span(start=0, length=len(ids), blocks=[place]) for place, ids in enumerate(sequences)]
+    x = torch.cat(sequences)
+    for stage in stages:
+        x = stage.hidden(spans, x)
+    return x
 
 
 def in_steps(stages: list[Forward], sequences: list[Tensor]) -> Tensor:

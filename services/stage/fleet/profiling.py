@@ -66,6 +66,9 @@ def profile(
     """
     device.enter_thread()
     info = ModelInfo.read(settings.model, settings.model_revision, cache_folder=settings.cache_dir)
+    if info.encoder is not None:
+        problem = f"{settings.name} is an encoder, for which no plan is made"
+        raise Invalid("SHARDLINE_MODEL", problem, "Set SHARDLINE_SPLIT=even")
     model = ModelCosts.read(info.path)
     known = None if fresh else _recalled(settings, device, model)
     # a worker that starts again does not wait for it

@@ -3,6 +3,8 @@ the log."""
 
 from __future__ import annotations
 
+import sys
+from array import array
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,9 +52,12 @@ class JobOutcome:
     @property
     def num_rows(self) -> int:
         """Token rows that its attempt took."""
-        return self.job.num_rows(
-            self.event.num_cached if isinstance(self.event, SequenceFinished) else 0
-        )
+        event = self.event
+        if isinstance(event, SequenceFailed):
+            return self.job.num_rows()
+        if event.vector:
+            return len(self.job.claimed.prompt_ids)
+        return self.job.num_rows(event.num_cached)
 
     def row(self) -> End:
         """What is committed: a result with the completion, whole or partial, or the reason of a
@@ -81,6 +86,8 @@ class JobOutcome:
             reasoning=reply.reasoning,
             tool_calls=reply.tool_calls,
             decision=self.decision,
+            embedding=self._embedding,
+            score=self._score,
             timings=job.timings(),
             provenance=job.provenance(),
         )
@@ -95,6 +102,24 @@ class JobOutcome:
         logprobs = [logprob for _, logprob in self.event.logprobs[0].top]
         # Unequal where a hand has changed the row between two attempts.
         return decide(question, logprobs) if len(logprobs) == len(question.options) else None
+
+    @property
+    def _embedding(self) -> tuple[float, ...] | None:
+        """The vector of the job's text, where it was asked for one."""
+        return None if self.job.claimed.params.document is not None else self._vector()
+
+    @property
+    def _score(self) -> float | None:
+        vector = self._vector()
+        return None if self.job.claimed.params.document is None or not vector else vector[0]
+
+    def _vector(self) -> tuple[float, ...] | None:
+        if isinstance(self.event, SequenceFailed) or not self.event.vector:
+            return None
+        numbers = array("f", self.event.vector)
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return tuple(numbers)
 
     def last_delta(self) -> Delta:
         """Tells readers of the stream that the row is committed."""
@@ -125,6 +150,8 @@ class JobOutcome:
             decision=msgspec.to_builtins(self.decision),
             reasoning=reply.reasoning,
             tool_calls=msgspec.to_builtins(reply.tool_calls),
+            embedding=self._embedding,
+            score=self._score,
         )
 
     def settle(self) -> None:

@@ -1,6 +1,8 @@
 // Attention over paged KV for one packed micro-batch: one call per layer writes the new keys and values, then attends,
 // decode rows and prefill chunks alike. Plain C ABI at the end of the file; build.py builds it per instruction set.
 //
+// Where rows see both ways, a sequence's rows are all there, from position 0 on.
+//
 // The promise: a row's bits depend on its query, its position and its own sequence's keys and values. Nothing else: not
 // the batch, the chunking, the tile it shares, the number of threads. It holds because
 //   - every sum has one order: head dimensions for a score, keys for an output, 16 partial sums for the softmax;
@@ -62,10 +64,20 @@ int first_bad_row(const Call& c, const std::vector<Run>& runs) {
   return -1;
 }
 
+// Where rows see both ways: behind the last position of each sequence. Else nothing.
+std::vector<int> ends_of(const Call& c, const std::vector<Run>& runs) {
+  if (!c.both_ways) return {};
+  std::vector<int> ends(c.num_sequences);
+  for (Run run : runs)
+    if (c.sequence[run.row] >= 0) ends[c.sequence[run.row]] = c.position[run.row] + run.count;
+  return ends;
+}
+
 // One call's memory, keys and values as `Way` lays them.
 template <class Way> struct Kv {
   using T = typename Way::Stored;
   const Call& call;
+  const std::vector<int>& ends;
   const int value_dim = round_up(call.value_dim, kPadding);
   const int64_t key_block = (int64_t)call.num_kv_heads * kBlock * call.dim;
   const int64_t value_block = (int64_t)call.num_kv_heads * kBlock * value_dim;
@@ -95,6 +107,14 @@ template <class Way> struct Kv {
     Way::write_value(values(block, kv_head), slot, value_dim, call.value_dim, value);
   }
 
+  // Behind the last key that a run of rows sees.
+  int end(Run run) const {
+    const int own = call.position[run.row] + run.count;
+    if (!call.both_ways) return own;
+    const int whole = ends[call.sequence[run.row]];
+    return call.window ? std::min(whole, own + call.window - 1) : whole;
+  }
+
   // The first block that a row sees a key of.
   int first_block(int row) const {
     return call.window ? std::max(0, call.position[row] - call.window + 1) / kBlock : 0;
@@ -112,7 +132,7 @@ template <class Way> struct RunItems final : Items {
   const Run& run(int64_t item) const { return runs[item / kv.call.num_kv_heads]; }
   int kv_head(int64_t item) const { return item % kv.call.num_kv_heads; }
   bool is_read(int64_t item) const { return run(item).is_first && kv.call.sequence[run(item).row] >= 0; }
-  int last(int64_t item) const { return kv.call.position[run(item).row] + run(item).count - 1; }
+  int last(int64_t item) const { return kv.end(run(item)) - 1; }
   int64_t num_blocks(int64_t item) const { return last(item) / kBlock + 1 - kv.first_block(run(item).row); }
 
   // Keys block by block, then values.
@@ -156,7 +176,7 @@ template <class Way> typename Way::Tile tile_of(const Kv<Way>& kv, Run run, int 
   t.dim = c.dim;
   t.query_stride = round_up(c.dim, Way::kQueryPadding);
   t.value_dim = kv.value_dim;
-  t.num_keys = c.position[run.row] + run.count - first_block * kBlock;
+  t.num_keys = kv.end(run) - first_block * kBlock;
   t.stride = round_up(t.num_keys, kBlock) + kSkew;
   t.scale = c.scale;
   t.softcap = c.softcap;
@@ -171,9 +191,11 @@ template <class Way> typename Way::Tile tile_of(const Kv<Way>& kv, Run run, int 
 // Rows of a tile: query vectors of the run from `done` on.
 template <class Way> struct Rows {
   using T = typename Way::Stored;
-  const Call& c;
+  const Kv<Way>& kv;
   const Run run;
-  const int kv_head, group = c.num_heads / c.num_kv_heads;
+  const int kv_head;
+  const Call& c = kv.call;
+  const int group = c.num_heads / c.num_kv_heads;
 
   int row(int query) const { return run.row + query / group; }
   int query_head(int query) const { return kv_head * group + query % group; }
@@ -185,7 +207,7 @@ template <class Way> struct Rows {
       const T* query = (const T*)c.query + head * c.query_strides.attention_head + row * c.query_strides.row;
       Way::load_query(t.query + m * t.query_stride, query, c.dim);
       t.begin[m] = (c.window ? std::max(0, position - c.window + 1) : 0) - first_key;
-      t.end[m] = position + 1 - first_key;
+      t.end[m] = kv.end({row, 1, false}) - first_key;
       t.sink[m] = c.sinks ? c.sinks[head] : kNothing;
     }
   }
@@ -214,7 +236,7 @@ template <class Way> struct Rows {
 
 // Whether all outputs are numbers; not asked of a row alone.
 template <class Way> bool attend_rows(const Kv<Way>& kv, Run run, int kv_head, Ahead* ahead, Scratch& scratch) {
-  const Rows<Way> rows{kv.call, run, kv_head};
+  const Rows<Way> rows{kv, run, kv_head};
   const int num_queries = run.count * rows.group, passes = (num_queries + Way::kRows - 1) / Way::kRows;
   typename Way::Tile t = tile_of(kv, run, kv_head, scratch);
   bool are_numbers = true;
@@ -255,7 +277,8 @@ template <class Way> void write_rows(const Kv<Way>& kv, int from, int to) {
 template <class Way> int attend(const Call& c) {
   const std::vector<Run> runs = runs_of(c, Way::kRows);
   if (int bad = first_bad_row(c, runs); bad >= 0) return 1 + bad;
-  const Kv<Way> kv{c};
+  const std::vector<int> ends = ends_of(c, runs);
+  const Kv<Way> kv{c, ends};
   const RunItems<Way> items(kv, runs);
   std::atomic<int64_t> next = 0;
 #pragma omp parallel num_threads(c.num_threads)

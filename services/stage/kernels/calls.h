@@ -22,6 +22,7 @@ struct AttentionCall {
   int32_t num_heads, num_kv_heads, dim, value_dim;
   int32_t window;  // 0: none
   int32_t dtype, num_threads;
+  int32_t both_ways;  // each row sees all keys of its sequence's rows, which begin at position 0; a window goes both ways
   float scale, softcap;
 };
 

@@ -52,7 +52,7 @@ class AttentionCall(ctypes.Structure):
         *((name, _Strides) for name in ("query_strides", "key_strides", "value_strides")),
         *((name, c_int32) for name in ("num_rows", "num_sequences", "table_width", "num_blocks")),
         *((name, c_int32) for name in ("num_heads", "num_kv_heads", "dim", "value_dim")),
-        *((name, c_int32) for name in ("window", "dtype", "num_threads")),
+        *((name, c_int32) for name in ("window", "dtype", "num_threads", "both_ways")),
         *((name, c_float) for name in ("scale", "softcap")),
     )
 

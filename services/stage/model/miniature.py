@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from services.stage.model.encoder_class import is_encoder
 from services.stage.model.refusal import refuse
 from services.stage.model.text_part import is_container, text_class, text_config
 from services.stage.products.module_failures import FAILURES, first_line
@@ -52,8 +53,9 @@ def miniature_config(config: Any) -> Any:
     whole = copy.deepcopy(config)
     _shrink(text_config(whole), text_config(config))
     whole.dtype = torch.float32
-    # Containers put it where inputs other than text were.
-    text_config(whole).pad_token_id = 0 if is_container(config) else None
+    # Containers put it where inputs other than text were, encoders may count positions from it.
+    has_padding = is_container(config) or is_encoder(config)
+    text_config(whole).pad_token_id = 0 if has_padding else None
     return whole
 
 

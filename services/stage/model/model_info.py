@@ -27,6 +27,8 @@ from huggingface_hub.errors import (
     StrictDataclassError,
 )
 
+from services.stage.model.encoder_class import first_position, is_encoder, mark, sees_both_ways
+from services.stage.model.encoder_files import EncoderFiles, read_encoder
 from services.stage.model.gguf.unpacked_folder import gguf_of, unpack
 from services.stage.model.quantization import quantization_of
 from services.stage.model.refusal import refuse
@@ -38,7 +40,10 @@ from shardline_server.tokenize import chosen_template, model_row, tokenizers_eos
 
 log = structlog.get_logger(__name__)
 
-HUB_FILES = ("*.json", "model*.safetensors", "tokenizer*", "*.jinja", "*.model", "*.txt")
+HUB_FILES = (
+    *("*.json", "model*.safetensors", "tokenizer*", "*.jinja", "*.model", "*.txt"),
+    "*_Pooling/config.json",
+)
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 """How names of the tensor end that has a row for each token."""
 
@@ -52,8 +57,8 @@ ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """A causal LM that can be sharded: its folder, its config, and what a scheduler needs to know
-    of it."""
+    """A causal LM or an encoder that can be sharded: its folder, its config, and what a scheduler
+    needs to know of it."""
 
     path: Path
     """Of a GGUF file: its folder in the cache."""
@@ -65,6 +70,8 @@ class ModelInfo:
     vocab_size: int
     hidden_size: int
     eos_ids: tuple[int, ...]
+    encoder: EncoderFiles | None = None
+    """None: it generates text."""
 
     @classmethod
     def read(
@@ -77,6 +84,9 @@ class ModelInfo:
         """
         path, commit = _find(model, revision, cache_folder)
         config = _read_config(path)
+        encoder = read_encoder(path, config)
+        if encoder is not None:
+            mark(config)
         check_can_be_sharded(config)
         text = text_config(config)
         _check_vocabulary(path, text.vocab_size)
@@ -85,10 +95,13 @@ class ModelInfo:
             revision=commit,
             config=config,
             num_layers=text.num_hidden_layers,
-            context_length=_context_length(text),
+            context_length=_context_length(text)
+            if encoder is None
+            else min(_context_length(text) - first_position(config), encoder.max_tokens),
             vocab_size=text.vocab_size,
             hidden_size=text.hidden_size,
             eos_ids=_eos_ids(path, config),
+            encoder=encoder,
         )
 
     @property
@@ -120,6 +133,7 @@ class ModelInfo:
             vocab_size=self.vocab_size,
             eos_ids=self.eos_ids,
             revision=self.revision,
+            encoder=None if self.encoder is None else self.encoder.encoder,
         )
         chosen = chosen_template(
             row["chat_template"], path=chat_template, reply_family=reply_family
@@ -225,7 +239,7 @@ def check_can_be_sharded(config: Any) -> None:
     if model_class(config) is None:
         refuse(f"{kind!r} is not a causal LM")
     name = model_class(config).__name__
-    if config.architectures and name not in config.architectures:
+    if config.architectures and name not in config.architectures and not is_encoder(config):
         refuse(
             f"it was saved as {config.architectures[0]}, not as {name}",
             "Give a checkpoint with a language-model head",
@@ -255,10 +269,8 @@ def check_can_be_sharded(config: Any) -> None:
         refuse(f"{kind!r} has no {missing[0]}: it is not one stack of equal layers")
     if not hasattr(sys.modules[layers_class(config).__module__], "ALL_ATTENTION_FUNCTIONS"):
         refuse(f"{kind!r} does not attend through transformers' attention interface")
-    if (
-        getattr(text, "use_bidirectional_attention", None)
-        or getattr(text, "is_causal", True) is False
-    ):
+    looks_ahead = getattr(text, "is_causal", True) is False and not sees_both_ways(config)
+    if looks_ahead or getattr(text, "use_bidirectional_attention", None):
         refuse(f"{kind!r} attends to later tokens")
 
 

@@ -25,6 +25,14 @@ NUM_TOKENS = 3
 class PassThrough(nn.Module):
     """Replaces a piece that another stage computes: returns its first input of numbers."""
 
+    @classmethod
+    def of(cls, layer: Any) -> PassThrough:
+        """Returns what replaces a layer, with the kind that some models ask it for."""
+        stub = cls()
+        if (kind := getattr(layer, "attention_type", None)) is not None:
+            stub.attention_type = kind
+        return stub
+
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         """Returns the first tensor of a float dtype that it is given, [...], unchanged."""
         return next(

@@ -1,5 +1,5 @@
-"""A shard: layers [a, b) of a causal LM, loaded by transformers' own loader and computed by its own
-modules.
+"""A shard: layers [a, b) of a causal LM or an encoder, loaded by transformers' own loader and
+computed by its own modules.
 
 A run-time subclass of the model's class replaces everything outside [a, b) by stubs before weights
 are read, so the loader does renames, merges and ties, and reads only what is left. Knows no KV, no
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from services.stage.model.cpu_parts import CpuPart, place
+from services.stage.model.encoder_class import first_position, is_encoder, mark, number_attention
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.pieces import PassThrough, Pieces, stub_of
 from services.stage.model.refusal import refuse
@@ -51,12 +52,16 @@ def shard_class(info: ModelInfo, layers: range) -> Any:
     watched = None if info.text_config.base_model_pp_plan else Pieces.watched(info.config)
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if is_encoder(info.config):
+            mark(config)  # the loader has read it from its file again
         base.__init__(self, config, *args, **kwargs)
         _check_signatures(self)
         use_text_alone(self)
         self.pieces = pieces = watched or Pieces.planned(self)
         decoder = language_model(self)
         stack = decoder.get_submodule(pieces.layers)
+        if is_encoder(config):
+            number_attention(stack)
         self.linear_sizes = _linear_sizes(self, stack)
         embedding = self.get_input_embeddings()
         is_tied = bool(self.all_tied_weights_keys)
@@ -68,11 +73,12 @@ def shard_class(info: ModelInfo, layers: range) -> Any:
         for number in range(info.num_layers):
             if number not in layers:
                 # the entry stays: models index their layers by number
-                stack[number] = PassThrough()
+                stack[number] = PassThrough.of(stack[number])
         if not last:
             for name in pieces.after:
                 decoder.set_submodule(name, PassThrough())
-            self.set_output_embeddings(PassThrough())
+            if self.get_output_embeddings() is not None:
+                self.set_output_embeddings(PassThrough())
             self.all_tied_weights_keys = {}
 
     body = {"__init__": init, "__module__": base.__module__, "config_class": type(info.config)}
@@ -147,6 +153,9 @@ class Shard:
         self.linear_sizes: dict[str, LinearSize] = model.linear_sizes
         """Of the linear layers within every layer of the model, other stages' too, by their names
         in it."""
+        encoder = info.encoder
+        self._first_position = first_position(info.config) if is_encoder(info.config) else 0
+        self._separator = None if encoder is None else encoder.encoder.separator
         self._received: Tensor | None = None
         # what the stage before sent replaces all that the model did before its layers
         if not self.is_first:
@@ -203,7 +212,8 @@ class Shard:
     @property
     def output_device(self) -> torch.device:
         """Returns the device on which the output layer computes and logits lie."""
-        parameter = next(self.model.get_output_embeddings().parameters(), None)
+        output = self.model.get_output_embeddings()
+        parameter = None if output is None else next(output.parameters(), None)
         return self.device if parameter is None else parameter.device
 
     def zeros(self, num_rows: int) -> Tensor:
@@ -250,8 +260,15 @@ class Shard:
 
     def _inputs(self, x: Tensor, position_ids: Tensor) -> dict[str, Any]:
         self._received = x = x[None]
-        name = "input_ids" if self.is_first else "inputs_embeds"
-        return {name: x, "position_ids": position_ids[None], "use_cache": False}
+        if not self.is_first:
+            return {"inputs_embeds": x, **self._positions(position_ids)}
+        if self._separator is None:
+            return {"input_ids": x, **self._positions(position_ids)}
+        types = _token_types(x[0], position_ids, self._separator)
+        return {"input_ids": x, "token_type_ids": types[None], **self._positions(position_ids)}
+
+    def _positions(self, position_ids: Tensor) -> dict[str, Any]:
+        return {"position_ids": position_ids[None] + self._first_position, "use_cache": False}
 
     def _take_received(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -259,6 +276,14 @@ class Shard:
         if args:
             return (self._received, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": self._received}
+
+
+def _token_types(ids: Tensor, position_ids: Tensor, separator: int) -> Tensor:
+    """Returns 1 for the tokens of packed pairs [T] behind a separator of their pair, else 0."""
+    is_separator = (ids == separator).long()
+    num_before = is_separator.cumsum(0) - is_separator
+    begins = torch.arange(len(ids), device=ids.device) - position_ids
+    return (num_before > num_before[begins.clamp(min=0)]).long()
 
 
 def _linear_sizes(model: nn.Module, stack: nn.Module) -> dict[str, LinearSize]:
@@ -298,7 +323,8 @@ def _some(names: Any) -> str:
 
 
 def _check_signatures(model: Any) -> None:
-    for part, needed in ((language_model(model), "position_ids"), (model, "logits_to_keep")):
+    needs = [(language_model(model), "position_ids"), (model, "logits_to_keep")]
+    for part, needed in needs[:1] if is_encoder(model.config) else needs:
         if needed not in inspect.signature(part.forward).parameters:
             refuse(f"{type(part).__name__}.forward takes no {needed}, which packed batches need")
 

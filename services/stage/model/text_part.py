@@ -15,6 +15,7 @@ import transformers as tf
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from services.stage.model.encoder_class import encoder_class, is_encoder
 from services.stage.model.refusal import refuse
 
 META = torch.device("meta")
@@ -60,8 +61,10 @@ def is_container(config: Any) -> bool:
 
 
 def model_class(config: Any) -> Any:
-    """Returns transformers' class for this config that generates text: of a container the one that
-    its checkpoint names, if it names one. None if transformers has none."""
+    """Returns transformers' class for this config that generates text, or pools: of a container the
+    one that its checkpoint names, if it names one. None if transformers has none."""
+    if is_encoder(config):
+        return encoder_class(config)
     mappings = CONTAINERS if is_container(config) else (tf.MODEL_FOR_CAUSAL_LM_MAPPING,)
     found = [kind for mapping in mappings for kind in _kinds(mapping.get(type(config), ()))]
     named = [kind for kind in found if kind.__name__ in (config.architectures or ())]

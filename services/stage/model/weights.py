@@ -31,8 +31,13 @@ DECIDING = (
     "merges.txt",
     "special_tokens_map.json",
     "chat_template*",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_*_config.json",
+    "*_Pooling/config.json",
 )
-"""Files next to the weights that turn messages and text into ids, and ids into tokens."""
+"""Files next to the weights that turn messages and text into ids, and ids into tokens; of encoders,
+hidden states into vectors."""
 
 HEADER_MAX_BYTES = 100_000_000
 LENGTH_BYTES = 8
@@ -150,7 +155,8 @@ def fingerprint(folder: Path, cache_folder: Path) -> str:
     on it."""
     digest = hashlib.sha256()
     for path in _deciding_files(folder):
-        digest.update(_line(path.name, hashlib.sha256(path.read_bytes()).hexdigest()))
+        name = str(path.relative_to(folder))
+        digest.update(_line(name, hashlib.sha256(path.read_bytes()).hexdigest()))
     for path in weight_files(folder):
         file = check_file(path)
         digest.update(

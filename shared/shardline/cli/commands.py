@@ -225,7 +225,7 @@ def _wait(client: Client, ids: list[UUID], timeout_s: float | None, *, json: boo
         if json:
             show.as_json(job)
         elif job.result is not None:
-            show.completion(job.result.text)
+            show.output(job.result)
     for job in jobs:
         succeeded(job)
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
-from shardline.contract.job import Job, JobState, JobSummary, Usage
+from shardline.contract.job import Job, JobState, JobSummary, Result, Usage
 from shardline.store.api_keys import ApiKey
 from shardline.store.dead_letters import DeadLetter
 from shardline.store.pipelines import LivePipeline
@@ -53,6 +53,12 @@ class PlainTable(Table):
 def printable(text: str) -> str:
     """The text with its control characters spelled out, but line breaks and tabs."""
     return text.translate(CONTROL_CHARS)
+
+
+def output(result: Result) -> None:
+    """What a job made: its completion, or an encoder's vector or score as JSON."""
+    made = result.score if result.embedding is None else result.embedding
+    completion(result.text if made is None else msgspec.json.encode(made).decode())
 
 
 def completion(text: str, *, nl: bool = True) -> None:
@@ -118,7 +124,7 @@ def job_details(job: Job) -> None:
     print_table(table)
     if job.result is not None:
         typer.echo()
-        completion(job.result.text)
+        output(job.result)
         for call in job.result.tool_calls:
             completion(f"{call.function.name}({call.function.arguments})")
 

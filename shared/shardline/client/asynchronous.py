@@ -19,8 +19,24 @@ from shardline.client.decisions import AnyQuestion, Input, decisions_of, questio
 from shardline.client.fields import JobFields
 from shardline.client.job_reader import JobReader
 from shardline.client.query_batcher import QueryBatcher
-from shardline.client.questions import Answer, Decisions, Ids, Jobs, Question, Summaries
+from shardline.client.questions import (
+    Answer,
+    Decisions,
+    Ids,
+    Jobs,
+    Question,
+    Scores,
+    Summaries,
+    Vectors,
+)
 from shardline.client.requests import AnyRequest, checked, request_of, succeeded
+from shardline.client.vectors import (
+    AnyText,
+    pair_requests,
+    scores_of,
+    text_requests,
+    vectors_of,
+)
 from shardline.contract.ids import JobId, as_id, is_one, one_or_many
 from shardline.contract.job import Job, JobState
 from shardline.contract.wire import Delta
@@ -102,6 +118,33 @@ class AsyncClient(BaseClient[AsyncEngine]):
         asked = question_requests(model, about, questions, fields, self.tenant)
         ids = await self.submit_many(asked)
         return decisions_of(await self.wait(ids, timeout_s))
+
+    async def embed(
+        self,
+        model: str,
+        texts: Iterable[AnyText],
+        *,
+        timeout_s: float | None = None,
+        **fields: Unpack[JobFields],
+    ) -> Vectors:
+        """Turn texts, or their token ids, into vectors, each as a job; in order. Raises as
+        `submit_many` and `wait` do."""
+        ids = await self.submit_many(text_requests(model, texts, fields, self.tenant))
+        return vectors_of(await self.wait(ids, timeout_s))
+
+    async def score(
+        self,
+        model: str,
+        query: str,
+        documents: Iterable[str],
+        *,
+        timeout_s: float | None = None,
+        **fields: Unpack[JobFields],
+    ) -> Scores:
+        """Score documents by a query, each as a job; in order. Raises as `submit_many` and `wait`
+        do."""
+        ids = await self.submit_many(pair_requests(model, query, documents, fields, self.tenant))
+        return scores_of(await self.wait(ids, timeout_s))
 
     async def get(self, job_id: JobId) -> Job:
         """The job, with its result if it has one. Raises NotFound."""

@@ -41,6 +41,9 @@ class JobFields(TypedDict, total=False):
     add_special_tokens: bool | None
     truncate_prompt_tokens: int | None
     question: Question | Mapping[str, Any] | None
+    document: str | None
+    dimensions: int | None
+    prompt_name: str | None
     structured_outputs: StructuredOutput | Mapping[str, Any] | None
     tools: Sequence[Tool | Mapping[str, Any]]
     tool_choice: ToolChoice | Mapping[str, Any] | None

@@ -32,6 +32,8 @@ Question = Callable[[Connection], Answer]
 
 # Names for annotations: inside the clients `list` is the method.
 Decisions = list[Decision]
+Scores = list[float]
+Vectors = list[tuple[float, ...]]
 Ids = list[UUID]
 Jobs = list[Job]
 Summaries = list[JobSummary]

@@ -36,6 +36,9 @@ MAX_CRASHES = 100
 restart."""
 
 MAX_TOKENS = 1_000_000
+MAX_DOCUMENT_CHARS = 1 << 20
+MAX_DIMENSIONS = 65_536
+"""Of a vector."""
 PROMPT_END_TOKENS = 16
 """Of a prompt's last tokens: what a completion is decoded behind. Its first space, or a character
 that both make, hangs on them."""
@@ -159,6 +162,12 @@ class SamplingParams(
     """What the text must be; it ends where it can only end."""
     question: Question | None = None
     """Answered with the probabilities of its options; no text is generated."""
+    document: Annotated[str, Meta(min_length=1, max_length=MAX_DOCUMENT_CHARS)] | None = None
+    """What a cross-encoder scores the prompt with."""
+    dimensions: Annotated[int, Meta(ge=1, le=MAX_DIMENSIONS)] | None = None
+    """To which an encoder's vector is cut; None: not at all."""
+    prompt_name: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    """Of an encoder's prompts, which stand before a text; None: its default one."""
     tools: Tools = ()
     """What the model may call. With messages alone, as all that follows up to `logprobs`."""
     tool_choice: ToolChoice | None = None
@@ -293,6 +302,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """One for each token of the prompt; None for the first, which follows nothing."""
     decision: Decision | None = None
     """The answer to the job's question."""
+    embedding: tuple[float, ...] | None = None
+    """The vector of the prompt, in float32, by a model that embeds."""
+    score: float | None = None
+    """Of prompt and document, in float32, by a cross-encoder."""
     reasoning: str | None = None
     """What the model thought, of a chat."""
     tool_calls: tuple[ToolCall, ...] = ()

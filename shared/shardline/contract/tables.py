@@ -8,6 +8,7 @@ and the views `job_costs` and `decisions` are in the migrations.
 from __future__ import annotations
 
 from sqlalchemy import (
+    REAL,
     BigInteger,
     Boolean,
     CheckConstraint,
@@ -116,6 +117,8 @@ models = Table(
     Column("fingerprint", Text, nullable=False),
     # Of heads: fingerprints of LoRA adapters by name, for doors to know them.
     json_object("adapters"),
+    # What a model that pools makes of texts; null: it generates text.
+    Column("encoder", JSONB(none_as_null=True)),
     created("updated_at"),
     CheckConstraint("length(name) BETWEEN 1 AND 256", name="name_is_1_to_256_characters"),
     CheckConstraint("context_length > 0 AND vocab_size > 0", name="sizes_are_positive"),
@@ -305,6 +308,8 @@ results = Table(
     created("created_at"),
     Column("choice", Text),
     Column("probabilities", ARRAY(Double)),
+    # By encoders, in float32: a text's vector. `score` is also that of a pair of texts.
+    Column("embedding", ARRAY(REAL)),
     *(Column(name, Double) for name in ("probability", "confidence", "score", "label_mass")),
     CheckConstraint(one_of("finish_reason", tuple(FinishReason)), name="finish_reason_is_known"),
 )

@@ -88,7 +88,8 @@ SELECT lent.task_id, lent.job_id, lent.request,
     CASE WHEN results.choice IS NOT NULL THEN jsonb_build_object(
         'choice', results.choice, 'probability', results.probability,
         'confidence', results.confidence, 'score', results.score,
-        'probabilities', results.probabilities, 'label_mass', results.label_mass) END AS decision
+        'probabilities', results.probabilities, 'label_mass', results.label_mass) END AS decision,
+    results.embedding, CASE WHEN results.choice IS NULL THEN results.score END AS score
 FROM lent LEFT JOIN jobs ON jobs.id = lent.job_id LEFT JOIN results ON results.job_id = lent.job_id
 ORDER BY coalesce(jobs.finished_at, lent.created_at), lent.task_id
 """)
@@ -167,6 +168,8 @@ class EndedTask:
     reasoning: str | None = None
     tool_calls: Sequence[Mapping[str, Any]] | None = None
     decision: Mapping[str, Any] | None = None
+    embedding: Sequence[float] | None = None
+    score: float | None = None
 
 
 def store(

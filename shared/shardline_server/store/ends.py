@@ -30,7 +30,7 @@ WITH ends AS (
         logprobs jsonb, reasoning text, reasoning_tokens int, tool_calls jsonb,
         prompt_logprobs jsonb, exact bool, timings jsonb, provenance jsonb, choice text,
         probability float8, confidence float8, score float8, probabilities float8[],
-        label_mass float8)
+        label_mass float8, embedding real[])
 ),
 -- Jobs that are still in the state that they are to leave, under the same fence, locked in
 -- order of id.
@@ -61,12 +61,13 @@ result AS (
         job_id, fence, text, token_ids, prompt_tokens, completion_tokens, cached_tokens,
         finish_reason, logprobs, reasoning, reasoning_tokens, tool_calls, prompt_logprobs,
         exact, timings, provenance, choice, probability, confidence, score, probabilities,
-        label_mass)
+        label_mass, embedding)
     SELECT ended.id, ended.fence, ends.text, ends.token_ids, ends.prompt_tokens,
         ends.completion_tokens, ends.cached_tokens, ends.finish_reason, ends.logprobs,
         ends.reasoning, ends.reasoning_tokens, ends.tool_calls, ends.prompt_logprobs,
         ends.exact AND ended.exact, ends.timings, ends.provenance, ends.choice, ends.probability,
-        ends.confidence, ends.score, ends.probabilities, ends.label_mass
+        ends.confidence, ends.score, ends.probabilities, ends.label_mass,
+        ends.embedding
     FROM ended JOIN ends ON ends.job_id = ended.id WHERE ends.finish_reason IS NOT NULL
 )
 SELECT id, state FROM ended

@@ -9,9 +9,10 @@ from shardline_server.tokenize.folder import (
     tokenizer_json,
     tokenizers_eos_id,
 )
+from shardline_server.tokenize.prepared_prompt import PreparedPrompt
 from shardline_server.tokenize.token_texts import TokenText, TokenTexts
 from shardline_server.tokenize.tokenizer_cache import RegisteredModel, TokenizerCache, addresses
-from shardline_server.tokenize.tokens import PreparedPrompt, Tokens
+from shardline_server.tokenize.tokens import Tokens
 from shardline_server.tokenize.vocabulary import BROKEN, Piece, Vocabulary
 
 __all__ = [

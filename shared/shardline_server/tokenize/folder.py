@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
 
 from shardline.base.errors import Invalid
+from shardline.contract import plain_json
+from shardline.contract.encoders.encoder import Encoder
 from shardline_server.replies import named
 
 SPECIAL_TOKENS = (
@@ -37,9 +40,10 @@ def model_row(
     vocab_size: int,
     eos_ids: Sequence[int],
     revision: str | None = None,
+    encoder: Encoder | None = None,
 ) -> dict[str, Any]:
     """The fields of the model in `folder`, with its head's limits. Without tokenizer.json it takes
-    token ids only. Raises Invalid."""
+    token ids only; without `encoder` it generates text. Raises Invalid."""
     tokenizer_config = _read(folder / "tokenizer_config.json")
     return {
         "name": name,
@@ -51,6 +55,7 @@ def model_row(
         "tokenizer": tokenizer_json(folder),
         "chat_template": _chat_template(folder, tokenizer_config),
         "special_tokens": _special_tokens(folder, tokenizer_config),
+        "encoder": plain_json.builtins(encoder),
     }
 
 
@@ -111,6 +116,21 @@ def tokenizer_json(folder: Path) -> str:
     tokenizer = Tokenizer.from_str(text)
     tokenizer.add_tokens(missing)
     return str(tokenizer.to_str())
+
+
+def tokenizer_from(text: str) -> Tokenizer:
+    """Returns it without the padding and truncation that a file may ask for: they would change
+    prompts silently. Of an empty text one that knows no token. Raises Invalid."""
+    if not text:
+        return Tokenizer(WordLevel({}, unk_token=""))
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:
+        problem = f"tokenizer.json cannot be read: {error}"
+        raise Invalid("tokenizer", problem, "Copy the model again") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _added_token(token: Mapping[str, Any]) -> AddedToken:

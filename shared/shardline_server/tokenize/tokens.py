@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import msgspec
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 from shardline.base.errors import ContextExceeded, Invalid
 from shardline.contract.chat import Message, Tool
 from shardline.contract.decision import FIELD as QUESTION
 from shardline.contract.decision import Question
+from shardline.contract.encoders.encoder import GENERATE, Encoder
 from shardline.contract.job import ALL_THAT_FIT, Prompt, SamplingParams
 from shardline.contract.request_parsing import check_is_no_chat, check_params, check_prompt_logprobs
 from shardline.contract.structured_output import FIELD as STRUCTURED_OUTPUTS
@@ -29,8 +27,11 @@ from shardline_server.tokenize.bad_words import banned_ids
 from shardline_server.tokenize.chat_format import ChatFormat, called_by
 from shardline_server.tokenize.completion import CompletionText
 from shardline_server.tokenize.continuation import up_to_end_mark, with_end_mark
+from shardline_server.tokenize.encoders.encoder_texts import EncoderTexts, check_generates
+from shardline_server.tokenize.folder import tokenizer_from
 from shardline_server.tokenize.grammar_judge import Question as GrammarQuestion
 from shardline_server.tokenize.grammar_trial import TRIAL, GrammarBudget
+from shardline_server.tokenize.prepared_prompt import PreparedPrompt
 from shardline_server.tokenize.questions import QuestionLabels
 from shardline_server.tokenize.reply_grammar import arguments_schema
 from shardline_server.tokenize.token_texts import TokenTexts
@@ -44,14 +45,6 @@ USUAL_CHARS_PER_TOKEN = 8
 its beginning is tried first."""
 MIN_BEGINNING = 64 << 10
 """Characters with tokens that cost next to nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedPrompt:
-    """A request as an engine takes it: ids, and the number of tokens it may generate."""
-
-    prompt_ids: tuple[int, ...]
-    max_tokens: int
 
 
 class Tokens:
@@ -68,15 +61,17 @@ class Tokens:
         context_length: int,
         vocab_size: int,
         eos_ids: Sequence[int],
+        encoder: Encoder | None = None,
     ) -> None:
         self.model = model
+        self.encoder = encoder
         self.context_length = self.longest = context_length
         """`longest` is what a pipeline holds in KV, prompt and completion together; never more than
         the context."""
         self.vocab_size = vocab_size
         self.eos_ids = tuple(eos_ids)
         self.has_tokenizer = bool(tokenizer_json)
-        self.tokenizer = _load(tokenizer_json)
+        self.tokenizer = tokenizer_from(tokenizer_json)
         self.chat = ChatFormat(
             self.tokenizer,
             eos_ids=self.eos_ids,
@@ -96,6 +91,7 @@ class Tokens:
             context_length=row["context_length"],
             vocab_size=row["vocab_size"],
             eos_ids=row["eos_token_ids"],
+            encoder=msgspec.convert(row["encoder"], Encoder | None),
         )
 
     def within(self, kv_tokens: int | None) -> Tokens:
@@ -113,6 +109,10 @@ class Tokens:
     ) -> PreparedPrompt:
         """Token ids within every limit of the model. Raises Invalid, naming the field, the limit
         and the remedy."""
+        if self.encoder is not None:
+            texts = self._encoder_texts(self.encoder)
+            return texts.prepare(prompt, params, is_chat=messages is not None)
+        check_generates(self.model, params)
         if not prompt and not messages:
             raise Invalid(
                 "prompt", "it is empty; at least one token is needed", "Send some text or token ids"
@@ -141,6 +141,20 @@ class Tokens:
         ids = self._kept(ids, params)
         check_prompt_logprobs(params, len(ids))
         return PreparedPrompt(prompt_ids=ids, max_tokens=self._max_tokens(field, len(ids), params))
+
+    @property
+    def task(self) -> str:
+        """What the model is asked for: generate, embed or score."""
+        return GENERATE if self.encoder is None else self.encoder.task
+
+    def _encoder_texts(self, encoder: Encoder) -> EncoderTexts:
+        return EncoderTexts(
+            model=self.model,
+            encoder=encoder,
+            tokenizer=self.tokenizer if self.has_tokenizer else None,
+            longest=self.longest,
+            vocab_size=self.vocab_size,
+        )
 
     def _rendered(self, messages: Sequence[Message], params: SamplingParams) -> str:
         """The text of the messages, up to where the completion begins. Raises Invalid."""
@@ -382,19 +396,3 @@ class Tokens:
         if self.longest == self.context_length:
             return "it"
         return f"what the KV of {self.model}'s pipelines holds of its {self.context_length}"
-
-
-def _load(tokenizer_json: str) -> Tokenizer:
-    """Padding and truncation that a file may ask for are never wanted here: they would change
-    prompts silently."""
-    if not tokenizer_json:
-        return Tokenizer(WordLevel({}, unk_token=""))
-    try:
-        tokenizer = Tokenizer.from_str(tokenizer_json)
-    except Exception as error:
-        raise Invalid(
-            "tokenizer", f"tokenizer.json cannot be read: {error}", "Copy the model again"
-        ) from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer

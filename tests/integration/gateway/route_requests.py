@@ -15,6 +15,13 @@ ASKED = {
     "input": PROMPT,
     "questions": [{"type": "predicate", "instructions": "It is late."}],
 }
+ENCODERS: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"model": "clerk", "input": PROMPT},
+    "/v1/rerank": {"model": "clerk", "query": PROMPT, "documents": [PROMPT]},
+    "/v1/score": {"model": "clerk", "text_1": PROMPT, "text_2": PROMPT},
+}
+"""Routes that this model refuses, since it generates text; tests/integration/standalone/
+test_encoders.py has their answers."""
 CHAT = {"model": "clerk", "messages": [{"role": "user", "content": "a"}]}
 STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 
@@ -48,8 +55,8 @@ def body_of(path: str) -> dict[str, Any]:
         return {"model": "clerk", "tokens": [1]}
     if path in ("/v1/responses", "/v1/responses/input_tokens"):
         return {"model": "clerk", "input": PROMPT, "background": True}
-    if path == DECISIONS:
-        return ASKED
+    if path in (others := {DECISIONS: ASKED, **ENCODERS}):
+        return others[path]
     if path.startswith("/v1/chat/completions/"):
         return {"metadata": {"a": "b"}}
     if path == "/v1/messages":

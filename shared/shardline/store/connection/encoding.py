@@ -127,6 +127,8 @@ def dump_result(result: Result) -> dict[str, Any]:
         "exact": result.exact,
         "timings": result.timings,
         "provenance": result.provenance,
+        "embedding": result.embedding,
+        "score": result.score,
         **({} if result.decision is None else msgspec.structs.asdict(result.decision)),
     }
 
@@ -152,6 +154,8 @@ def load_result(row: RowMapping, prefix: str = "") -> Result:
         timings=row[f"{prefix}timings"],
         provenance=row[f"{prefix}provenance"],
         decision=_load_decision(row, prefix),
+        embedding=None if row[f"{prefix}embedding"] is None else tuple(row[f"{prefix}embedding"]),
+        score=row[f"{prefix}score"] if row[f"{prefix}choice"] is None else None,
     )
 
 

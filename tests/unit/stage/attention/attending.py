@@ -55,6 +55,8 @@ class Case:
     value_dim: int | None = None
     dtype: torch.dtype = torch.float32
     options: dict[str, Any] = field(default_factory=dict)
+    both_ways: bool = False
+    """Rows see later ones too: each sequence is fed whole."""
     seed: int = 0
 
     @property
@@ -112,6 +114,8 @@ def _attend_in_float64(query: Tensor, key: Tensor, value: Tensor, case: Case) ->
     if cap := options.get("softcap"):
         scores = cap * torch.tanh(scores / cap)
     age = torch.arange(num)[:, None] - torch.arange(num)[None]
+    if case.both_ways:
+        age = age.abs()
     scores = scores.masked_fill(
         (age < 0) | (age >= (options.get("sliding_window") or num)), float("-inf")
     )
@@ -130,7 +134,7 @@ def attend(
 ) -> list[Tensor]:
     """Each sequence's rows [n, H, D], fed in steps in which every unfinished sequence takes its
     next chunk."""
-    attention = Attention(kernel)
+    attention = Attention(kernel, both_ways=case.both_ways)
     num_blocks = sum(blocks_for(n) for n in case.lengths) + 1
     kv = PagedKv(
         layers={LAYER: case.shape}, num_blocks=num_blocks, dtype=case.dtype, device=place.device

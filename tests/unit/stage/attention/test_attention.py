@@ -4,6 +4,7 @@ chunking."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,6 +78,30 @@ def test_any_layer_in_any_chunks_matches_the_reference(
         torch.testing.assert_close(
             output.double(), expected, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype]
         )
+
+
+@pytest.mark.parametrize(
+    "kernel", [*KERNELS, None], ids=[*(kernel.isa for kernel in KERNELS), "sdpa"]
+)
+@pytest.mark.parametrize("window", [None, 1, 9, 70, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_that_sees_both_ways_matches_the_reference_and_knows_no_neighbor(
+    kernel: Kernel | None, window: int | None, dtype: torch.dtype
+) -> None:
+    lengths = (1, 130, 64, 17)
+    options = {"sliding_window": window}
+    case = Case(lengths=lengths, head_dim=32, dtype=dtype, options=options, both_ways=True)
+    whole = [max(lengths)]
+    outputs = attend(kernel, case, whole, min_rows=2)
+    for output, expected in zip(outputs, reference(case), strict=True):
+        torch.testing.assert_close(
+            output.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
+    if kernel is not None:
+        (alone,) = attend(kernel, replace(case, lengths=lengths[:1]), whole)
+        assert torch.equal(alone, outputs[0])
+        padded = attend(kernel, case, whole, min_rows=sum(lengths) + 5)
+        assert all(torch.equal(one, other) for one, other in zip(padded, outputs, strict=True))
 
 
 MODELS = {

@@ -1,0 +1,1 @@
+"""Requests that stand for several jobs."""

@@ -1,0 +1,1 @@
+"""What encoders make of texts, and what doors know of them."""

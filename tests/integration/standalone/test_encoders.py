@@ -1,0 +1,155 @@
+"""Encoders behind the whole service: the same vectors at every door and after a stage was killed,
+and errors that name the model's task."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import psutil
+import pytest
+import redis
+import torch
+import transformers as tf
+from celery import Celery
+from openai import BadRequestError, OpenAI
+from sqlalchemy import Engine, text
+
+from shardline.client import Client
+from shardline.contract import keys
+from shardline.contract.queues import INTAKE_QUEUE, SUBMIT_TASK
+from shardline_server.tokenize import Tokens
+from shardline_server.tokenize.folder import model_row
+from tests.encoders import save_encoder
+from tests.models import VOCAB_SIZE
+from tests.polling import until
+from tests.stack import Stack
+
+NAME = "tiny"
+LONGEST = 128
+LEAST_COSINE = 0.99999
+TEXTS = ("w9", "w10 w11 w12 w13", "w14 " * 100)
+NUM_KILLED = 200
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_encoder(tmp_path_factory.mktemp("models"), "bert")
+
+
+@pytest.fixture(scope="module")
+def stack(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    settings = {"SHARDLINE_MODEL": str(model), "SHARDLINE_MODEL_NAME": NAME}
+    stack = Stack(tmp_path_factory.mktemp("encoder"), **settings, SHARDLINE_STAGES="2")
+    stack.start()
+    yield stack
+    stack.end()
+    assert stack.left() == []
+
+
+def expected(model: Path, texts: tuple[str, ...]) -> list[np.ndarray[Any, Any]]:
+    """By transformers, each text alone."""
+    row = model_row(
+        model, name=NAME, fingerprint="f", context_length=LONGEST, vocab_size=VOCAB_SIZE, eos_ids=()
+    )
+    tokens = Tokens.from_row(row)
+    whole = tf.AutoModel.from_pretrained(model).eval()
+    with torch.inference_mode():
+        states = [
+            whole(
+                input_ids=torch.tensor(
+                    [tokens.encode(each, field="input", add_special_tokens=True)]
+                )
+            ).last_hidden_state[0]
+            for each in texts
+        ]
+    return [torch.nn.functional.normalize(each.mean(0), dim=0).numpy() for each in states]
+
+
+def bits(vectors: Any) -> list[bytes]:
+    return [np.array(each, dtype="<f4").tobytes() for each in vectors]
+
+
+def test_openais_client_gets_the_vectors_of_transformers(openai: OpenAI, model: Path) -> None:
+    packed = openai.embeddings.create(model=NAME, input=list(TEXTS))
+    plain = openai.embeddings.create(model=NAME, input=list(TEXTS), encoding_format="float")
+
+    found = [each.embedding for each in packed.data]
+    assert bits(found) == bits(each.embedding for each in plain.data)
+    assert [each.index for each in packed.data] == [0, 1, 2]
+    for one, other in zip(found, expected(model, TEXTS), strict=True):
+        assert np.dot(np.array(one), other) >= LEAST_COSINE
+    assert packed.usage.prompt_tokens == packed.usage.total_tokens == sum((3, 6, 102))
+    ids = openai.embeddings.create(model=NAME, input=[[3, 9, 4], [3, 10, 11, 12, 13, 4]])
+    assert bits(each.embedding for each in ids.data) == bits(found[:2])
+    alone = openai.embeddings.create(model=NAME, input=[3, 9, 4])
+    assert bits(each.embedding for each in alone.data) == bits(found[:1])
+
+
+def test_every_door_has_the_same_vector(stack: Stack, client: Client, database: Engine) -> None:
+    (wanted,) = client.embed(NAME, TEXTS[1:2], timeout_s=120)
+    ids = [uuid4() for _ in range(2)]
+    request = {"model": NAME, "prompt": TEXTS[1]}
+    with redis.Redis.from_url(stack.urls["redis"]) as producer:
+        producer.xadd(keys.INTAKE, {"request": json.dumps({"id": str(ids[0]), **request})})
+    app = Celery(broker=stack.urls["redis"])
+    app.send_task(SUBMIT_TASK, kwargs=request, task_id=str(ids[1]), queue=INTAKE_QUEUE)
+    with database.begin() as connection:
+        insert = text("INSERT INTO jobs (model, prompt) VALUES (:model, :prompt) RETURNING id")
+        ids.append(connection.scalars(insert, request).one())
+    until(lambda: len(client.get_many(ids)) == len(ids))
+    client.wait(ids, timeout_s=120)
+
+    with database.begin() as connection:
+        query = text("SELECT embedding, text FROM results WHERE job_id = ANY(:ids)")
+        rows = connection.execute(query, {"ids": ids}).all()
+    assert [row.text for row in rows] == [""] * len(ids)
+    assert bits(row.embedding for row in rows) == bits([wanted]) * len(ids)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/embeddings", {"input": "w9 " * 200}, "input"),
+        ("/embeddings", {"input": ["w9", ""]}, "input[1]"),
+        ("/embeddings", {"input": "w9", "dimensions": 8}, "dimensions"),
+        ("/embeddings", {"input": "w9", "temperature": 0.5}, "temperature"),
+        ("/chat/completions", {"messages": [{"role": "user", "content": "w9"}]}, "model"),
+        ("/completions", {"prompt": "w9"}, "model"),
+        ("/score", {"text_1": "w9", "text_2": "w9"}, "model"),
+        ("/rerank", {"query": "w9", "documents": ["w9"]}, "model"),
+    ],
+)
+def test_what_an_encoder_cannot_do_is_refused_by_name(
+    openai: OpenAI, path: str, body: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(BadRequestError) as refused:
+        openai.post(path, body={"model": NAME, **body}, cast_to=object)
+    assert refused.value.param == field
+    assert field != "model" or "its task is embed" in refused.value.message
+
+
+def test_a_text_is_cut_where_the_request_says_so(openai: OpenAI) -> None:
+    cut = {"truncate_prompt_tokens": -1}
+    found = openai.embeddings.create(model=NAME, input="w9 " * 200, extra_body=cut)
+    assert found.usage.prompt_tokens == LONGEST
+
+
+def test_vectors_are_the_same_after_a_stage_was_killed(stack: Stack, client: Client) -> None:
+    texts = [" ".join(f"w{5 + at % 90}" for at in range(1, 1 + num % 90)) or "w7"
+             for num in range(NUM_KILLED)]  # fmt: skip
+    calm = bits(client.embed(NAME, texts, timeout_s=200))
+    ids = client.submit_many([{"model": NAME, "prompt": each} for each in texts])
+    stages = [pid for name, pid in stack.look()["processes"].items() if "stage" in name]
+    until(lambda: any(job.result for job in client.get_many(ids)))
+    for pid in stages:
+        psutil.Process(pid).kill()
+
+    jobs = client.wait(ids, timeout_s=400)
+
+    assert bits(job.result and job.result.embedding for job in jobs) == calm
+    assert all(job.result is not None and job.result.exact for job in jobs)
