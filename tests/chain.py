@@ -44,6 +44,8 @@ class Pressure:
     num_slots: int
     moves: list[Move] = field(default_factory=list)
     """Those that plans carried."""
+    opened: list[int] = field(default_factory=list)
+    """The numbers of sequences: a preempted one gets another."""
 
 
 @dataclass(slots=True)
@@ -159,6 +161,7 @@ def complete(
             max_adapters=stages[0].max_adapters,
             prompt_lookup=0 if guesses is None else LOOKUP_ROWS,
             offload=OffloadTerms(num_slots=pressure.num_slots) if pressure else NO_OFFLOAD,
+            num_states=min((each.num_states for each in stages if each.num_states), default=0),
         )
     )
     chain = Chain(stages)
@@ -178,6 +181,7 @@ def complete(
                 guesses.num_made += plan.num_drafts
             if pressure is not None:
                 pressure.moves.extend(plan.moves)
+                pressure.opened.extend(each.seq for each in plan.opens)
         for event in scheduler.apply(chain.run(in_flight.popleft())):
             assert not isinstance(event, SequenceFailed), event.reason
             if guesses is not None and isinstance(event, NewTokens):

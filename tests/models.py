@@ -33,6 +33,12 @@ HEADS_ALIKE: dict[str, Any] = {
 OLDER: dict[str, Any] = {
     name: size for name, size in HEADS_ALIKE.items() if name != "intermediate_size"
 }
+DELTA_RULE: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 40,
+}
 WINDOW = 24
 """Shorter than the prompts of the tests, so that windows matter."""
 
@@ -90,6 +96,63 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "stablelm": lambda: tf.StableLmConfig(**COMMON),
     "nemotron": lambda: tf.NemotronConfig(**COMMON, head_dim=8),
     "olmoe": lambda: tf.OlmoeConfig(**MIXTURE, num_experts=4),
+    "lfm2": lambda: tf.Lfm2Config(
+        **COMMON, layer_types=["conv", "full_attention", "conv", "conv"], block_multiple_of=16
+    ),
+    "granitemoehybrid": lambda: tf.GraniteMoeHybridConfig(
+        **COMMON,
+        shared_intermediate_size=48,
+        num_local_experts=0,
+        layer_types=["mamba", "attention", "mamba", "mamba"],
+        embedding_multiplier=3.0,
+        residual_multiplier=0.5,
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_d_state=24,
+        mamba_n_groups=2,
+    ),
+    "qwen3-next": lambda: tf.Qwen3NextConfig(
+        **MIXTURE,
+        head_dim=16,
+        num_experts=4,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        **DELTA_RULE,
+    ),
+    "qwen3.5": lambda: tf.Qwen3_5TextConfig(
+        **COMMON, head_dim=16, **DELTA_RULE, layer_types=["linear_attention", "full_attention"] * 2
+    ),
+    "olmo-hybrid": lambda: tf.OlmoHybridConfig(
+        **COMMON, **DELTA_RULE, layer_types=["linear_attention", "full_attention"] * 2
+    ),
+    "nemotron-h": lambda: tf.NemotronHConfig(
+        **MIXTURE,
+        head_dim=16,
+        layer_types=["linear_attention", "mlp", "full_attention", "linear_attention"],
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        ssm_state_size=24,
+        n_groups=2,
+    ),
+    "bamba": lambda: tf.BambaConfig(
+        **COMMON,
+        attn_layer_indices=[1],
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_d_state=24,
+        mamba_n_groups=2,
+    ),
+    "falcon-h1": lambda: tf.FalconH1Config(
+        **COMMON,
+        mamba_d_ssm=64,
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_d_state=24,
+        mamba_n_groups=2,
+        ssm_multipliers=[0.5, 0.7, 0.9, 1.1, 1.3],
+        ssm_in_multiplier=1.5,
+    ),
     "granitemoe": lambda: tf.GraniteMoeConfig(**MIXTURE, num_local_experts=4),
 }
 

@@ -62,6 +62,9 @@ class StageMeter:
             self._show_energy(loaded.power)
         self._metrics.kv_blocks.labels("used").set_function(lambda: executor.blocks_used)
         self._metrics.kv_blocks.labels("all").set(executor.num_blocks)
+        states = self._metrics.recurrent_states
+        states.labels("used").set_function(lambda: executor.states_used)
+        states.labels("all").set(executor.num_states)
 
     def _show_profile(self, drift: Drift) -> None:
         """What was measured of the device and of its links; the device's rates follow its drift."""

@@ -151,6 +151,8 @@ class LoadedStage:
             "kv_blocks": executor.num_blocks,
             "kv_blocks_used": executor.blocks_used,
             "streamed_layers": len(executor.forward.shard.streamed_layers),
+            "states": executor.num_states,
+            "states_used": executor.states_used,
             "kv_slots": executor.offload.num_slots,
             "kv_slot_move_us": round(executor.offload.move_s * 1e6),
             "sequences": executor.num_open,
@@ -288,6 +290,7 @@ def load(placed: PlacedStage) -> LoadedStage:
         attention=executor.attention_kind,
         exact=executor.exact,
         kv_blocks=executor.num_blocks,
+        states=executor.num_states,
     )
     power = power_of(device, settings.device_watts)
     return LoadedStage(
@@ -311,6 +314,7 @@ def capacity_of(executor: Executor, power: Power | None) -> Capacity:
         exactness=executor.fingerprint,
         exact=executor.exact,
         num_slots=executor.offload.num_slots,
+        num_states=executor.num_states,
         move_us=math.ceil(executor.offload.move_s * 1e6),
         power=power.source if power else "",
     )

@@ -30,8 +30,9 @@ class Batch:
     def __init__(
         self, config: SchedulerConfig, waiting: WaitingQueue, recompute_cost: RecomputeCost
     ) -> None:
-        num_slots = config.offload.num_slots
-        self.kv = PrefixCache(config.num_blocks, is_on=config.prefix_cache, num_slots=num_slots)
+        is_on = config.prefix_cache and not config.is_recurrent
+        num_slots = config.offload.num_slots if is_on else 0
+        self.kv = PrefixCache(config.num_blocks, is_on=is_on, num_slots=num_slots)
         self.running: dict[int, Sequence] = {}
         self.prefilling: dict[int, Sequence] = {}
         self.ready: dict[int, Sequence] = {}
@@ -48,8 +49,12 @@ class Batch:
 
     @property
     def is_full(self) -> bool:
-        """Whether every seat is taken."""
-        return len(self.running) == self._config.max_seats
+        """Whether every seat is taken, or the stages hold as many states as they can: a sequence
+        that leaves keeps its own until the plan that closes it."""
+        config = self._config
+        if config.is_recurrent and len(self.running) + len(self._closes) >= config.num_states:
+            return True
+        return len(self.running) == config.max_seats
 
     @property
     def num_decoding(self) -> int:

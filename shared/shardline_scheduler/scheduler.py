@@ -107,7 +107,7 @@ class Scheduler:
             return []
         num_free = self._batch.kv.pool.num_free
         num_running = self.num_running
-        called = self._parked.call(num_free, num_running, max_seats=self.config.max_seats)
+        called = self._parked.call(num_free, num_running, max_seats=self.config.most_running)
         return [MayBegin(key=sequence.request.key) for sequence in called]
 
     def release(self, key: Key) -> None:
@@ -174,14 +174,22 @@ class Scheduler:
         return events
 
     def rebuild(
-        self, num_blocks: int, num_lanes: int | None = None, offload: OffloadTerms | None = None
+        self,
+        num_blocks: int,
+        num_lanes: int | None = None,
+        offload: OffloadTerms | None = None,
+        num_states: int | None = None,
     ) -> list[Event]:
         """A new epoch: stages know nothing, steps in flight are lost, every sequence waits again
-        with its tokens."""
+        with its tokens. What is None stays as it was."""
         config = self.config
-        num_lanes = num_lanes or config.num_lanes
-        offload = offload or config.offload
-        self.config = replace(config, num_blocks=num_blocks, num_lanes=num_lanes, offload=offload)
+        self.config = replace(
+            config,
+            num_blocks=num_blocks,
+            num_lanes=num_lanes or config.num_lanes,
+            offload=offload or config.offload,
+            num_states=config.num_states if num_states is None else num_states,
+        )
         old = self._batch
         self._begin_epoch()
         events: list[Event] = []

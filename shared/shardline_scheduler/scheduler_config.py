@@ -29,6 +29,10 @@ class SchedulerConfig:
     """Adapters of open sequences."""
     pools: bool = False
     """Sequences become vectors instead of tokens: each is one row of one step, and ends with it."""
+    num_states: int = 0
+    """Open sequences whose recurrent state the stages hold; 0: no layer has one. With a state no
+    tokens but a sequence's own can be found computed, and none can be taken back: there is neither
+    prefix cache nor prompt lookup nor offload."""
 
     def __post_init__(self) -> None:
         assert (
@@ -36,6 +40,16 @@ class SchedulerConfig:
             >= 1
         ), self
         assert not self.pools or self.max_len <= self.token_budget, self
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether sequences have a state besides KV."""
+        return self.num_states > 0
+
+    @property
+    def most_running(self) -> int:
+        """Returns the most sequences that can have a seat."""
+        return min(self.max_seats, self.num_states) if self.is_recurrent else self.max_seats
 
     def refusal(self, request: Request) -> str | None:
         """Why a request can never run here."""

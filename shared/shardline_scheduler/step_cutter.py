@@ -64,7 +64,8 @@ class StepCutter:
         batch = self._batch
         share = ceil_div(batch.num_decoding, self._config.num_lanes)
         decodes = list(islice(batch.ready.values(), min(share, builder.budget)))
-        room = min(self._config.prompt_lookup, builder.budget // 2) - len(decodes)
+        lookup = 0 if self._config.is_recurrent else self._config.prompt_lookup
+        room = min(lookup, builder.budget // 2) - len(decodes)
         for index, sequence in enumerate(decodes):
             if sequence.state is not State.RUNNING:
                 continue  # It was preempted for one before it.

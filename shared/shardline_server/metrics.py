@@ -152,6 +152,11 @@ class StageMetrics:
             ["doing", "source"],
         )
         self.kv_blocks = gauge("shardline_kv_blocks", "KV blocks of this stage", ["state"])
+        self.recurrent_states = gauge(
+            "shardline_recurrent_states",
+            "sequences whose recurrent state this stage holds",
+            ["state"],
+        )
         self.kv_moves = counter(
             "shardline_kv_moves", "KV blocks copied out of the pool and back", ["direction"]
         )

@@ -49,6 +49,12 @@ OFF_THE_PATH = {
         stage/model/pieces stage/products/packing stage/model/refusal
         stage/model/text_part stage/model/weights
     """,
+    "for a model with recurrent layers": """
+        stage/kernels/recurrent_calls stage/recurrent/convolution
+        stage/recurrent/delta_rule stage/recurrent/gated_norm stage/recurrent/mixers
+        stage/recurrent/recurrence stage/recurrent/short_convolution
+        stage/recurrent/slots stage/recurrent/state_space stage/recurrent/states
+    """,
     "where ranks divide a stage": """
         stage/engine/ranked_runner stage/ranks/group stage/ranks/messages
     """,

@@ -40,7 +40,7 @@ class OffloadArea:
         self._synchronize = synchronize
         is_far = any(keys.device.type != "cpu" for keys in kv.keys.values())
         block_bytes = PagedKv.bytes_per_block(kv.shapes, kv.dtype)
-        self.num_slots = num_bytes // block_bytes
+        self.num_slots = num_bytes // block_bytes if block_bytes else 0
         self._parts: list[tuple[Tensor, Tensor]] = []
         """Of each tensor of KV: itself, [blocks, Hk, 64, …], and its slots, [slots, Hk, 64, …]."""
         self.terms = NO_OFFLOAD

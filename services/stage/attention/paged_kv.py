@@ -25,16 +25,18 @@ token's slot."""
 
 NO_SEQUENCE = -1
 NO_BLOCK = -1
+NO_STATE = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """Adjacent rows of one sequence: `length` tokens from position `start`. `blocks` hold its KV,
-    in order."""
+    in order; `state` is the slot of what its recurrent layers keep."""
 
     start: int
     length: int
     blocks: Sequence[int]
+    state: int = NO_STATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

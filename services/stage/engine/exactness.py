@@ -52,13 +52,19 @@ class Probe:
         compute_outputs: ComputeOutputs,
         random_inputs: Callable[[int, torch.Generator], Tensor],
         num_blocks: int,
+        *,
+        num_slots: int | None = None,
     ) -> None:
+        """`num_slots` are those of states; None: no layer is recurrent."""
+        self._num_slots = num_slots
         self._compute_outputs = compute_outputs
         self._length = min(MAX_LENGTH, num_blocks * BLOCK_TOKENS)
         self._blocks = list(range(ceil_div(self._length, BLOCK_TOKENS)))
         self._beside = list(
             range(len(self._blocks), min(num_blocks, len(self._blocks) + MAX_BESIDE))
         )
+        if num_slots is not None:
+            del self._beside[num_slots - 1 :]
         generator = torch.Generator().manual_seed(RULES_VERSION)
         self._inputs = random_inputs(self._length, generator)
         self._others = random_inputs(BLOCK_TOKENS, generator)
@@ -67,23 +73,25 @@ class Probe:
         """Whether rules 1 and 2 hold on this device with these weights."""
         whole = self._run(0, self._length)
         last = whole[-1:]
+        chunks = self._run_chunks()
         ways: tuple[Callable[[], Tensor], ...] = (
-            lambda: self._run(self._length - 1, self._length),
+            self._run_last,
             self._run_as_prompt,
             self._run_beside_decodes,
             self._run_beside_prefill,
         )
-        return torch.equal(whole, self._run_chunks()) and all(
-            torch.equal(last, way()) for way in ways
-        )
+        return torch.equal(whole, chunks) and all(torch.equal(last, way()) for way in ways)
 
     def _run(self, start: int, end: int) -> Tensor:
-        span = Span(start=start, length=end - start, blocks=self._blocks)
+        span = Span(start=start, length=end - start, blocks=self._blocks, state=0)
         return self._compute_outputs([span], self._inputs[start:end], list(range(end - start)))
+
+    def _run_last(self) -> Tensor:
+        return self._compute_outputs([self._last_token()], self._inputs[-1:], [0])
 
     def _run_as_prompt(self) -> Tensor:
         """Runs the prefill of a prompt: only its last row is sampled."""
-        whole = Span(start=0, length=self._length, blocks=self._blocks)
+        whole = Span(start=0, length=self._length, blocks=self._blocks, state=0)
         return self._compute_outputs([whole], self._inputs, [self._length - 1])
 
     def _run_chunks(self) -> Tensor:
@@ -94,7 +102,10 @@ class Probe:
         """Runs the last token next to the first tokens of other sequences."""
         spans = [
             self._last_token(),
-            *(Span(start=0, length=1, blocks=[block]) for block in self._beside),
+            *(
+                Span(start=0, length=1, blocks=[block], state=state)
+                for state, block in enumerate(self._beside, start=1)
+            ),
         ]
         return self._compute_outputs(
             spans, torch.cat([self._inputs[-1:], self._others[: len(self._beside)]]), [0]
@@ -102,14 +113,21 @@ class Probe:
 
     def _run_beside_prefill(self) -> Tensor:
         """The last token before the prefill of another sequence, of which all rows are sampled."""
-        prefill = [Span(start=0, length=BLOCK_TOKENS, blocks=[block]) for block in self._beside[:2]]
+        prefill = [
+            Span(start=0, length=BLOCK_TOKENS, blocks=[block], state=state)
+            for state, block in enumerate(self._beside[:2], start=1)
+        ]
         rows = torch.cat([self._inputs[-1:], *([self._others] * len(prefill))])
         return self._compute_outputs([self._last_token(), *prefill], rows, list(range(len(rows))))[
             :1
         ]
 
     def _last_token(self) -> Span:
-        return Span(start=self._length - 1, length=1, blocks=self._blocks)
+        """The span of the last token, with the state before it: keys and values are still there, a
+        state has gone on."""
+        if self._num_slots is not None:
+            self._run(0, self._length - 1)
+        return Span(start=self._length - 1, length=1, blocks=self._blocks, state=0)
 
 
 def choose_row_buckets(

@@ -34,6 +34,7 @@ from services.stage.kernels import kernel
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.weights import fingerprint
 from services.stage.ranks.messages import PassKind
+from services.stage.recurrent.slots import Slots
 from services.stage.sampling.prompt_scores import (
     ScoredPrompt,
     ScoredRows,
@@ -98,6 +99,10 @@ class Executor:
         self._pooling = Pooling(shard) if self.is_last and self.info.encoder else None
         self._dimensions: dict[int, int | None] = {}
         """Of the vectors of open sequences."""
+        states = forward.states
+        self.num_states = states.num_slots if states is not None and forward.is_recurrent else 0
+        """Sequences whose states the recurrent layers hold; 0: there are no such layers."""
+        self._slots = Slots(self.num_states, are_used=forward.is_recurrent)
         self._sampled: dict[int, SampledSequence] = {}
         self._scored: dict[int, ScoredPrompt] = {}
 
@@ -173,6 +178,11 @@ class Executor:
         return len(self._open_sequences)
 
     @property
+    def states_used(self) -> int:
+        """The number of slots of states that open sequences have."""
+        return self._slots.num_used
+
+    @property
     def num_adapters(self) -> int:
         """The number of adapters in memory."""
         return self._adapters.num_loaded
@@ -201,6 +211,7 @@ class Executor:
     def reset(self) -> None:
         """Forgets every open sequence, for a new epoch."""
         self._open_sequences.clear()
+        self._slots.clear()
         self._adapters.clear()
         self._dimensions.clear()
         self._sampled.clear()
@@ -230,6 +241,7 @@ class Executor:
             self._runner.move(plan.moves)
         for opened in plan.opens:
             self._open_sequences.open(opened)
+            self._slots.open(opened.seq)
             if self._pooling is not None:
                 self._dimensions[opened.seq] = opened.params.dimensions
             elif self.is_last:
@@ -247,6 +259,7 @@ class Executor:
             out = self._states(spans, x, adapters)
         for seq in plan.closes:
             self._open_sequences.close(seq)
+            self._slots.close(seq)
             self._adapters.close(seq)
             self._dimensions.pop(seq, None)
             self._sampled.pop(seq, None)
@@ -257,7 +270,8 @@ class Executor:
         spans: list[Span] = []
         ids: list[int] = []
         for row, known in self._open_sequences.extend(plan):
-            spans.append(Span(start=row.start, length=row.length, blocks=known.blocks))
+            state = self._slots.of(row.seq)
+            spans.append(Span(start=row.start, length=row.length, blocks=known.blocks, state=state))
             ids += known.ids[row.start : row.start + row.length]
         return spans, ids
 

@@ -28,6 +28,7 @@ from services.stage.model.last_layer import LastLayer, Narrow
 from services.stage.model.shard import Shard
 from services.stage.products.row_buckets import RowPadding
 from services.stage.ranks.group import RankGroup
+from services.stage.recurrent.states import RecurrentStates
 
 log = structlog.get_logger(__name__)
 
@@ -44,9 +45,18 @@ class Forward:
     the model runs."""
 
     def __init__(
-        self, shard: Shard, attention: Attention, kv: PagedKv, padding: RowPadding
+        self,
+        shard: Shard,
+        attention: Attention,
+        kv: PagedKv,
+        padding: RowPadding,
+        states: RecurrentStates | None = None,
     ) -> None:
+        """`states` are needed by a shard with recurrent layers."""
         self.shard = shard
+        self.states = states
+        if states is not None:
+            shard.recurrence.bind(states)
         self.attention = attention
         self.kv = kv
         self.padding = padding
@@ -65,6 +75,11 @@ class Forward:
         self.num_fused = 0
         """Layers that are one call of the kernel."""
 
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a layer keeps more than keys and values."""
+        return bool(self.shard.recurrence.shapes)
+
     def fuse_layers(self, kernel: Kernel, group: RankGroup | None = None) -> int:
         """Makes one call of each layer that the kernel knows as a whole, after a trial; returns how
         many these are.
@@ -73,7 +88,7 @@ class Forward:
         layers together.
         """
         x = self.random_inputs(TRIAL_ROWS, torch.Generator().manual_seed(0))
-        spans = [Span(start=0, length=TRIAL_ROWS, blocks=[0])]
+        spans = [Span(start=0, length=TRIAL_ROWS, blocks=[0], state=0)]
         layers = self.shard.layer_modules.values()
         trial = partial(self.hidden, spans, x)
         with self._over_the_context():
@@ -210,8 +225,10 @@ class Forward:
 
     def _can_narrow(self, last: LastLayer) -> bool:
         """Whether a trial gives the same values: a model may do anything around its layers."""
+        if self.shard.layers.stop - 1 in self.shard.recurrence.shapes:
+            return False  # Its state needs every row.
         x = self.random_inputs(TRIAL_ROWS, torch.Generator().manual_seed(0))
-        spans = [Span(start=0, length=TRIAL_ROWS, blocks=[0])]
+        spans = [Span(start=0, length=TRIAL_ROWS, blocks=[0], state=0)]
         sampled_rows = [TRIAL_ROWS // 2, TRIAL_ROWS - 1]
         with self._over_the_context():
             expected = self._logits(spans, x, sampled_rows).float()
@@ -261,6 +278,7 @@ class Forward:
         [padded]."""
         micro_batch = MicroBatch.of(spans, min_rows=self.padding.padded(len(x)), device=x.device)
         self.attention.use(micro_batch)
+        self.shard.recurrence.use(micro_batch)
         if micro_batch.num_rows > len(x):
             padding = x.new_zeros(micro_batch.num_rows - len(x), *x.shape[1:])
             x = torch.cat([x, padding])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
+import structlog
 from torch import Tensor
 
 from services.stage.engine.engine import IDLE_WAIT_S, Engine, OnLost, OnStep, ignore_step
@@ -23,6 +24,8 @@ from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.sequence import Key, Request, TokenSink
 from shardline_scheduler.step_plan import StepPlan, StepResult, decode_result, encode
 from shardline_scheduler.step_times import StepTime
+
+log = structlog.get_logger(__name__)
 
 
 class HeadEngine(Engine):
@@ -101,10 +104,17 @@ class HeadEngine(Engine):
     def _rewire(self, wiring: Wiring) -> None:
         super()._rewire(wiring)
         self.clock.restart_idle()
+        config = self.scheduler.config
+        if wiring.num_states and (config.prefix_cache or config.prompt_lookup):
+            reason = "a recurrent state is neither shared nor taken back"
+            log.info("no prefix cache and no prompt lookup", reason=reason)
         offload = OffloadTerms(num_slots=wiring.num_slots, move_s=wiring.move_s)
         self._emit(
             self.scheduler.rebuild(
-                wiring.num_blocks, wiring.first_lanes or wiring.num_lanes, offload
+                wiring.num_blocks,
+                wiring.first_lanes or wiring.num_lanes,
+                offload,
+                wiring.num_states,
             )
         )
 

@@ -49,7 +49,9 @@ from services.stage.products.packing import (
 from services.stage.products.row_buckets import MAX_ADDED, VECTORS
 from services.stage.products.triton_products import TritonParts
 from services.stage.ranks.group import RankGroup
+from services.stage.recurrent.states import RecurrentStates, StateShapes
 from services.stage.streaming.streamed_layers import StreamedLayers, streamed_bytes
+from shardline.base.errors import Invalid
 
 log = structlog.get_logger(__name__)
 
@@ -61,6 +63,10 @@ class Memory(Protocol):
     def fit_weights(self, weights: WeightBytes) -> tuple[int, ...]:
         """Returns the layers to stream, by their numbers, so that the rest fits. Called before any
         weight is read. Raises Invalid, with the remedy, if it does not fit."""
+
+    def make_states(self, shapes: Mapping[int, StateShapes]) -> RecurrentStates:
+        """Allocates slots for what recurrent layers keep, of the memory of KV. Raises Invalid if
+        it holds no slot."""
 
     def make_kv(
         self, kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, *, context: int
@@ -154,16 +160,24 @@ def load_forward(load: ForwardLoad) -> LoadedForward:
     )
     pack_shard(shard, packing, streaming, group=load.group)
     kv_shapes = probe_kv_shapes(shard)
+    shard.recurrence.kernel = load.native
     if load.native is not None:
         fuse(shard.model, NativeParts(load.native))
     padding, rows_are_exact = choose_row_buckets(
         shard,
-        can_be_exact=attention.exact,
+        can_be_exact=attention.exact and not shard.recurrence.is_torchs,
         token_budget=load.limits.token_budget,
         cache_folder=load.cache_folder,
     )
+    if shard.recurrence.shapes and load.limits.offload_bytes:
+        raise Invalid(
+            "SHARDLINE_KV_OFFLOAD_MIB",
+            f"{load.info.config.model_type!r} keeps recurrent states, which are not offloaded",
+            "Set it to 0",
+        )
+    states = load.memory.make_states(shard.recurrence.shapes)
     kv = load.memory.make_kv(kv_shapes, shard.dtype, context=load.info.context_length)
-    forward = Forward(shard, attention, kv, padding)
+    forward = Forward(shard, attention, kv, padding, states)
     _save_calls(forward, load)
     exact = _is_exact(forward, rows_are_exact)
     area = load.memory.make_offload_area(kv)
@@ -212,12 +226,13 @@ def _is_exact(forward: Forward, rows_are_exact: bool) -> bool:
     if is_encoder(forward.shard.info.config):
         exact = rows_are_exact and encoder_is_exact(forward)
     else:
-        exact = (
-            rows_are_exact
-            and Probe(
-                forward.sampled_outputs, forward.random_inputs, forward.kv.num_blocks
-            ).passes()
+        probe = Probe(
+            forward.sampled_outputs,
+            forward.random_inputs,
+            forward.kv.num_blocks,
+            num_slots=forward.states.num_slots if forward.states and forward.is_recurrent else None,
         )
+        exact = rows_are_exact and probe.passes()
     if not exact:
         kind = forward.attention.kind
         log.warning(
@@ -231,7 +246,8 @@ def _save_calls(forward: Forward, load: ForwardLoad) -> None:
     if load.native is not None:
         forward.fuse_layers(load.native, load.group)
     shard = forward.shard
-    if is_encoder(shard.info.config):
+    # An encoder's rows end with their step; a graph replays one division of rows into sequences.
+    if is_encoder(shard.info.config) or forward.is_recurrent:
         return
     if load.options.records_graphs(load.device, shard.model, shard.streamed_layers):
         limits = load.limits

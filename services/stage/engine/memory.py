@@ -13,6 +13,7 @@ import torch
 from services.stage.attention.offload_area import OffloadArea
 from services.stage.attention.paged_kv import KvShape, PagedKv
 from services.stage.device.device import Device
+from services.stage.recurrent.states import RecurrentStates, StateShapes, bytes_per_slot
 from shardline.base.errors import Invalid
 from shardline.contract.stage_memory import NUM_BUFFERS, PACKING_FACTOR
 from shardline_scheduler.kv_blocks import blocks_for
@@ -20,6 +21,10 @@ from shardline_scheduler.kv_blocks import blocks_for
 DEFAULT_KV_SHARE = 0.4
 """Share of the memory that is free once the shard is loaded. To start several stages on a host,
 divide it by them."""
+STATES_SHARE = 0.5
+"""Of the memory of KV, what the states of recurrent layers may take."""
+MAX_EMPTY_BLOCKS = 1 << 16
+"""KV blocks of a stage without attention, at most: the scheduler keeps a list of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +110,8 @@ class StageMemory:
         self._device = device
         self._taken = 0
         """Bytes of weights, once they are promised."""
+        self._kv_left: int | None = None
+        """Bytes of KV, once states have taken theirs."""
 
     def fit_weights(self, weights: WeightBytes) -> tuple[int, ...]:
         """Returns the layers to stream, by their numbers, before any weight is read: checks that
@@ -128,6 +135,19 @@ class StageMemory:
         self._taken = taken
         return streamed
 
+    def make_states(self, shapes: Mapping[int, StateShapes]) -> RecurrentStates:
+        """Allocates slots for what recurrent layers keep, of the memory of KV. Raises Invalid if
+        it holds no slot."""
+        slot_bytes = bytes_per_slot(shapes)
+        if not slot_bytes:
+            return RecurrentStates(shapes, 0)
+        with self._device.reservations.alone():
+            kv_bytes = self._kv_bytes()
+            num = num_slots(slot_bytes, kv_bytes, max_open=self._limits.max_open)
+            states = RecurrentStates(shapes, num, self._device.torch_device)
+            self._kv_left = kv_bytes - states.num_bytes
+        return states
+
     def make_kv(
         self,
         kv_shapes: Mapping[int, KvShape],
@@ -142,7 +162,8 @@ class StageMemory:
         `kv_shapes` are of one of `num_ranks` ranks, which all take as much.
         """
         with self._device.reservations.alone():
-            kv_bytes = self._kv_bytes() // num_ranks
+            kv_bytes = self._kv_bytes() if self._kv_left is None else self._kv_left
+            kv_bytes = kv_bytes // num_ranks
             num = num_blocks(
                 kv_shapes, dtype, kv_bytes, context=context, max_open=self._limits.max_open
             )
@@ -238,13 +259,29 @@ def num_blocks(
     Raises Invalid if they do not hold one.
     """
     block_bytes = PagedKv.bytes_per_block(kv_shapes, dtype)
+    most = max_open * blocks_for(context)
+    if not block_bytes:  # no layer attends: a block is a number
+        return min(most, max(blocks_for(context), MAX_EMPTY_BLOCKS))
     if kv_bytes < block_bytes:
         raise Invalid(
             "SHARDLINE_KV_MIB",
             f"{mib(kv_bytes)} hold no KV block of {mib(block_bytes)}",
             "Give more memory",
         )
-    return min(kv_bytes // block_bytes, max_open * blocks_for(context))
+    return min(kv_bytes // block_bytes, most)
+
+
+def num_slots(slot_bytes: int, kv_bytes: int, *, max_open: int) -> int:
+    """Returns the slots of states that a share of the memory of KV holds; at most one for each open
+    sequence. Raises Invalid if it does not hold one."""
+    share = int(kv_bytes * STATES_SHARE)
+    if share < slot_bytes:
+        raise Invalid(
+            "SHARDLINE_KV_MIB",
+            f"the share of states ({mib(share)}) holds no sequence's ({mib(slot_bytes)})",
+            "Give more memory",
+        )
+    return min(share // slot_bytes, max_open)
 
 
 def _promised(device: Device) -> str:

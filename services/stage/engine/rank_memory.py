@@ -11,6 +11,7 @@ from services.stage.attention.offload_area import OffloadArea
 from services.stage.attention.paged_kv import KvShape, PagedKv
 from services.stage.engine.memory import Limits, StageMemory, WeightBytes
 from services.stage.ranks.group import RankGroup
+from services.stage.recurrent.states import RecurrentStates, StateShapes
 
 
 class TellingMemory:
@@ -25,6 +26,10 @@ class TellingMemory:
         streamed = self._memory.fit_weights(weights)
         self._group.tell(len(streamed))
         return streamed
+
+    def make_states(self, shapes: Mapping[int, StateShapes]) -> RecurrentStates:
+        """Allocates none: ranks compute no recurrent layers."""
+        return RecurrentStates(shapes, 0)
 
     def make_kv(
         self, kv_shapes: Mapping[int, KvShape], dtype: torch.dtype, *, context: int
@@ -53,6 +58,10 @@ class ToldMemory:
     def fit_weights(self, weights: WeightBytes) -> tuple[int, ...]:
         """Learns which layers are streamed."""
         return weights.spread(self._group.tell(None))
+
+    def make_states(self, shapes: Mapping[int, StateShapes]) -> RecurrentStates:
+        """Allocates none: ranks compute no recurrent layers."""
+        return RecurrentStates(shapes, 0)
 
     def make_kv(
         self,

@@ -38,12 +38,13 @@ from services.stage.products import cache
 from services.stage.products.experts import EXPERTS
 from services.stage.products.module_failures import FAILURES, first_line
 from services.stage.products.row_buckets import RowPadding
+from services.stage.recurrent.states import RecurrentStates
 from shardline.base.clock import monotonic_s
 from shardline.contract.joined_layers import joined_layers
 
 log = structlog.get_logger(__name__)
 
-VERSION = 3
+VERSION = 4
 LENGTHS = (30, 9)
 """Of two sequences: longer than a sliding window, shorter than a KV block."""
 CUTS = ((0, 17, 29, 30), (0, 4, 8, 9))
@@ -173,7 +174,8 @@ def shard_of(whole: Any, layers: range, attention: Attention) -> Shard:
 def forward_of(shard: Shard, attention: Attention, shapes: dict[int, KvShape]) -> Forward:
     """What runs it, with KV for the sequences."""
     kv = PagedKv(layers=shapes, num_blocks=len(LENGTHS), dtype=torch.float32)
-    return Forward(shard, attention, kv, RowPadding(buckets=frozenset()))
+    states = RecurrentStates(shard.recurrence.shapes, len(LENGTHS))
+    return Forward(shard, attention, kv, RowPadding(buckets=frozenset()), states)
 
 
 def in_one_step(stages: list[Forward], sequences: list[Tensor]) -> Tensor:
@@ -192,7 +194,7 @@ def in_steps(stages: list[Forward], sequences: list[Tensor]) -> Tensor:
     rows: list[list[Tensor]] = [[] for _ in sequences]
     for chunks in zip(*(pairwise(cuts) for cuts in CUTS), strict=True):
         spans = [
-            Span(start=start, length=stop - start, blocks=[place])
+            Span(start=start, length=stop - start, blocks=[place], state=place)
             for place, (start, stop) in enumerate(chunks)
         ]
         x = torch.cat(

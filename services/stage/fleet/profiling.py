@@ -144,10 +144,12 @@ class _Measuring:
         num_tokens = (
             max(settings.token_budget, num_decodes * blocks_for(CONTEXT + 1)) * BLOCK_TOKENS
         )
-        kv_numbers = sum(self._model.layers[number].kv_numbers for number in layers)
+        kinds = [self._model.layers[number] for number in layers]
+        kv_numbers = sum(kind.kv_numbers for kind in kinds)
+        state_bytes = num_decodes * sum(kind.state_bytes for kind in kinds)
         limits = Limits(
-            # More than counted: stored values are padded.
-            kv_bytes=2 * num_tokens * kv_numbers * KV_BYTES[settings.dtype],
+            # More than counted: stored values are padded, and states get a share of it.
+            kv_bytes=2 * num_tokens * kv_numbers * KV_BYTES[settings.dtype] + 4 * state_bytes,
             token_budget=settings.token_budget,
             max_open=settings.token_budget,
         )

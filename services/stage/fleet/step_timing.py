@@ -78,6 +78,7 @@ class FirstLayers:
         self._recorder = recorder
         self._budget = executor.token_budget
         self._num_blocks = executor.num_blocks
+        self._most_sequences = executor.num_states or executor.token_budget
         self._kinds: dict[str, list[int]] = {}
         for number in executor.layers:
             self._kinds.setdefault(model.layers[number].name, []).append(number)
@@ -86,9 +87,12 @@ class FirstLayers:
         """Returns the times of each kind of layer, and those of a step without layers, by packed
         rows."""
         num_rows = [rows for rows in ROWS if rows < self._budget] + [self._budget]
-        by_rows = {rows: self._parts(_decodes(rows, before=0)) for rows in num_rows}
-        decodes = min(DECODES, self._budget, self._num_blocks // blocks_for(CONTEXT + 1))
-        short, long = (self._parts(_decodes(decodes, before=before)) for before in (0, CONTEXT))
+        by_rows = {rows: self._parts(self._decodes(rows, before=0)) for rows in num_rows}
+        most = min(self._most_sequences, self._num_blocks // blocks_for(CONTEXT + 1))
+        decodes = min(DECODES, self._budget, most)
+        short, long = (
+            self._parts(self._decodes(decodes, before=before)) for before in (0, CONTEXT)
+        )
         chunk = self._budget
         before = CHUNKS_BEFORE * self._budget
         early, late = (self._parts(_chunk(start, chunk)) for start in (0, before))
@@ -101,6 +105,18 @@ class FirstLayers:
             for kind in self._kinds
         }
         return layers, tuple((rows, parts[""]) for rows, parts in by_rows.items())
+
+    def _decodes(self, num_rows: int, before: int) -> list[Span]:
+        """Returns one row of each of `num_rows` sequences, with `before` tokens before it; more
+        rows of each where there are not as many states."""
+        sequences = min(num_rows, self._most_sequences)
+        own, left = divmod(num_rows, sequences)
+        lengths = [own + (index < left) for index in range(sequences)]
+        num = blocks_for(before + max(lengths))
+        return [
+            Span(start=before, length=length, blocks=_blocks(index, num), state=index)
+            for index, length in enumerate(lengths)
+        ]
 
     def _parts(self, spans: Sequence[Span]) -> dict[str, float]:
         """Seconds of one layer of each kind, and under "" those of the step without layers."""
@@ -136,7 +152,9 @@ class Tail:
         adds, which may be below 0: the last layer leaves out most of what is not sampled. Noise
         below 0 counts as 0."""
         budget = self._executor.token_budget
-        added = {rows: self._added_s(rows, length=1) for rows in SAMPLED if rows <= budget}
+        most = self._executor.num_states or budget
+        fitting = [rows for rows in SAMPLED if rows <= min(budget, most)]
+        added = {rows: self._added_s(rows, length=1) for rows in fitting}
         sampled = tuple((rows, max(0.0, added_s)) for rows, added_s in added.items())
         return sampled, (self._added_s(1, length=budget) - added[1]) / budget
 
@@ -160,7 +178,10 @@ class Tail:
             Row(index, 0, length, (), tuple(own), True) for index, own in enumerate(blocks)
         )
         plan = StepPlan(0, opened, rows, tuple(range(sequences)))
-        spans = [Span(start=0, length=length, blocks=own) for own in blocks]
+        spans = [
+            Span(start=0, length=length, blocks=own, state=index)
+            for index, own in enumerate(blocks)
+        ]
         x = _inputs(executor, spans)
         whole_s = self._clock.seconds(lambda: executor.run(plan, x))
         hidden = Pass(kind=PassKind.HIDDEN, spans=spans)
@@ -172,15 +193,10 @@ def _inputs(executor: Executor, spans: Sequence[Span]) -> Tensor:
     return executor.forward.random_inputs(num_rows, torch.Generator().manual_seed(0))
 
 
-def _decodes(num_rows: int, before: int) -> list[Span]:
-    """Returns one row of each of `num_rows` sequences, with `before` tokens before it."""
-    num = blocks_for(before + 1)
-    return [Span(start=before, length=1, blocks=_blocks(index, num)) for index in range(num_rows)]
-
-
 def _chunk(start: int, length: int) -> list[Span]:
     """Rows of one prompt."""
-    return [Span(start=start, length=length, blocks=_blocks(0, blocks_for(start + length)))]
+    blocks = _blocks(0, blocks_for(start + length))
+    return [Span(start=start, length=length, blocks=blocks, state=0)]
 
 
 def _blocks(index: int, num: int) -> list[int]:

@@ -63,6 +63,9 @@ class Wiring:
     `num_lanes`."""
     num_slots: int = 0
     """On the head: the slots for offloaded KV that every stage has."""
+    num_states: int = 0
+    """On the head: the sequences whose recurrent state every stage that has such layers holds; 0:
+    none has."""
     move_s: float = 0.0
     """On the head: seconds in which the slowest stage copies a KV block to a slot and back."""
 

@@ -87,6 +87,7 @@ def _facts(member: Member) -> dict[str, Any]:
         "device": card.device,
         "dtype": card.weights_dtype,
         "kv_blocks": card.capacity.num_blocks,
+        "states": card.capacity.num_states,
         "sends": "int8" if member.sends_int8 else "same",
         "power": card.capacity.power or UNKNOWN,
     }

@@ -89,10 +89,71 @@ struct LayerCall {
   int64_t first_attended, first_o, first_inner, first_down;
 };
 
+// Which rows of a step belong together: those from begins[i] to begins[i + 1] are of the sequence with its state in slot
+// slots[i], which is empty before them where is_new[i]. No two sequences have one slot.
+struct StateRows {
+  const int32_t *begins, *slots, *is_new;
+  int32_t num_sequences, num_threads;
+};
+
+// A causal convolution of each channel, `width` tokens wide: out = after * silu(bias + sum of weight * (before * x)), where
+// `before`, `after` and `bias` may be null and silu is left out unless `activates`. x, before and after: rows `x_stride`
+// elements apart; out is dense. weight: [width][channels]; state: [slots][width - 1][channels], the last inputs, oldest first.
+struct ConvolutionCall {
+  StateRows rows;
+  const void *x, *before, *after;
+  void *out, *state;
+  const float *weight, *bias;
+  int64_t num_channels, x_stride;
+  int32_t width, activates, dtype;
+};
+
+// Mamba-2's recurrence. x [heads][dim], b and c [groups][states]: rows `x_stride` elements apart; dt [heads]: `dt_stride`.
+// decay, skip and dt_bias: [heads]. out: [rows][heads][dim], dense. state: [slots][heads][dim][states as full vectors].
+struct ScanCall {
+  StateRows rows;
+  const void *x, *b, *c, *dt;
+  float *out, *state;
+  const float *decay, *skip, *dt_bias;
+  int64_t x_stride, dt_stride;
+  int32_t num_heads, dim, num_groups, num_states, dtype;
+  float least_dt, most_dt;
+};
+
+// The gated delta rule. query and key [key heads][key dim], value [heads][value dim]: rows `x_stride` elements apart; a and b
+// [heads]: `a_stride`. decay and dt_bias: [heads]. out: [rows][heads][value dim], dense. state: [slots][heads][key dim][value
+// dim as full vectors].
+struct DeltaCall {
+  StateRows rows;
+  const void *query, *key, *value, *a, *b;
+  float *out, *state;
+  const float *decay, *dt_bias;
+  int64_t x_stride, a_stride;
+  int32_t num_key_heads, num_heads, key_dim, value_dim, dtype;
+  float most_learned;  // what a token corrects at most, 1 or more
+};
+
+// RMSNorm of groups of a row with a gate: x [rows][groups][dim], dense; gate: rows `gate_stride` elements apart, of the
+// dtype of out, which is dense. The gate's silu is multiplied before the norm, or behind it, or there is no norm.
+enum GateOrder : int32_t { kGateFirst, kNormFirst, kGateAlone };
+struct GateCall {
+  const float *x, *weight;  // [groups][dim], or [dim] for all groups
+  const void* gate;
+  void* out;
+  int64_t num_rows, num_groups, dim, gate_stride, weight_stride;
+  int32_t order, dtype, num_threads;
+  float eps;
+};
+
 // All return 0, or -1 for what they do not know; attention and layers also 1 + the first row that points outside its tables.
 int32_t shardline_attend(const AttentionCall* call);
 int32_t shardline_multiply(const ProductCall* call);
 int32_t shardline_run_layer(const LayerCall* call);
+
+int32_t shardline_convolve(const ConvolutionCall* call);
+int32_t shardline_scan(const ScanCall* call);
+int32_t shardline_apply_delta(const DeltaCall* call);
+int32_t shardline_gate(const GateCall* call);
 
 // Waits until every rank has come here as often as this one. What a rank wrote before, the others read behind it: into
 // buffer num_meetings % 2, as it is before the call. It is written again after the next meeting at the earliest.

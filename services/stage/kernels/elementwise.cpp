@@ -70,11 +70,6 @@ template <class T> void add(const Sum& c, int32_t num_threads) {
 // gate and up: rows of `dim` elements that lie `gate_stride` and `up_stride` elements apart; out is dense.
 struct Gate { const void *gate, *up; void* out; int64_t num_rows, dim, gate_stride, up_stride; };
 
-inline Floats silu(Floats x) {
-  const Floats e = exp_negative((Floats)((Bits)x | 0x80000000u));  // e^-|x|: never overflows
-  return x * (x < broadcast(0.f) ? e : broadcast(1.f)) / (1.f + e);
-}
-
 template <class T> void silu_mul(const Gate& c, int32_t num_threads) {
   for_rows(c.num_rows, c.dim, num_threads, [&](int64_t row) {
     const T *gate = (const T*)c.gate + row * c.gate_stride, *up = (const T*)c.up + row * c.up_stride;

@@ -18,6 +18,13 @@ import structlog
 import torch
 
 from services.stage.kernels.build import MARCH, KernelSettings, build
+from services.stage.kernels.recurrent_calls import (
+    CALLS,
+    ConvolutionCall,
+    DeltaCall,
+    GateCall,
+    ScanCall,
+)
 
 _log = structlog.get_logger(__name__)
 
@@ -154,7 +161,10 @@ class Kernel:
 
     __slots__ = (
         *(
+            "apply_delta",
             "attend",
+            "convolve",
+            "gate",
             "isa",
             "meet",
             "multiply",
@@ -163,6 +173,7 @@ class Kernel:
             "rms_norm",
             "rotate",
             "run_layer",
+            "scan",
             "silu_mul",
         ),
     )
@@ -174,6 +185,7 @@ class Kernel:
             "product": ProductCall,
             "layer": LayerCall,
             "ranks": Ranks,
+            **CALLS,
         }
         if any(
             getattr(library, f"shardline_{name}_call_bytes")() != ctypes.sizeof(call)
@@ -199,6 +211,10 @@ class Kernel:
         self.pack_weights = _typed(library.shardline_pack_weights, *[c_void_p] * 2, *[c_int64] * 2)
         self.multiply = _typed(library.shardline_multiply, POINTER(ProductCall))
         self.meet = _typed(library.shardline_meet, POINTER(Ranks))
+        self.convolve = _typed(library.shardline_convolve, POINTER(ConvolutionCall))
+        self.scan = _typed(library.shardline_scan, POINTER(ScanCall))
+        self.apply_delta = _typed(library.shardline_apply_delta, POINTER(DeltaCall))
+        self.gate = _typed(library.shardline_gate, POINTER(GateCall))
         self.isa = isa
         self.path = path
 

@@ -108,6 +108,11 @@ inline Floats exp_negative(Floats x) {
   return x < low ? broadcast(0.f) : p * (Floats)power;
 }
 
+inline Floats silu(Floats x) {
+  const Floats e = exp_negative((Floats)((Bits)x | 0x80000000u));  // e^-|x|: never overflows
+  return x * (x < broadcast(0.f) ? e : broadcast(1.f)) / (1.f + e);
+}
+
 inline Floats tanh(Floats x) {
   const Bits sign = (Bits)x & 0x80000000u;
   Floats e = exp_negative((Floats)((Bits)x | 0x80000000u) * 2.f);

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from services.stage.attention.paged_kv import KvShape
+from services.stage.model.model_info import ROW_BY_ROW
 from services.stage.model.refusal import refuse
 from services.stage.model.shard import Shard
 
@@ -32,8 +33,9 @@ LAYER_INPUTS = frozenset(
 
 
 def probe_kv_shapes(shard: Shard) -> dict[int, KvShape]:
-    """Returns the KV shape of every layer. Raises Invalid for layers that take or return more than
-    hidden states."""
+    """Returns the KV shape of every layer that attends. Raises Invalid for layers that take or
+    return more than hidden states, and for one that neither attends nor is recurrent, unless it is
+    by its type an MLP."""
     seen: dict[int, KvShape] = {}
     layers = shard.layer_modules.values()
     joined = shard.info.joined.layers if shard.info.joined else range(0)
@@ -58,9 +60,14 @@ def probe_kv_shapes(shard: Shard) -> dict[int, KvShape]:
         shape = module.__dict__.pop(PROBE, None)
         if shape is not None:
             seen[module.__dict__["layer_idx"]] = shape
-    missing = sorted(set(shard.layers) - set(seen))
+    kinds = getattr(shard.info.text_config, "layers_block_type", None) or ()
+    alone = {number for number, kind in enumerate(kinds) if kind in ROW_BY_ROW}
+    missing = sorted(set(shard.layers) - set(seen) - set(shard.recurrence.shapes) - alone)
     if missing:
-        refuse(f"layers {missing} do not attend through transformers' attention interface")
+        refuse(
+            f"{shard.info.config.model_type!r} has layers {missing} that neither attend through "
+            "transformers' attention interface nor keep a state of a known kind"
+        )
     return seen
 
 
@@ -94,6 +101,8 @@ def _check_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _check_output(layer: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+    if isinstance(output, tuple) and all(part is None for part in output[1:]):
+        output = output[0]
     if not isinstance(output, Tensor):
         refuse(f"{type(layer).__name__} returns a {type(output).__name__}, not hidden states alone")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,9 +28,28 @@ SHARED = "num_kv_shared_layers"
 """How many of the last layers take the keys and values of others."""
 SHORT = 8
 """Tokens that the two sequences of a trial pass."""
+WIDTH = "mamba_d_ssm"
+"""How wide state-space layers are, if not as `mamba_expand` says."""
+NUMBERED = ("attn_layer_indices",)
+"""Lists of the layers of one kind by their numbers."""
 SECTIONS = "mrope_section"
 """Of a rope, how many frequencies go by time, by height and by width: equal for a text."""
 ROPE_LENGTH = "original_max_position_embeddings"
+
+
+class StateSpaceNames(NamedTuple):
+    """How a config names the sizes of its state-space layers."""
+
+    expand: str
+    heads: str
+    dim: str
+    groups: str
+
+
+STATE_SPACES = (
+    StateSpaceNames("mamba_expand", "mamba_n_heads", "mamba_d_head", "mamba_n_groups"),
+    StateSpaceNames("expand", "num_heads", "head_dim", "n_groups"),
+)
 LIMITS = (
     (re.compile(r"^vocab_size"), VOCAB),
     (re.compile(r"(intermediate|ffn|ffn_hidden)_size$|ffn_dim$"), 48),
@@ -72,7 +91,7 @@ def _shrink(miniature: Any, config: Any) -> None:
         sizes[SHARED] = min(num_shared, num_layers // 2)
     if _value(config, KV_HEADS):
         sizes[KV_HEADS] = kv_heads // fewer
-    for name, size in sizes.items():
+    for name, size in (sizes | _state_space_sizes(config, hidden)).items():
         setattr(miniature, name, size)
     if by_layer := config.to_dict().get("per_layer_config"):
         miniature.per_layer_config = {
@@ -109,6 +128,19 @@ def build_miniature(config: Any) -> Any:
     return model
 
 
+def _state_space_sizes(config: Any, hidden: int) -> dict[str, int]:
+    """Returns the heads of state-space layers that are as wide as the hidden size says, as many for
+    each group as make a difference."""
+    names = next((names for names in STATE_SPACES if hasattr(config, names.expand)), None)
+    if names is None or not isinstance(getattr(config, names.heads, None), int):
+        return {}
+    inner = int(getattr(config, names.expand) * hidden)
+    num_groups = min(getattr(config, names.groups), 2)
+    num_heads = 2 * num_groups
+    sizes = {names.groups: num_groups, names.heads: num_heads, names.dim: inner // num_heads}
+    return sizes | ({WIDTH: inner} if getattr(config, WIDTH, None) else {})
+
+
 def _value(config: Any, name: str) -> Any:
     """Returns a field of a config, the one of most layers if they differ in it; None without it."""
     try:
@@ -131,7 +163,9 @@ def _num_layers(config: Any) -> int:
         for value in vars(config).values()
         if _is_by_layer(value, total) and isinstance(value[0], str)
     ]
-    shown = max([MIN_LAYERS, *(1 + max(kinds.index(kind) for kind in kinds) for kinds in lists)])
+    numbered = [min(numbers) for name in NUMBERED if (numbers := getattr(config, name, None))]
+    firsts = [*numbered, *(max(kinds.index(kind) for kind in kinds) for kinds in lists)]
+    shown = max(MIN_LAYERS, *(1 + first for first in firsts), 0)
     return min(total, shown + min(shown, num_shared))
 
 

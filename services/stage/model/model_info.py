@@ -53,6 +53,10 @@ CACHE = Path.home() / ".cache" / "shardline"
 SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 OF_TIMM = frozenset({"gemma3n_vision", "timm_wrapper"})
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
+RECURRENT_TYPES = frozenset({"conv", "linear_attention", "hybrid"})
+"""Layers of these types are recognized by their parts, or refused by the trial of the miniature."""
+ROW_BY_ROW = frozenset({"mlp", "moe"})
+"""Types of layers that compute each row alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,16 +258,20 @@ def check_can_be_sharded(config: Any) -> None:
     if text is config and is_container(config) and not config.base_model_pp_plan:
         refuse(f"{kind!r} is multimodal in one piece")
     quantization_of(config)
-    odd = set(getattr(text, "layer_types", None) or ()) - ATTENTION_TYPES
+    types = set(getattr(text, "layer_types", None) or ())
+    odd = types - ATTENTION_TYPES - RECURRENT_TYPES - ROW_BY_ROW
     if odd:
         refuse(
             f"{kind!r} has layers of type {', '.join(sorted(odd))}",
-            "Choose a model that has full and sliding attention alone",
+            "Choose a model that has full and sliding attention, or known recurrent layers",
         )
-    if model_class(config)._is_stateful:  # noqa: SLF001 (transformers has no public reader)
+    is_stateful = model_class(config)._is_stateful  # noqa: SLF001 (transformers has no reader)
+    if is_stateful and not types & RECURRENT_TYPES:
         refuse(
             f"{kind!r} keeps a state that goes from token to token; only keys and values are kept"
         )
+    if types and types <= RECURRENT_TYPES - {"hybrid"}:
+        refuse(f"{kind!r} has recurrent layers alone, without attention")
     missing = [name for name in SIZES if not _has_size(text, name)]
     if missing:
         refuse(f"{kind!r} has no {missing[0]}: it is not one stack of equal layers")

@@ -25,19 +25,19 @@ NUM_TOKENS = 3
 class PassThrough(nn.Module):
     """Replaces a piece that another stage computes: returns its first input of numbers."""
 
-    @classmethod
-    def of(cls, layer: Any) -> PassThrough:
-        """Returns what replaces a layer, with the kind that some models ask it for."""
-        stub = cls()
-        if (kind := getattr(layer, "attention_type", None)) is not None:
-            stub.attention_type = kind
-        return stub
+    def __init__(self, num_outputs: int | None = None) -> None:
+        """With `num_outputs` it returns a tuple of so many, all but the first None."""
+        super().__init__()
+        self._num_outputs = num_outputs
 
-    def forward(self, *args: object, **kwargs: object) -> Tensor:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Returns the first tensor of a float dtype that it is given, [...], unchanged."""
-        return next(
+        first = next(
             x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()
         )
+        if self._num_outputs is None:
+            return first
+        return (first, *(None,) * (self._num_outputs - 1))
 
 
 class NoEmbedding(nn.Module):
@@ -47,6 +47,16 @@ class NoEmbedding(nn.Module):
         """Returns a zero, [], of the dtype of `ids`, int64 [...]: it changes nothing that it is
         added to."""
         return ids.new_zeros(())
+
+
+def stub_of_layer(layer: nn.Module, num_outputs: int | None) -> nn.Module:
+    """Returns what replaces a layer that another stage computes, with the words by which a model
+    may ask its layers of what type they are."""
+    stub = PassThrough(num_outputs)
+    for name, value in vars(layer).items():
+        if isinstance(value, str):
+            setattr(stub, name, value)
+    return stub
 
 
 def stub_of(piece: nn.Module) -> nn.Module:
@@ -62,6 +72,8 @@ class Pieces:
     before: tuple[str, ...]
     layers: str
     after: tuple[str, ...]
+    num_outputs: int | None = None
+    """Of a layer that returns a tuple, hidden states first; None: it returns these alone."""
 
     @classmethod
     def planned(cls, model: Any) -> Pieces:
@@ -107,7 +119,10 @@ class Pieces:
             )
         first = base.get_submodule(lists[0])[0]
         pieces = {name: base.get_submodule(name) for name in _pieces_around(base, lists[0])}
+        outputs: list[Any] = []
+        hook = first.register_forward_hook(lambda *called: outputs.append(called[-1]))
         order = _order_of_calls(miniature, [first, *pieces.values()])
+        hook.remove()
         if first not in order:
             refuse(f"{type(base).__name__} does not call its layers one by one")
         early = order[: order.index(first)]
@@ -116,7 +131,8 @@ class Pieces:
             name for name, piece in pieces.items() if piece in early and _has_weights(piece)
         )
         after = tuple(name for name, piece in pieces.items() if piece in late)
-        return cls(before=before, layers=lists[0], after=after)
+        num_outputs = len(outputs[0]) if isinstance(outputs[0], tuple) else None
+        return cls(before=before, layers=lists[0], after=after, num_outputs=num_outputs)
 
 
 def _order_of_calls(model: Any, modules: list[nn.Module]) -> list[nn.Module]:

@@ -26,12 +26,13 @@ from transformers.pytorch_utils import Conv1D
 from services.stage.model.cpu_parts import CpuPart, place
 from services.stage.model.encoder_class import first_position, is_encoder, mark, number_attention
 from services.stage.model.model_info import ModelInfo
-from services.stage.model.pieces import PassThrough, Pieces, stub_of
+from services.stage.model.pieces import PassThrough, Pieces, stub_of, stub_of_layer
 from services.stage.model.refusal import refuse
 from services.stage.model.text_part import language_model, text_class, use_text_alone
 from services.stage.model.weights import check_file, weight_files
 from services.stage.products.experts import EXPERTS
 from services.stage.products.packing import is_linear
+from services.stage.recurrent.mixers import use_mixers
 from shardline.base.errors import Invalid
 
 REPORTS = ("missing_keys", "mismatched_keys", "error_msgs")
@@ -73,7 +74,7 @@ def shard_class(info: ModelInfo, layers: range) -> Any:
         for number in range(info.num_layers):
             if number not in layers:
                 # the entry stays: models index their layers by number
-                stack[number] = PassThrough.of(stack[number])
+                stack[number] = stub_of_layer(stack[number], pieces.num_outputs)
         if not last:
             for name in pieces.after:
                 decoder.set_submodule(name, PassThrough())
@@ -117,8 +118,9 @@ def shard_layers(model: Any, layers: range) -> dict[int, nn.Module]:
 
 def row_lengths(layers: Iterable[nn.Module]) -> frozenset[int]:
     """Returns the outputs of the linear layers in these layers, and their halves, where two may be
-    fused."""
-    sizes = {int(p.shape[-2]) for layer in layers for p in layer.parameters() if p.dim() > 1}
+    fused. Convolutions, whose channels have one row each, are no linear layers."""
+    weights = [p for layer in layers for p in layer.parameters() if p.dim() > 1]
+    sizes = {int(p.shape[-2]) for p in weights if p.shape[-2] > 1}
     return frozenset(sizes | {size // 2 for size in sizes if size % 2 == 0})
 
 
@@ -143,6 +145,7 @@ class Shard:
         self.dtype: torch.dtype = model.dtype
         self._stack = self.decoder.get_submodule(model.pieces.layers)
         self.layer_modules = shard_layers(model, layers)
+        self.recurrence = use_mixers(self.layer_modules)
         self.widths = row_lengths(self.layer_modules.values())
         """The row lengths of elementwise operations."""
         self.streamed_layers = streamed_layers
@@ -229,8 +232,9 @@ class Shard:
         return their input."""
         left_out = list(layers)
         try:
+            num_outputs = self.model.pieces.num_outputs
             for number in left_out:
-                self._stack[number] = PassThrough()
+                self._stack[number] = stub_of_layer(self.layer_modules[number], num_outputs)
             yield
         finally:
             for number in left_out:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from services.stage.model.refusal import refuse
 from services.stage.model.shard import Shard, row_lengths
 from services.stage.products.experts import is_experts
 from services.stage.products.packing import MakeLayer, is_linear
@@ -118,8 +119,10 @@ def split_shard(shard: Shard, group: RankGroup) -> None:
     """Replaces a shard's linear layers, which must not be packed yet, by this rank's shares of
     them.
 
-    Experts are divided by `gathered`, as they are packed.
+    Experts are divided by `gathered`, as they are packed. Raises Invalid for recurrent layers.
     """
+    if shard.recurrence.shapes:
+        refuse("it has recurrent layers, which ranks do not divide", "Set SHARDLINE_TP to 1")
     names = {module: name for name, module in shard.model.named_modules()}
     splitter = _Splitter(shard, group, f"{names[shard.decoder]}.")
     for layer in shard.layer_modules.values():

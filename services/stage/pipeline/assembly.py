@@ -167,6 +167,7 @@ class PipelineAssembly:
             sends_int8=stages[0].sends_int8,
             first_lanes=None if self.num_lanes else num_stages,
             num_slots=min(capacity.num_slots for capacity in capacities),
+            num_states=min((each.num_states for each in capacities if each.num_states), default=0),
             move_s=max(capacity.move_us for capacity in capacities) / 1e6,
             members=tuple(stages),
         )

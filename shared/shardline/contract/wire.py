@@ -61,6 +61,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     exact: bool = False
     num_slots: Count = 0
     """KV blocks that its offload area holds."""
+    num_states: Count = 0
+    """Sequences whose recurrent state its memory holds; 0: it has no recurrent layer."""
     move_us: Count = 0
     """That a block takes there and back."""
     power: Name = ""

@@ -91,7 +91,9 @@ class PipelineShape:
         model = predictor.model
         load = predictor.load
         search = self._search(
-            lambda profile: stage_cost(profile, model, load.alone(), load.kv_tokens)
+            lambda profile: stage_cost(
+                profile, model, load.alone(), load.kv_tokens, sequences=load.concurrency
+            )
         )
         return self._assigned(search.least_sum())
 

@@ -19,6 +19,7 @@ import msgspec
 from shardline.base.errors import Invalid
 from shardline.contract.joined_layers import joined_layers
 from shardline_fleet.gguf import read_config
+from shardline_fleet.planner.recurrent_costs import recurrent_sizes
 
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0}
 KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 2}
@@ -58,6 +59,8 @@ class LayerKind:
     """Those of all experts included."""
     kv_numbers: int
     """Numbers that a token's keys and values take."""
+    state_bytes: int = 0
+    """What a sequence keeps besides, whatever its length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +92,8 @@ class ModelCosts:
         """Takes a config as JSON has it. Raises Invalid if a size is missing."""
         scope = {**config, **(config.get("text_config") or {})}
         num_layers = _size(scope, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
-        attentions = scope.get("layer_types") or ["full_attention"] * num_layers
+        named = scope.get("layer_types") or scope.get("layers_block_type")
+        attentions = named or ["full_attention"] * num_layers
         if len(attentions) < num_layers:
             raise Invalid(
                 FIELD,
@@ -126,6 +130,9 @@ class ModelCosts:
         split."""
         costs = msgspec.to_builtins(self)
         costs.pop("joined_from")
+        for kind in costs["layers"]:
+            if not kind["state_bytes"]:  # as it was before layers could have some
+                kind.pop("state_bytes")
         return sha256(msgspec.json.encode(costs)).hexdigest()[:16]
 
     @cached_property
@@ -140,7 +147,12 @@ def _layer(scope: Mapping[str, Any], attention: str, number: int) -> LayerKind:
     heads = _size(scope, "num_attention_heads", "n_head")
     kv_heads = scope.get("num_key_value_heads") or (1 if scope.get("multi_query") else heads)
     head_dim = scope.get("head_dim") or hidden // heads
-    qkvo = ((hidden, (heads + 2 * kv_heads) * head_dim), (heads * head_dim, hidden))
+    recurrent = recurrent_sizes(scope, attention, hidden)
+    qkvo: tuple[Shape, ...] = (
+        ((hidden, (heads + 2 * kv_heads) * head_dim), (heads * head_dim, hidden))
+        if recurrent is None
+        else recurrent.products
+    )
     experts = _num_experts(scope, number)
     inner = (
         scope.get("intermediate_size") or scope.get("ffn_dim") or scope.get("n_inner") or 4 * hidden
@@ -170,7 +182,8 @@ def _layer(scope: Mapping[str, Any], attention: str, number: int) -> LayerKind:
         name=name,
         products=(*qkvo, *mlp, *own_products),
         num_weights=_volume((*qkvo, *own_products)) + num_mlp + own_rows * own,
-        kv_numbers=2 * kv_heads * head_dim,
+        kv_numbers=2 * kv_heads * head_dim if recurrent is None else 0,
+        state_bytes=0 if recurrent is None else recurrent.state_bytes,
     )
 
 

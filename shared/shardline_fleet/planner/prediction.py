@@ -72,8 +72,13 @@ class Predictor:
         stages."""
         key = profile.host, profile.device, profile.way, num_stages
         if key not in self._costs:
+            load = self.load
             self._costs[key] = stage_cost(
-                profile, self.model, self.load.steps(num_stages), self.load.kv_tokens
+                profile,
+                self.model,
+                load.steps(num_stages),
+                load.kv_tokens,
+                sequences=load.concurrency,
             )
         return self._costs[key]
 
@@ -222,5 +227,5 @@ class Predictor:
             weight_bytes=round(weights * WEIGHT_BYTES[profile.dtype]),
             streamed_bytes=round(cost.streamed(stage.first, stage.stop)),
             kv_tokens=self.load.kv_tokens
-            + floor(max(0.0, cost.room(stage.first, stage.stop)) / kv_bytes),
+            + floor(max(0.0, cost.room(stage.first, stage.stop)) / max(1, kv_bytes)),
         )

@@ -148,10 +148,15 @@ class StageCost:
 
 
 def stage_cost(
-    profile: DeviceProfile, model: ModelCosts, steps: Sequence[StepKind], kv_tokens: int
+    profile: DeviceProfile,
+    model: ModelCosts,
+    steps: Sequence[StepKind],
+    kv_tokens: int,
+    *,
+    sequences: int = 0,
 ) -> StageCost:
-    """The cost of these steps on one device. Raises Invalid if the profile does not know a kind of
-    layer."""
+    """The cost of these steps on one device, which holds KV of so many tokens and the states of so
+    many sequences. Raises Invalid if the profile does not know a kind of layer."""
     if missing := sorted(set(model.kinds) - set(profile.layers)):
         raise Invalid(
             "--devices",
@@ -165,7 +170,10 @@ def stage_cost(
         name: sum(step.count * layer_s(profile, name, step) for step in steps)
         for name in model.kinds
     }
-    kv_sizes = {name: float(kind.kv_numbers * kv * kv_tokens) for name, kind in model.kinds.items()}
+    kv_sizes = {
+        name: float(kind.kv_numbers * kv * kv_tokens + kind.state_bytes * sequences)
+        for name, kind in model.kinds.items()
+    }
     sizes = {
         name: kind.num_weights * weight * PACKING_FACTOR + kv_sizes[name]
         for name, kind in model.kinds.items()

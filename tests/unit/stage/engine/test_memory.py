@@ -1,4 +1,4 @@
-"""Which layers a stage streams."""
+"""Which layers a stage streams, and how it divides the memory of KV."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from services.stage.device.device import Device
 from services.stage.device.memory_reservations import MemoryReservations
-from services.stage.engine.memory import Limits, StageMemory, WeightBytes
+from services.stage.engine.memory import Limits, StageMemory, WeightBytes, num_blocks, num_slots
 from shardline.base.errors import Invalid
 from shardline.contract.stage_memory import PACKING_FACTOR
 from tests.pinned import first_core
@@ -109,3 +110,14 @@ def test_an_accelerators_layers_that_the_host_cannot_hold_are_refused(gpu: Devic
 
 def test_a_layer_without_tiles_is_never_streamed() -> None:
     assert WeightBytes(100, {0: 0, 1: 0}).spread(2) == ()
+
+
+def test_states_take_half_of_the_memory_of_kv_at_most() -> None:
+    assert num_slots(10, 100, max_open=64) == 5
+    assert num_slots(10, 10_000, max_open=64) == 64
+    with pytest.raises(Invalid, match="holds no sequence's"):
+        num_slots(60, 100, max_open=64)
+
+
+def test_a_stage_without_attention_has_blocks_that_take_no_memory() -> None:
+    assert num_blocks({}, torch.float32, 0, context=640, max_open=4) == 40

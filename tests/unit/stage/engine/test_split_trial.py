@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama import modeling_llama
@@ -115,3 +116,11 @@ def test_a_model_that_passed_is_not_tried_again(
     monkeypatch.setattr(split_trial, "VERSION", split_trial.VERSION + 1)
     with pytest.raises(Invalid, match="something else"):
         check_split(llama, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["JambaConfig", "RecurrentGemmaConfig"])
+def test_a_state_of_an_unknown_kind_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    config = getattr(transformers, name)()
+
+    with pytest.raises(Invalid, match=config.model_type):
+        check_split(config, tmp_path)
