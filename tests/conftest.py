@@ -35,6 +35,9 @@ MAX_LOGS = 8
 LOG_LINES = 40
 """Shown of a process's log after its test failed: each of the newest logs, its last lines."""
 
+FILLING = ("tests/conformance/", "tests/simulation/", "tests/unit/")
+"""Files that start no stack, so that their waits for others are short; the longest come first."""
+
 LARGE_BYTES = 1 << 30
 """Of a test process that looks for memory to give back."""
 
@@ -60,8 +63,9 @@ settings.load_profile("steady")
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One worker of pytest-xdist runs a file as a whole, and all files that share a stack. Stacks
-    whose leases are seconds come late, the longest group first; the many short files of unit tests
-    are the last, so that all workers end together."""
+    whose leases are seconds come late, the longest group first. Files that only compute are the
+    last, whether `make test` runs unit tests or not: all workers end together, and what computes
+    fills the core beside a stack that waits."""
     sharing = {
         _file(item): name
         for item in items
@@ -72,11 +76,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(sharing.get(_file(item), _file(item))))
     items.sort(
         key=lambda item: (
-            _file(item).startswith("tests/unit/"),
+            _filling_place(item),
             item.get_closest_marker("short_leases") is not None,
             _file(item) not in sharing,
         )
     )
+
+
+def _filling_place(item: pytest.Item) -> int:
+    """Where the file's folder stands among those that fill; -1 for every other."""
+    places = (place for place, folder in enumerate(FILLING) if _file(item).startswith(folder))
+    return next(places, -1)
 
 
 def _file(item: pytest.Item) -> str:

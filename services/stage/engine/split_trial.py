@@ -33,7 +33,7 @@ from services.stage.model.miniature import build_miniature, miniature_config
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.refusal import refuse
 from services.stage.model.shard import Shard, quiet_transformers, shard_class
-from services.stage.model.text_part import language_model, text_config
+from services.stage.model.text_part import language_model, model_class, text_config
 from services.stage.products import cache
 from services.stage.products.experts import EXPERTS
 from services.stage.products.module_failures import FAILURES, first_line
@@ -55,6 +55,8 @@ some 1e-6, a part that is left out more than 1e-1."""
 TRIES = 3
 """Of other tokens: in a mixture two experts may be so near to each other that a rounding decides
 which is chosen."""
+NO_STRUCTURE = ("_name_or_path", "architectures")
+"""Fields of a config that say where a model is and what its class may be, not which code runs."""
 CPU = torch.device("cpu")
 
 
@@ -79,12 +81,16 @@ def check_split(config: Any, cache_folder: Path) -> None:
 def try_miniature(config: Any, cache_folder: Path, parts: str, compute: Compute) -> None:
     """Checks as `check_split` does, for any part of a model; `parts` is its name in words."""
     config = miniature_config(config)
+    structure = json.loads(config.to_json_string(use_diff=False))
+    for name in NO_STRUCTURE:
+        structure.pop(name, None)
     facts = [
         VERSION,
         parts,
         transformers.__version__,
         torch.__version__,
-        config.to_json_string(use_diff=False),
+        getattr(model_class(config), "__name__", None),
+        structure,
     ]
     name = f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()}.split"
     if cache.recall(cache_folder, name) is not None:

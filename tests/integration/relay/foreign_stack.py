@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,11 +16,12 @@ from sqlalchemy import text
 
 from shardline.contract.job import JobState
 from shardline_server.store.ends import End
+from tests.forked import ForkedProgram
+from tests.integration.relay import foreign_app
 from tests.integration.relay.foreign_app import CALLS
 from tests.integration.relay.relay_stack import PATIENCE_S, RelayStack, relay_stack
 from tests.integration.rows import cell, claim, end, success
 from tests.polling import until
-from tests.repository import REPOSITORY
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,7 +30,7 @@ class ForeignStack:
 
     relays: RelayStack
     app: Celery
-    worker: subprocess.Popen[bytes]
+    worker: ForkedProgram
 
     def calls(self) -> list[list[Any]]:
         """What the foreign tasks were called with so far."""
@@ -100,33 +98,20 @@ def foreign_stack(
     environment = {**os.environ, "FOREIGN_BROKER": redis_url, "FOREIGN_BACKEND": foreign_backend}
     with (
         relay_stack(database_url, redis_url, folder) as relays,
-        (folder / "foreign.log").open("wb") as log,
     ):
         relays.variables |= {"SHARDLINE_RESULT_BACKEND": backend or "", **variables}
         app = Celery(
             "foreign-producer", broker=redis_url, backend=foreign_backend, set_as_current=False
         )
-        command = [
-            "-m",
-            "celery",
-            "-A",
-            "tests.integration.relay.foreign_app",
-            "worker",
-            "-P",
-            "threads",
-            "-c",
-            "4",
-        ]
-        worker = subprocess.Popen(
-            [sys.executable, *command, "--without-gossip", "--without-mingle"],
-            cwd=REPOSITORY,
-            env=environment,
-            stdout=log,
-            stderr=log,
+        command = f"celery -A {foreign_app.__name__} worker -P threads -c 4"
+        worker = ForkedProgram(
+            [*command.split(), "--without-gossip", "--without-mingle"],
+            environment=environment,
+            log=folder / "foreign.log",
         )
         try:
             yield ForeignStack(relays=relays, app=app, worker=worker)
         finally:
-            worker.send_signal(signal.SIGKILL)
+            worker.kill()
             worker.wait(PATIENCE_S)
             app.close()

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from shardline.contract.queues import INTAKE_QUEUE, SUBMIT_TASK, celery_settings
 from shardline.contract.tables import DONE_CHANNEL
 from shardline.store import jobs, models
 from shardline.store.connection.notify import listening
+from tests.forked import ForkedProgram
 from tests.integration.rows import MODEL, claim, database_with_head, model_row
 from tests.polling import until
 from tests.repository import REPOSITORY
@@ -40,7 +41,7 @@ TIME_SCALE = 0.2
 class RelayProcess:
     """One running relay."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProgram
     log: Path
 
     def kill(self) -> None:
@@ -68,11 +69,9 @@ class RelayStack:
     variables: dict[str, str] = field(default_factory=dict)
     """Settings of relays, beside those of every test."""
 
-    def start_relay(
-        self, wait: bool = True, program: Sequence[str] = ("-m", "services.relay")
-    ) -> RelayProcess:
-        """A relay process; ready when it answers a ping. `program` may be another way to run
-        one."""
+    def start_relay(self, wait: bool = True, program: Sequence[str] = ()) -> RelayProcess:
+        """A relay process; ready when it answers a ping. `program` is another way to run one, with
+        Python's own start."""
         log = self.folder / f"relay-{len(self.relays)}.log"
         environment = {
             **os.environ,
@@ -84,18 +83,10 @@ class RelayStack:
             "SHARDLINE_LOG_FORMAT": "json",
             **self.variables,
         }
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, *program],
-                cwd=REPOSITORY,
-                env=environment,
-                stdout=output,
-                stderr=output,
-            )
-        relay = RelayProcess(process=process, log=log)
+        relay = RelayProcess(process=_started(program, environment, log), log=log)
         self.relays.append(relay)
         if wait:
-            name = f"relay-{process.pid}@"
+            name = f"relay-{relay.process.pid}@"
             until(lambda: any(name in answer for answer in self._pings()))
         return relay
 
@@ -175,6 +166,21 @@ class RelayStack:
     def claim(self, job_id: UUID | str) -> bool:
         """By head `p`."""
         return bool(claim(self.engine, [UUID(str(job_id))]))
+
+
+def _started(
+    program: Sequence[str], environment: Mapping[str, str], log: Path
+) -> subprocess.Popen[bytes] | ForkedProgram:
+    if not program:
+        return ForkedProgram(["services.relay"], environment=environment, log=log)
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, *program],
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=output,
+            stderr=output,
+        )
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def test_a_relay_ends_when_one_of_its_loops_has_gone(here: RelayStack) -> None:
 
 
 def test_prompts_of_refused_messages_are_not_logged(here: RelayStack) -> None:
-    relay = here.start_relay()
+    relay = here.start_relay(program=("-m", "services.relay"))
     document = {"model": MODEL, "prompt": SECRET}
     with here.app.connection_for_write() as connection:
         here.app.send_task(

@@ -3,6 +3,7 @@ refused by name."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,16 @@ def test_a_model_that_passed_is_not_tried_again(
     check_split(llama, tmp_path)
     mixes_tokens(monkeypatch)
     check_split(llama, tmp_path)
+
+    moved = copy.deepcopy(llama)
+    moved._name_or_path = "/elsewhere"
+    moved.architectures = ["LlamaForCausalLM"]
+    check_split(moved, tmp_path)
+
+    other = CONFIGS["llama"]()
+    other.hidden_act = "gelu"
+    with pytest.raises(Invalid, match="something else"):
+        check_split(other, tmp_path)
 
     monkeypatch.setattr(split_trial, "VERSION", split_trial.VERSION + 1)
     with pytest.raises(Invalid, match="something else"):
