@@ -1,5 +1,6 @@
 """Alembic's entry: runs migrations against `SHARDLINE_DATABASE_URL`, while services use the
-database. Owns no schema; that is shardline.contract.tables and response_table."""
+database. Owns no schema; that is shardline.contract.tables, response_table and
+batch_tables."""
 
 from __future__ import annotations
 
@@ -21,12 +22,16 @@ from tenacity import (
 )
 
 from shardline.base.config import Settings
+from shardline.contract.batch_tables import batches
 from shardline.contract.response_table import responses
 from shardline.store.connection.database import connect
 from shardline_server.refusals import refusing
 
 LOCK = 7_305_793_411
 """Advisory lock: of two migrations at once one waits for the other."""
+
+(METADATA,) = {table.metadata for table in (batches, responses)}
+"""One for all tables: whole once each module that has some is imported."""
 
 PATIENCE_S = 600.0
 """A lock that is not to be had for so long is somebody's business: the migration fails and says
@@ -55,9 +60,7 @@ def run_online() -> None:
 
 def run_offline() -> None:
     """`alembic upgrade head --sql`: the SQL for a database administrator."""
-    context.configure(
-        dialect_name="postgresql", target_metadata=responses.metadata, literal_binds=True
-    )
+    context.configure(dialect_name="postgresql", target_metadata=METADATA, literal_binds=True)
     with context.begin_transaction():
         context.run_migrations()
 
@@ -84,7 +87,7 @@ def _migrate(connection: Connection) -> None:
     connection.commit()
     context.configure(
         connection=connection,
-        target_metadata=responses.metadata,
+        target_metadata=METADATA,
         compare_server_default=True,
         transaction_per_migration=True,
     )

@@ -16,14 +16,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.gateway import errors
 from services.gateway.admission import Gate
 from services.gateway.anthropic.error_form import ErrorFormMiddleware
+from services.gateway.batches.batch_keeper import BatchKeeper
 from services.gateway.context import Gateway
 from services.gateway.http.answers import AnswerSender
 from services.gateway.http.request_middleware import RequestMiddleware
 from services.gateway.routes import (
+    batches,
     completions,
     costs,
     decisions,
     encoders,
+    files,
     health,
     jobs,
     messages,
@@ -65,9 +68,12 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         gateway = Gateway.make(settings)
         app.state.gateway = gateway
         gateway.start()
+        keeper = BatchKeeper(gateway)
+        keeper.start()
         try:
             yield
         finally:
+            await keeper.close()
             await gateway.close()
 
     # The API description is our own route, which requires a key: FastAPI's page for browsers could
@@ -81,6 +87,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         responses,
         decisions,
         encoders,
+        files,
+        batches,
         jobs,
         tokens,
         costs,

@@ -16,7 +16,7 @@ from shardline.client import questions
 from shardline.client.asynchronous import LISTS, MAX_ROWS, AsyncClient
 from shardline.client.job_reader import JobReader
 from shardline.client.query_batcher import QueryBatcher
-from shardline.client.questions import Summaries
+from shardline.client.questions import Answer, Question, Summaries
 from shardline.contract.ids import JobId
 from shardline.contract.job import Job, JobState, Usage
 from shardline.store import stored_completions as stored
@@ -74,6 +74,10 @@ class GatewayClient(AsyncClient):
     def database(self) -> AsyncEngine:
         """The pool that submits, reads and cancels."""
         return self._database
+
+    async def ask(self, question: Question[Answer]) -> Answer:
+        """Asks in a transaction of its own, on the pool that submits. Raises Unavailable."""
+        return await self._ask(question)
 
     async def insert(
         self, requests: Sequence[EncodedRequest]

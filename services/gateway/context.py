@@ -39,6 +39,8 @@ class Gateway:
     metrics: GatewayMetrics
     registry: CollectorRegistry
     tracer: Tracer
+    batches_due: asyncio.Event
+    """Set when a batch was made or cancelled here."""
     stopping: asyncio.Event
     """Set when the drain time is over: requests that still wait get 503."""
 
@@ -73,6 +75,7 @@ class Gateway:
             metrics=metrics,
             registry=registry,
             tracer=Tracer.from_environment("gateway"),
+            batches_due=asyncio.Event(),
             stopping=asyncio.Event(),
         )
 

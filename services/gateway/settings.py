@@ -77,6 +77,14 @@ class GatewaySettings(Settings):
         ge=1 << 20,
         description="answers over 64 KiB that are being sent, together; more get 429",
     )
+    http_max_file_bytes: int = Field(
+        200 << 20, ge=1024, description="size of one file of `/v1/files`; larger ones get 413"
+    )
+    http_max_stored_bytes: int = Field(
+        10 << 30,
+        ge=1024,
+        description="files of one tenant, together; what would be over it gets 400",
+    )
     http_keep_alive_s: float = Field(
         15.0, gt=0, description="interval between keep-alive comments on an idle event stream"
     )

@@ -100,7 +100,7 @@ async def store_jobs(
     # A grammar may take a second to judge, and several prompts add up.
     body.is_large |= len(jobs) > 1 or has_grammar(jobs[0].params())
     async with gateway.grammar_turns.take(model, jobs[0]):
-        prepared = await body.run(_prepare_all, model, jobs)
+        prepared = await body.run(prepare_all, model, jobs)
     encoded = await body.run(encode, jobs, [(one.prompt_ids, one.max_tokens) for one in prepared])
     if len(jobs) > 1:
         body.room.add_decoded(encoded.num_bytes)
@@ -147,7 +147,7 @@ def _parse(
     body: bytes, request: Request, caller: Caller, parse: ParseChoices[RequestT_co]
 ) -> tuple[RequestT_co, ...]:
     document = read_object(body)
-    _take_tenant(document, caller)
+    take_tenant(document, caller.tenant)
     _take_header(document, "idempotency_key", request.headers.get("idempotency-key"))
     try:
         jobs = parse(document)
@@ -159,7 +159,7 @@ def _parse(
     return jobs
 
 
-def _prepare_all(model: RegisteredModel, jobs: Sequence[JobRequest]) -> tuple[PreparedPrompt, ...]:
+def prepare_all(model: RegisteredModel, jobs: Sequence[JobRequest]) -> tuple[PreparedPrompt, ...]:
     """Prepares each prompt once: its choices stand side by side."""
     found: list[PreparedPrompt] = []
     for before, job in zip((None, *jobs), jobs, strict=False):
@@ -187,14 +187,14 @@ def _prepare(model: RegisteredModel, job: JobRequest) -> PreparedPrompt:
     return replace(prepared, max_tokens=min(prepared.max_tokens, most))
 
 
-def _take_tenant(document: Document, caller: Caller) -> None:
+def take_tenant(document: Document, tenant: str) -> None:
     """Set the key's tenant, and refuse any other. A tenant that is not text is refused with the
     other fields."""
     named = document.get("tenant")
-    if isinstance(named, str) and named != caller.tenant:
+    if isinstance(named, str) and named != tenant:
         raise Forbidden("tenant: it is not the one of your API key. Leave it out", field="tenant")
     if named is None:
-        document["tenant"] = caller.tenant
+        document["tenant"] = tenant
 
 
 def _take_header(document: Document, name: str, value: str | None) -> None:

@@ -88,6 +88,9 @@ OFF_THE_PATH = {
     "for stored completions, which are read later": """
         gateway/routes/stored_completions shardline/store/stored_completions
     """,
+    "for files and batches, whose lines are jobs of their own": """
+        gateway/batches/batch_keeper gateway/routes/batches gateway/routes/files
+    """,
     "for a job with structured output": """
         shardline/contract/structured_output shardline_server/tokenize/grammar
         shardline_server/tokenize/grammar_judge shardline_server/tokenize/grammar_load

@@ -66,7 +66,9 @@ async def decide(gateway: Gateway, request: Request, caller: Caller) -> Response
         if jobs is None:
             response = Response(status_code=CLIENT_CLOSED_REQUEST)
         else:
-            response = json_response(_document(accepted, jobs))
+            questions = accepted.request.questions
+            document = decision_document(accepted.name, accepted.model.address, questions, jobs)
+            response = json_response(document)
     except ShardlineError as error:
         response = respond(error)
     response.headers["x-request-id"] = accepted.name
@@ -84,7 +86,7 @@ async def _store(gateway: Gateway, request: Request, caller: Caller) -> Accepted
         )
         body.room.add_decoded(len(body.data) * len(asked.questions))
         model = await gateway.catalog.get(asked.address)
-        encoded = await asyncio.to_thread(_encoded, model, question_jobs(asked))
+        encoded = await asyncio.to_thread(encoded_questions, model, question_jobs(asked))
         stored = await gateway.insert_batcher.insert(model.name, encoded)
         failpoint(Point.GATEWAY_INSERTED)
     return AcceptedDecision(
@@ -95,7 +97,7 @@ async def _store(gateway: Gateway, request: Request, caller: Caller) -> Accepted
     )
 
 
-def _encoded(model: RegisteredModel, jobs: Sequence[JobRequest]) -> EncodedRequest:
+def encoded_questions(model: RegisteredModel, jobs: Sequence[JobRequest]) -> EncodedRequest:
     """The rows of prepared jobs. Raises Invalid, naming the question."""
     rows: list[JobRequest] = []
     tokenized: list[Tokenized] = []
@@ -114,15 +116,18 @@ def _encoded(model: RegisteredModel, jobs: Sequence[JobRequest]) -> EncodedReque
     return encode_choices(rows, tokenized)
 
 
-def _document(accepted: AcceptedDecision, jobs: Sequence[Job]) -> DecisionDocument:
+def decision_document(
+    name: str, address: str, questions: Sequence[Question], jobs: Sequence[Job]
+) -> DecisionDocument:
+    """The answers to questions, from the ended job of each. Raises the reason of one without."""
     results = [result_of(job) for job in jobs]
     num_input = sum(one.usage.prompt_tokens for one in results)
     num_output = sum(one.usage.completion_tokens for one in results)
     cached = sum(one.usage.cached_tokens or 0 for one in results)
     return DecisionDocument(
-        id=accepted.name,
-        model=accepted.model.address,
-        answers=tuple(map(_answer, accepted.request.questions, results)),
+        id=name,
+        model=address,
+        answers=tuple(map(_answer, questions, results)),
         usage=DecisionUsage(
             input_tokens=num_input,
             input_tokens_details=InputTokensDetails(cached_tokens=cached, cache_write_tokens=0),

@@ -51,7 +51,7 @@ async def stored_answer(gateway: Gateway, stored: StoredCompletion) -> StoredCha
         system_fingerprint=UNKNOWN if model is None else system_fingerprint(model),
         service_tier=stored.stored.get("service_tier", UNSET),
     )
-    answer: Answer = _as_written(head, stored.jobs)
+    answer: Answer = as_written(head, stored.jobs)
     if model is not None:
         num_tokens = sum(num_named_of(job.result) for job in stored.jobs)
         builders = _builders(head, model.tokens, stored.jobs)
@@ -77,7 +77,7 @@ def _builders(head: AnswerHead, tokens: Tokens, jobs: Sequence[Job]) -> list[Cha
     ]
 
 
-def _as_written(head: AnswerHead, jobs: Sequence[Job]) -> ChatCompletion:
+def as_written(head: AnswerHead, jobs: Sequence[Job]) -> ChatCompletion:
     """The answer as far as rows alone have it."""
     results = [result_of(job) for job in jobs]
     choices = [

@@ -100,7 +100,7 @@ async def _submit(
             completed = await with_conversation(gateway, parsed)
             # What was added may be long, however short the body is.
             body.is_large |= completed is not parsed
-            (accepted,) = await store_jobs(gateway, body, (completed,), _encode)
+            (accepted,) = await store_jobs(gateway, body, (completed,), encode)
     return accepted
 
 
@@ -187,7 +187,8 @@ def fitting(
     return from_place(messages, places[longest])
 
 
-def _encode(requests: Sequence[ResponseRequest], tokenized: Sequence[Tokenized]) -> EncodedResponse:
+def encode(requests: Sequence[ResponseRequest], tokenized: Sequence[Tokenized]) -> EncodedResponse:
+    """The row of a prepared response with that of its job. Raises Invalid."""
     (request,) = requests
     asked = request.asked
     previous = asked.previous_response_id

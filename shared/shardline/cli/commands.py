@@ -23,6 +23,7 @@ from shardline.cli.exits import HELP, Reporting
 from shardline.cli.fields import callable_tools, held_to, parse_fields, prompt_fields, read_prompt
 from shardline.cli.keys import keys
 from shardline.cli.local_stack import use_local_stack
+from shardline.cli.run_batch import run_batch
 from shardline.cli.trace import trace
 from shardline.client import Client
 from shardline.client.requests import request_of, succeeded
@@ -204,6 +205,7 @@ def models(json: Json = False) -> None:
 
 
 # The order of this file is the order of the help: what people use first, first.
+cli.command("run-batch", rich_help_panel=JOBS)(run_batch)
 cli.add_typer(dead, name="dead", rich_help_panel=JOBS)
 cli.add_typer(keys, name="keys", rich_help_panel=INSTALLATION)
 cli.command(rich_help_panel=INSTALLATION)(cost)

@@ -19,6 +19,24 @@ class UpFile(msgspec.Struct, frozen=True, kw_only=True):
     """What the commands need of up.json, which a supervisor writes while its stack is ready."""
 
     urls: dict[str, str]
+    api_key: str = ""
+
+
+class LocalGateway(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the stack on this machine answers, and with which key."""
+
+    url: str
+    api_key: str
+
+
+def local_gateway(folder: Path) -> LocalGateway | None:
+    """The gateway of the stack in SHARDLINE_HOME, or in `.local` of a folder or the nearest one
+    above it."""
+    path = _up_file(folder)
+    if path is None:
+        return None
+    up = msgspec.json.decode(path.read_bytes(), type=UpFile)
+    return LocalGateway(url=up.urls["gateway"], api_key=up.api_key)
 
 
 def use_local_stack(folder: Path) -> None:

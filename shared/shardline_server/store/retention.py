@@ -1,6 +1,7 @@
-"""Deletes jobs that ended long ago, with their attempts and results, and rows of processes that are
-long gone. Knows no settings: how long is the caller's.
+"""Deletes jobs that ended long ago, with their attempts and results, batches likewise, files that
+have expired, and rows of processes that are long gone. Knows no settings: how long is the caller's.
 
+A batch keeps its jobs as long as it is there.
 A dead letter that was not replayed is never deleted: somebody must look at it first. Jobs are
 looked at in the order in which they were created, a few at a time: what stays behind (dead letters,
 a backlog that waits for longer than ended jobs are kept) is read once in each pass, and holds up no
@@ -17,6 +18,7 @@ from uuid import UUID
 from sqlalchemy import Connection, Interval, cast, delete, func, select, text
 
 from shardline.contract.tables import DEAD, pipeline_energy, pipelines, workers
+from shardline.store.files import IS_READ
 from shardline.store.statistics import costs
 
 MAX_BATCH = 128
@@ -52,6 +54,12 @@ ANNOUNCED = text(
 )
 
 PRUNE = (
+    text(f"""
+DELETE FROM files WHERE id = ANY(ARRAY(
+    SELECT id FROM files WHERE expires_at < now() AND NOT {IS_READ} LIMIT 64))
+"""),  # noqa: S608 (a constant of ours)
+    # Uploads that ended with their gateway.
+    text("DELETE FROM files WHERE uploaded_at IS NULL AND created_at < now() - interval '1 day'"),
     *costs.PRUNE,
     delete(workers).where(workers.c.lease_until < GONE),
     # As long as figures of its epochs are kept it must not begin with the first one again.
@@ -81,6 +89,8 @@ WITH old AS MATERIALIZED (
     SELECT * FROM jobs
     WHERE id = ANY(CAST(:ids AS uuid[])) AND finished_at < now() - make_interval(secs => :age_s)
         AND replay_of IS NULL
+        AND NOT EXISTS (
+            SELECT FROM batch_lines WHERE job_id = coalesce(jobs.choice_of, jobs.id))
         AND (({DEAD}) IS NOT TRUE
             OR EXISTS (SELECT FROM jobs AS replays WHERE replays.replay_of = jobs.id))
     ORDER BY created_at, id LIMIT :max_batch FOR UPDATE SKIP LOCKED
@@ -116,6 +126,13 @@ totals AS (
 SELECT created_at, id, num_bytes_before < :max_bytes AS fits FROM totals ORDER BY created_at, id
 """)  # noqa: S608 (a constant of ours)
 
+DELETE_BATCHES = text("""
+DELETE FROM batches WHERE id = ANY(ARRAY(
+    SELECT id FROM batches WHERE due_at IS NULL
+        AND coalesce(completed_at, expired_at, cancelled_at, failed_at)
+            < now() - make_interval(secs => :age_s)
+    ORDER BY created_at LIMIT 8))
+""")
 DELETE = text("DELETE FROM jobs WHERE id = ANY(CAST(:ids AS uuid[]))")
 
 
@@ -150,6 +167,8 @@ def delete_old(
     until the next pass."""
     if not connection.scalar(TRY_LOCK, {"lock": LOCK}):
         return Batch(num_deleted=0, after=None)
+    if after is None:
+        connection.execute(DELETE_BATCHES, {"age_s": age_s})
     after_at, after_id = after or BEGINNING
     read = connection.execute(
         NEXT, {"age_s": age_s, "after_at": after_at, "after_id": after_id}

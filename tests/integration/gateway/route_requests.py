@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from tests.integration.gateway.running_gateway import PROMPT
+from tests.integration.gateway.running_gateway import BATCHES, CHATS, FILES, PROMPT
 
 BODY = {"model": "clerk", "prompt": PROMPT}
 DECISIONS = "/v1/decisions"
@@ -23,6 +23,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
 """Routes that this model refuses, since it generates text; tests/integration/standalone/
 test_encoders.py has their answers."""
 CHAT = {"model": "clerk", "messages": [{"role": "user", "content": "a"}]}
+NO_FILE = "file-00000000-0000-0000-0000-000000000000"
 STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 
 
@@ -30,23 +31,33 @@ async def ask(
     http: httpx.AsyncClient, method: str, path: str, headers: dict[str, str]
 ) -> httpx.Response:
     """With a body that would do."""
-    body = body_of(path) if method == "POST" else None
-    request = http.build_request(method, path, json=body, headers=headers)
+    content = content_of(path) if method == "POST" else {}
+    request = http.build_request(method, path, **content, headers=headers)
     if headers.get("Authorization") == "":
         del request.headers["Authorization"]
     return await http.send(request)
 
 
 async def status_of(
-    http: httpx.AsyncClient, method: str, path: str, headers: dict[str, str]
+    http: httpx.AsyncClient, method: str, path: str, headers: dict[str, str], *, file_id: str
 ) -> int:
     """Of an answer that may never end: only its beginning is waited for. Completions are asked for
-    as streams."""
-    body = {**body_of(path), **({"stream": True} if path in STREAMED else {})}
-    async with http.stream(
-        method, path, json=body if method == "POST" else None, headers=headers
-    ) as reply:
+    as streams, batches of a file that is there."""
+    content = content_of(path, file_id) if method == "POST" else {}
+    if path in STREAMED:
+        content["json"]["stream"] = True
+    async with http.stream(method, path, **content, headers=headers) as reply:
         return reply.status_code
+
+
+def content_of(path: str, file_id: str = NO_FILE) -> dict[str, Any]:
+    """What would do for a route that takes something, as httpx sends it."""
+    if path == FILES:
+        return {"files": {"file": ("in.jsonl", b"{}")}, "data": {"purpose": "batch"}}
+    if path == BATCHES:
+        batch = {"input_file_id": file_id, "endpoint": CHATS, "completion_window": "24h"}
+        return {"json": batch}
+    return {"json": {**body_of(path)}}
 
 
 def body_of(path: str) -> dict[str, Any]:

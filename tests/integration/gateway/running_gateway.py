@@ -35,6 +35,8 @@ from tests.tiny_head import Sequence, TinyHead
 JOBS = "/v1/jobs"
 CHATS = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
+FILES = "/v1/files"
+BATCHES = "/v1/batches"
 PROMPT = "sum: 1 + 2 ="
 COMMENT = "a comment"
 
@@ -52,18 +54,26 @@ def gateway_server(database_url: str, redis_url: str, **settings: Any) -> Gatewa
 
 async def one_of_each(http: httpx.AsyncClient, head: TinyHead) -> dict[str, str]:
     """A value for each parameter in the paths of routes: of a job that waits, a stored completion,
-    a response in the background that waits, and the model."""
+    a response in the background that waits, a file, a batch of it, and the model."""
     chat = {"model": "clerk", "messages": [{"role": "user", "content": PROMPT}], "store": True}
     with head.serving():
         stored = await http.post(CHATS, json=chat)
     background = {"model": "clerk", "input": PROMPT, "background": True}
     response = await http.post(RESPONSES, json=background)
     job = await http.post(JOBS, json={"model": "clerk", "prompt": PROMPT})
-    assert [reply.is_success for reply in (stored, response, job)] == [True] * 3
+    form: Any = {"files": {"file": ("in.jsonl", b"{}")}, "data": {"purpose": "batch"}}
+    # The batch's own may not be deleted while it is read.
+    file, read = [await http.post(FILES, **form) for _ in range(2)]
+    asked = {"input_file_id": read.json()["id"], "endpoint": CHATS, "completion_window": "24h"}
+    batch = await http.post(BATCHES, json=asked)
+    replies = (stored, response, job, file, batch)
+    assert [reply.is_success for reply in replies] == [True] * 5
     return {
         "job_id": job.json()["id"],
         "completion_id": stored.json()["id"],
         "response_id": response.json()["id"],
+        "file_id": file.json()["id"],
+        "batch_id": batch.json()["id"],
         "name": "clerk",
     }
 

@@ -21,8 +21,14 @@ from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS
 
 from tests.integration.gateway.api_document import API, LABELS
-from tests.integration.gateway.route_requests import ASKED, DECISIONS, ENCODERS
-from tests.integration.gateway.running_gateway import PROMPT, one_of_each, running_gateway
+from tests.integration.gateway.route_requests import ASKED, DECISIONS, ENCODERS, content_of
+from tests.integration.gateway.running_gateway import (
+    BATCHES,
+    FILES,
+    PROMPT,
+    one_of_each,
+    running_gateway,
+)
 from tests.tiny_head import TinyHead
 
 NUM_EXAMPLES = 8
@@ -58,6 +64,7 @@ OTHER_BODIES: dict[str, Any] = {
     DECISIONS: ASKED,
     **ENCODERS,
     "/v1/chat/completions/{completion_id}": {"metadata": {"a": "b"}},
+    FILES: {"file": "{}", "purpose": "batch"},
 }
 """Bodies of routes that take neither a prompt nor messages."""
 
@@ -106,6 +113,8 @@ def explore(
     operation = API.find_operation_by_label(label)
     assert operation is not None
     statuses: Counter[int] = Counter()
+    batch = content_of(BATCHES, known["file_id"])["json"]
+    others = {**OTHER_BODIES, BATCHES: batch}
     named = {name: value for name, value in known.items() if f"{{{name}}}" in label}
 
     def send(prepare: Callable[[Any], object], mode: GenerationMode, **fixed: Any) -> None:
@@ -115,7 +124,7 @@ def explore(
             if isinstance(case.body, dict):
                 prepare(case.body)
                 if prepare is succeed:
-                    case.body = OTHER_BODIES.get(operation.path, case.body)
+                    case.body = others.get(operation.path, case.body)
                     case.body |= NEEDED.get(operation.path, {})
             response = case.call(base_url=address, session=caller, timeout=TIMEOUT_S)
             statuses[response.status_code] += 1

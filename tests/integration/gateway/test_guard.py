@@ -159,7 +159,8 @@ async def test_each_route_is_forbidden_without_its_scope_and_allowed_with_it(
         alone = bearer(make_key(database_url, scopes=(Scope(wanted),)))
         # The one answer that is neither a stream nor there before its jobs have ended.
         with head.serving() if template == DECISIONS else nullcontext():
-            status = await status_of(http, method, path_of(template, mine), alone)
+            path = path_of(template, mine)
+            status = await status_of(http, method, path, alone, file_id=mine["file_id"])
         assert status in ((400,) if template in ENCODERS else (200, 202)), f"{method} {template}"
 
 
@@ -185,7 +186,7 @@ async def test_another_tenants_job_is_not_there_by_any_route(
     each = await one_of_each(http, head)
     theirs = bearer(make_key(database_url, tenant=OTHER_TENANT))
     with_id = [(method, path) for method, path, _ in GUARDED if "_id}" in path]
-    assert len(with_id) == 11
+    assert len(with_id) == 16
     for method, template in with_id:
         nothing = {name: UUID_TEXT.sub(str(uuid4()), value) for name, value in each.items()}
         seen, absent = [

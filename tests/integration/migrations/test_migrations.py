@@ -9,6 +9,7 @@ import sys
 import pytest
 from sqlalchemy import Engine, text
 
+from shardline.contract.batch_tables import batches
 from shardline.contract.response_table import responses
 from shardline.store.connection.database import connect
 from tests.repository import REPOSITORY
@@ -65,6 +66,7 @@ def test_tables_created_directly_equal_the_migrated_ones(
     database_url: str, empty_database_url: str, query: str
 ) -> None:
     direct = connect(empty_database_url)
+    assert batches.metadata is responses.metadata
     responses.metadata.create_all(direct)
     migrated = connect(database_url)
     assert read(direct, query) == read(migrated, query)

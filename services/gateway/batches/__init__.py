@@ -1,0 +1,1 @@
+"""OpenAI's batches: lines of a file become jobs, and jobs the lines of its output."""

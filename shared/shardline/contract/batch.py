@@ -1,0 +1,72 @@
+"""The batch: a file of requests, each of which becomes jobs, and the states that it passes.
+Knows no database and no door."""
+
+from __future__ import annotations
+
+import hashlib
+from enum import StrEnum
+from uuid import UUID
+
+import msgspec
+
+from shardline.contract.ids import as_id
+
+MAX_LINES = 50_000
+MAX_LINE_NUMBER = (1 << 20) - 1
+"""Blank lines are counted too."""
+
+
+_VERSION_8 = 0x8 << 76
+_VARIANT = 0x2 << 62
+
+
+class BatchStatus(StrEnum):
+    """validating → failed | in_progress → finalizing → completed | expired, and with a cancel
+    cancelling → cancelled. OpenAI's."""
+
+    VALIDATING = "validating"
+    FAILED = "failed"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+
+OPEN = (
+    BatchStatus.VALIDATING,
+    BatchStatus.IN_PROGRESS,
+    BatchStatus.FINALIZING,
+    BatchStatus.CANCELLING,
+)
+
+
+class LineCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """How many lines of a batch have ended, and how, with the tokens of those that succeeded."""
+
+    completed: int = 0
+    failed: int = 0
+    expired: int = 0
+    """Of the failed ones."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+def line_id(batch_id: UUID | str, line: int, choice: int = 0) -> UUID:
+    """The id of a line's job, and of further choices: it follows from the batch, whose time it
+    begins with, so that ids sort as lines do, and whoever inserts a line again finds its job."""
+    batch = as_id(batch_id)
+    digest = hashlib.blake2b(batch.bytes, digest_size=6).digest()
+    random = int.from_bytes(digest, "big") >> 6
+    return UUID(
+        int=((batch.int >> 80) << 80)
+        | _VERSION_8
+        | ((random >> 30) << 64)
+        | _VARIANT
+        | ((random & ((1 << 30) - 1)) << 32)
+        | (line << 12)
+        | choice
+    )
