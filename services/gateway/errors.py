@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any
 from uuid import UUID
@@ -76,6 +77,11 @@ class PreviousNotFound(Invalid):
     """A response to go on from that is not there."""
 
 
+class ThreadUnsupported(Invalid):
+    """A conversation that the server is to hold. Anthropic's clients know the code, and send all of
+    it then."""
+
+
 class MisdirectedRequest(Invalid):
     """A request for another host."""
 
@@ -145,6 +151,7 @@ KINDS: tuple[tuple[type[ShardlineError], int, str, str], ...] = (
     (Forbidden, 403, "invalid_request_error", "permission_denied"),
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
     (ContextExceeded, 400, "invalid_request_error", "context_length_exceeded"),
+    (ThreadUnsupported, 400, "invalid_request_error", "thread_unsupported_request"),
     (PreviousNotFound, 400, "invalid_request_error", "previous_response_not_found"),
     (Invalid, 400, "invalid_request_error", "invalid_value"),
     (InvalidJob, 400, "invalid_request_error", "invalid_value"),
@@ -159,6 +166,13 @@ KINDS: tuple[tuple[type[ShardlineError], int, str, str], ...] = (
     (JobEnded, 500, "job_ended", "job_failed"),
 )
 """The first that fits: error, status, OpenAI's type, code."""
+
+
+CODES: Mapping[int, str] = {
+    HTTPStatus.NOT_FOUND: "not_found",
+    HTTPStatus.METHOD_NOT_ALLOWED: "method_not_allowed",
+}
+"""Of paths and methods without a route."""
 
 
 def status_of(error: ShardlineError) -> int:
@@ -243,7 +257,7 @@ def install(app: FastAPI) -> None:
         body = openai_error(
             str(error.detail),
             "invalid_request_error",
-            "not_found" if error.status_code == 404 else "http",
+            CODES.get(error.status_code, "http"),
         )
         return json_response(body, status=error.status_code, headers=error.headers)
 

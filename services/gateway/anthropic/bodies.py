@@ -15,12 +15,15 @@ from msgspec import Meta
 from services.gateway.openai.neutral_fields import ANY_TEXT
 from shardline.contract.job import MAX_TOKENS, Probability
 
+KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
+"""Clears nothing: thoughts are what the caller sends."""
+
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "standard_only"),
     "inference_geo": ("global",),
     "speed": ("standard",),
     "container": (),
-    "context_management": ({},),
+    "context_management": ({}, {"edits": []}, {"edits": [KEEP_THINKING]}),
     "mcp_servers": ([],),
     "diagnostics": (),
     "user_profile_id": (ANY_TEXT,),

@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from services.gateway.anthropic import bodies
+from services.gateway.errors import ThreadUnsupported
 from services.gateway.http.json_body import Document
 from services.gateway.openai.bodies import ChatCompletionRequest
 from services.gateway.openai.neutral_fields import drop_neutral
@@ -83,7 +84,11 @@ def _parsed(document: Document, kind: type[BodyT], own: frozenset[str]) -> tuple
 
 def _refuse_unsupported(fields: Document) -> None:
     """Names what Anthropic's models take and Shardline's do not: images, documents, tools that run
-    at Anthropic. Raises Invalid. `parse_fields` refuses what is no object."""
+    at Anthropic, conversations that Anthropic holds. Raises Invalid. `parse_fields` refuses what is
+    no object."""
+    if "thread" in fields:
+        problem = "conversations are not held between requests"
+        raise ThreadUnsupported("thread", problem, "Leave it out, and send all messages")
     remedy = f"Send blocks of type {', '.join(BLOCKS)}"
     for field, block in _blocks(fields):
         if (kind := block.get("type")) not in BLOCKS:
@@ -120,7 +125,9 @@ def _chat(body: bodies.CountTokensBody) -> Document:
         fields |= {"tools": [_tool(tool) for tool in body.tools], **_choice(body.tool_choice)}
     elif isinstance(body.tool_choice, bodies.AnyChoice | bodies.ToolChoiceByName):
         raise Invalid("tool_choice", "there are no tools", "Send tools, or leave it out")
-    if (form := body.output_config.format or body.output_format) is not None:
+    # A call that must be made is all that the model says.
+    is_text = not isinstance(body.tool_choice, bodies.AnyChoice | bodies.ToolChoiceByName)
+    if is_text and (form := body.output_config.format or body.output_format) is not None:
         fields["structured_outputs"] = {"json": form.schema}
     return fields | _thinking(body)
 

@@ -2,8 +2,9 @@
 Knows no route.
 
 uvicorn bounds neither a request's head nor the time for it, forgets the request under way when
-another one is pipelined behind it, and drops the body of a request that offers another protocol
-(h2c). h11 has the limits, and costs a tenth of the accepted jobs per second.
+another one is pipelined behind it, drops the body of a request that offers another protocol
+(h2c), and sends streams in chunks to who speaks HTTP/1.0, which has none. h11 has the limits, and
+costs a tenth of the accepted jobs per second.
 """
 
 from __future__ import annotations
@@ -164,6 +165,8 @@ class HttpConnection(HttpToolsProtocol):
             self._is_offer = True
             return
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            _send_unframed(self.cycle)
         self._unanswered.append(self.cycle)
         self._register.heads.discard(self)
         # uvicorn stops to read when a request is pipelined, and would not see its caller leave.
@@ -293,6 +296,19 @@ class HttpConnection(HttpToolsProtocol):
         self._num_dropped_bytes += num_bytes
         if self._num_dropped_bytes > most_bytes:
             self.abort()
+
+
+def _send_unframed(cycle: RequestResponseCycle) -> None:
+    """Sends an answer without chunks: it ends where the connection does."""
+    send = cycle.send
+    cycle.chunked_encoding = False
+
+    async def unframed(message: Any) -> None:
+        # uvicorn counts what is left of the length that the answer's head names.
+        cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = unframed  # type: ignore[method-assign]
 
 
 def _refusal(error: Invalid) -> bytes:

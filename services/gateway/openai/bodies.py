@@ -24,6 +24,7 @@ from shardline.contract.job import (
     Prompt,
     SamplingParams,
 )
+from shardline.contract.tool_choice import callable_tools
 
 DEFAULT_COMPLETION_TOKENS = 16
 """Of a request to /v1/completions without a number: as OpenAI and vLLM have it."""
@@ -92,10 +93,14 @@ class OpenAiRequest(JobRequest, frozen=True, kw_only=True):
 
     def params(self) -> SamplingParams:
         """The sampling part alone, in a job's words."""
-        max_tokens = None if self.length == NO_LIMIT else self.length
+        length = self.length
+        # A job generates a token also where none is shown.
+        max_tokens = None if length is None or length == NO_LIMIT else max(length, 1)
         output = self.structured_outputs
         if self.response_format is not None:
-            output = self.response_format.structured()
+            called = callable_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
+            # A call that must be made is all that the model says.
+            output = None if called.is_required else self.response_format.structured()
         return msgspec.structs.replace(
             super().params(), max_tokens=max_tokens, structured_outputs=output
         )

@@ -81,7 +81,8 @@ def whole_choices(builders: Sequence[OpenAiResponses], jobs: Sequence[Job], n: i
             answers.append(whole(responses, job))
         except JobEnded as error:
             raise _placed(error, index, len(jobs)) from error
-    usages = [job.result.usage for job in jobs if job.result is not None]
+    pairs = zip(builders, jobs, strict=True)
+    usages = [one.shown(job.result).usage for one, job in pairs if job.result is not None]
     choices = [choice for answer in answers for choice in answer.choices]
     usage = CompletionUsage.of(total_usage(usages, n))
     return replace(answers[0], choices=choices, usage=usage)

@@ -69,7 +69,7 @@ def _parse(fields: Document, kind: type[RequestT]) -> RequestT:
         remedy = "Send one of max_completion_tokens and max_tokens"
         raise Invalid("max_completion_tokens", "it differs from max_tokens", remedy)
     if request.length == 0:
-        raise Invalid("max_tokens", "it is 0; one token is the least", "Send more, or leave it out")
+        _check_echoes_alone(request)
     if request.stream_options != StreamOptions() and not request.stream:
         remedy = "Set stream to true, or leave it out"
         raise Invalid("stream_options", "it is only for streams", remedy)
@@ -79,6 +79,14 @@ def _parse(fields: Document, kind: type[RequestT]) -> RequestT:
     _check_scores_whole(request, "prompt_logprobs")
     check_request(request)
     return request
+
+
+def _check_echoes_alone(request: OpenAiRequest) -> None:
+    """Raises Invalid for an answer without a token, unless it is the prompt."""
+    if not isinstance(request, CompletionRequest) or not request.echo:
+        raise Invalid("max_tokens", "it is 0; one token is the least", "Send more, or leave it out")
+    if request.stream:
+        raise Invalid("stream", "with max_tokens 0 there is nothing to stream", "Leave it out")
 
 
 def _check_scores_whole(request: OpenAiRequest, field: str) -> None:

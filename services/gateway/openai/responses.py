@@ -72,6 +72,19 @@ class ResponseParts:
         """What the chunks of one stream go on with: the texts and places of its tokens."""
         return LogprobTexts(self.tokens.token_texts(self.request.params(), self.prompt_ids))
 
+    def shown(self, result: Result) -> Result:
+        """Returns what an answer shows of it: no token, if the prompt alone was asked for."""
+        if self.request.length != 0:
+            return result
+        return replace(
+            result,
+            text="",
+            token_ids=(),
+            finish_reason=FinishReason.LENGTH,
+            logprobs=None if result.logprobs is None else (),
+            usage=replace(result.usage, completion_tokens=0),
+        )
+
     def reply_reader(self) -> ReplyReader:
         """Returns what parses the text of one stream; of a prompt's completion, all is content."""
         return ReplyReader(None)
@@ -118,6 +131,7 @@ class CompletionResponses(ResponseParts):
 
     def whole(self, result: Result) -> bodies.Completion:
         """The answer to a request that does not stream."""
+        result = self.shown(result)
         choice = bodies.CompletionChoice(
             index=self.index,
             finish_reason=result.finish_reason,

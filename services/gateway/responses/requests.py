@@ -15,6 +15,7 @@ from services.gateway.responses.tools import choice_of
 from shardline.base.errors import Invalid
 from shardline.contract.job import INTERACTIVE_PRIORITY, JobRequest
 from shardline.contract.request_parsing import check_request, invalid_from, parse_fields
+from shardline.contract.tool_choice import callable_tools
 
 ELSEWHERE: Mapping[str, str] = {
     "prompt": "Send input, or use /v1/completions",
@@ -71,6 +72,12 @@ def response_request(document: Document) -> ResponseRequest:
         "parallel_tool_calls": asked.parallel_tool_calls,
         "reasoning_effort": asked.reasoning.effort,
     }
+    called = callable_tools(
+        values["tools"], values["tool_choice"], parallel=asked.parallel_tool_calls
+    )
+    if called.is_required:
+        # A call that must be made is all that the model says.
+        values["structured_outputs"] = job.structured_outputs
     request = ResponseRequest(**values, asked=asked)
     check_request(request)
     if asked.background and not asked.store:

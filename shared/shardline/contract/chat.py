@@ -34,13 +34,17 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a message's content."""
+    """A part of a message's content. What a model said in place of an answer is a text too."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse images, sound and files, by the name of their type."""
+        if self.type == "refusal" and self.refusal is not None:
+            force_setattr(self, "type", "text")
+            force_setattr(self, "text", self.refusal)
         if self.type != "text" or self.text is None:
             shown = self.type[:64]
             problem = f"it is of type {shown!r} without text" if self.type == "text" else shown
@@ -64,7 +68,8 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     reasoning: str | None = None
     """What the model thought before it said the content."""
     reasoning_content: str | None = None
-    refusal: Literal[""] | None = None
+    refusal: str | None = None
+    """What the model said in place of a content; it becomes the content."""
     annotations: tuple[dict[str, Any], ...] | None = None
     audio: None = None
     function_call: None = None
@@ -74,6 +79,8 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         if isinstance(self.content, tuple | list):
             text = "\n".join(part.text or "" for part in self.content)
             force_setattr(self, "content", text)
+        if self.refusal and not self.content:
+            force_setattr(self, "content", self.refusal)
         if self.content is None and self.role != ASSISTANT:
             raise ValueError("content is missing: send a text")
         if self.tool_calls and self.role != ASSISTANT:

@@ -19,6 +19,7 @@ from shardline.contract.job import (
     JobRequest,
     SamplingParams,
 )
+from shardline.contract.nulls import FIELDS, without_nulls
 from shardline.contract.structured_output import FIELD as STRUCTURED_OUTPUTS
 from shardline.contract.structured_output import check_structured_output
 from shardline.contract.tool_choice import callable_tools, check_tools
@@ -266,10 +267,16 @@ def _plain(document: object, kind: type[msgspec.Struct]) -> object:
     if not isinstance(document, Mapping):
         return document
     return {
-        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        name: _plain_value(name, value)
         for name, value in document.items()
         if value is not None or name not in kind.__struct_fields__
     }
+
+
+def _plain_value(name: object, value: object) -> object:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return without_nulls(value) if name in FIELDS else value
 
 
 def invalid_from(error: msgspec.ValidationError) -> Invalid:

@@ -298,3 +298,18 @@ async def test_a_connection_stays_for_the_time_between_requests(
         writer.write(ROUND_B)
         assert (await answer(reader))[0] == 200
         assert await reader.read() == b""
+
+
+async def test_a_stream_over_http_1_0_has_no_chunks(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    body = BODY[:-1] + b', "stream": true}'
+    sent = request(http, "/v1/completions", body).replace(b"HTTP/1.1", b"HTTP/1.0")
+    async with connected(http) as (reader, writer):
+        with head.serving():
+            writer.write(sent)
+            opening, _, events = (await reader.read()).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in opening
+    lines = [line for line in events.splitlines() if line]
+    assert lines[-1] == b"data: [DONE]"
+    assert all(line.startswith(b"data: ") for line in lines)

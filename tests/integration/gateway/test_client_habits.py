@@ -1,0 +1,159 @@
+"""What clients of others send beside their users' requests: fields that are null at any depth, what
+an answer held, conversations that a server is to hold, formats beside calls that must be made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from anthropic import AsyncAnthropic, beta_async_tool
+from openai import AsyncOpenAI
+
+from shardline.contract.job import JobState
+from tests.integration.gateway.running_gateway import PROMPT
+from tests.tiny_head import TinyHead
+
+CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
+USER = {"role": "user", "content": PROMPT}
+SCHEMA = {"type": "object", "properties": {}, "additionalProperties": False}
+FUNCTION = {"name": "look", "parameters": SCHEMA}
+CALL = {"id": "c-1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+FORMAT = {"type": "json_schema", "schema": SCHEMA}
+
+NULLS = [
+    {**USER, "name": None, "later": None},
+    {"role": "assistant", "content": None, "later": None, "tool_calls": [{**CALL, "later": None}]},
+    {"role": "tool", "tool_call_id": "c-1", "content": [{"type": "text", "text": "a", "id": None}]},
+]
+BLOCKS: list[Any] = [
+    {"role": "user", "content": [{"type": "text", "text": PROMPT, "later": None}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "tool_use", "id": "c-1", "name": "look", "input": {"a": None}, "later": None}
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {
+                "type": "tool_result",
+                "tool_use_id": "c-1",
+                "later": None,
+                "content": [{"type": "text", "text": "a", "citations": None, "later": None}],
+            }
+        ],
+    },
+]
+TOOL = {"type": "function", "function": {**FUNCTION, "strict": None}, "later": None}
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        (CHAT, {"messages": NULLS, "tools": [TOOL]}),
+        (MESSAGES, {"messages": BLOCKS, "tools": [{"name": "look", "input_schema": SCHEMA}]}),
+    ],
+)
+async def test_a_null_at_any_depth_is_left_out(
+    http: httpx.AsyncClient, head: TinyHead, route: str, fields: dict[str, Any]
+) -> None:
+    with head.serving():
+        reply = await http.post(route, json={"model": "clerk", "max_tokens": 64, **fields})
+    assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        (
+            CHAT,
+            {
+                "messages": [USER],
+                "tools": [{"type": "function", "function": FUNCTION}],
+                "tool_choice": "required",
+                "response_format": {"type": "json_object"},
+            },
+        ),
+        (
+            RESPONSES,
+            {
+                "input": PROMPT,
+                "tools": [{"type": "function", **FUNCTION}],
+                "tool_choice": {"type": "function", "name": "look"},
+                "text": {"format": {**FORMAT, "name": "a"}},
+                "background": True,
+            },
+        ),
+        (
+            MESSAGES,
+            {
+                "messages": [USER],
+                "tools": [{"name": "look", "input_schema": SCHEMA}],
+                "tool_choice": {"type": "any"},
+                "output_config": {"format": FORMAT},
+                "max_tokens": 64,
+            },
+        ),
+    ],
+)
+async def test_a_format_beside_a_call_that_must_be_made_has_no_effect(
+    http: httpx.AsyncClient, head: TinyHead, route: str, fields: dict[str, Any]
+) -> None:
+    with head.serving():
+        reply = await http.post(route, json={"model": "clerk", **fields})
+    assert reply.status_code == 200, reply.text
+    job = (await http.get(f"/v1/jobs/{reply.json()['id']}")).json()
+    assert ("structured_outputs" in job["params"], len(job["params"]["tools"])) == (False, 1)
+
+
+async def test_anthropics_runner_of_tools_goes_on_without_a_thread(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    @beta_async_tool
+    async def look(place: str) -> str:
+        """Look somewhere."""
+        return place
+
+    key = http.headers["authorization"].removeprefix("Bearer ")
+    asked: dict[str, Any] = {"model": "clerk", "max_tokens": 64, "messages": [USER]}
+    async with AsyncAnthropic(base_url=str(http.base_url), api_key=key) as client:
+        with head.serving():
+            runner = client.beta.messages.tool_runner(
+                **asked,
+                tools=[look],
+                context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            )
+            (message,) = [message async for message in runner]
+    assert (message.stop_reason, message.role) == ("max_tokens", "assistant")
+    refused = await http.post(MESSAGES, json={**asked, "thread": {"type": "create"}})
+    error = refused.json()["error"]
+    details = {"error_code": "thread_unsupported_request", "param": "thread"}
+    assert (refused.status_code, error["details"]) == (400, details)
+
+
+async def test_an_echo_without_a_token_is_the_prompt_alone(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    key = http.headers["authorization"].removeprefix("Bearer ")
+    async with AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key=key) as client:
+        with head.serving():
+            answer = await client.completions.create(
+                model="clerk", prompt=PROMPT, max_tokens=0, echo=True, n=2
+            )
+    assert [choice.text for choice in answer.choices] == [PROMPT, PROMPT]
+    assert {choice.finish_reason for choice in answer.choices} == {"length"}
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
+    jobs = (await http.get("/v1/jobs")).json()["data"]
+    assert {job["state"] for job in jobs[:2]} == {JobState.SUCCEEDED}
+    refused = {"model": "clerk", "prompt": PROMPT, "max_tokens": 0, "echo": True, "stream": True}
+    assert (await http.post("/v1/completions", json=refused)).json()["error"]["param"] == "stream"
+
+
+async def test_a_method_without_a_route_has_a_code(http: httpx.AsyncClient) -> None:
+    answer = await http.put(CHAT, json={})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
