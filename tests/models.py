@@ -143,18 +143,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         mamba_d_state=24,
         mamba_n_groups=2,
     ),
-    "falcon-h1": lambda: tf.FalconH1Config(
-        **COMMON,
-        mamba_d_ssm=64,
-        mamba_n_heads=4,
-        mamba_d_head=16,
-        mamba_d_state=24,
-        mamba_n_groups=2,
-        ssm_multipliers=[0.5, 0.7, 0.9, 1.1, 1.3],
-        ssm_in_multiplier=1.5,
-    ),
     "granitemoe": lambda: tf.GraniteMoeConfig(**MIXTURE, num_local_experts=4),
 }
+
+RECURRENT = frozenset(
+    {"lfm2", "granitemoehybrid", "qwen3-next", "qwen3.5", "olmo-hybrid", "nemotron-h", "bamba"}
+)
+"""Of these, models with layers that keep a state, in the first half and in the second."""
 
 
 def save_model(

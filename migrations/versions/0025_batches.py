@@ -21,6 +21,18 @@ STATUSES = (
 
 def upgrade() -> None:
     """Bring the schema to this revision."""
+    _create_batches()
+    _create_lines()
+    _create_files()
+
+
+def downgrade() -> None:
+    """Bring the schema back to the revision before."""
+    for table in ("file_chunks", "files", "batch_lines", "batches"):
+        op.drop_table(table)
+
+
+def _create_batches() -> None:
     op.create_table(
         "batches",
         _id("id", primary_key=True),
@@ -59,6 +71,9 @@ def upgrade() -> None:
     )
     op.create_index("batches_listing", "batches", ["tenant_id", "created_at", "id"])
     _partial_index("batches_due", "batches", "due_at", "due_at IS NOT NULL")
+
+
+def _create_lines() -> None:
     op.create_table(
         "batch_lines",
         _id("batch_id", sa.ForeignKey("batches.id", ondelete="CASCADE"), primary_key=True),
@@ -76,6 +91,9 @@ def upgrade() -> None:
         ),
     )
     _partial_index("batch_lines_jobs", "batch_lines", "job_id", "job_id IS NOT NULL")
+
+
+def _create_files() -> None:
     op.create_table(
         "files",
         _id("id", primary_key=True),
@@ -102,12 +120,6 @@ def upgrade() -> None:
         sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),
         sa.Column("content", sa.LargeBinary, nullable=False),
     )
-
-
-def downgrade() -> None:
-    """Bring the schema back to the revision before."""
-    for table in ("file_chunks", "files", "batch_lines", "batches"):
-        op.drop_table(table)
 
 
 def _id(name: str, *rules: Any, **options: Any) -> sa.Column[Any]:

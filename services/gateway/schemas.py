@@ -183,9 +183,16 @@ class DocumentedApp(FastAPI):
                 for status, described in errors(*ANY).items():
                     answers.setdefault(str(status), described)
                 for part in (operation, *answers.values()):
-                    schemas |= part.pop(SCHEMAS, {})
+                    _merge(schemas, part.pop(SCHEMAS, {}))
             document.setdefault("components", {})["schemas"] = schemas
         return super().openapi()
+
+
+def _merge(schemas: dict[str, Any], others: Schema) -> None:
+    """Adds schemas to those of other routes. Two types of one name would describe each other."""
+    for name, schema in others.items():
+        known = schemas.setdefault(name, schema)
+        assert known == schema, f"two types of bodies are named {name}"
 
 
 def _schemas(*kinds: Kind) -> tuple[tuple[Schema, ...], dict[str, Any]]:

@@ -104,10 +104,10 @@ class StageSettings(ProfiledSettings):
         "default: measured, else from a table",
     )
     device_shared: bool = Field(False, description="let stages share cores; slower")
-    dtype: Literal["float32", "bfloat16", "float16", "int8"] = Field(
+    dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] = Field(
         "float32",
         description="of weights, activations and KV: float32, bfloat16, float16 (GPU), "
-        "int8 (CPU: weights and inputs of products, the rest bfloat16)",
+        "int8 or int4 (CPU: weights, the rest bfloat16)",
     )
     seats: int = Field(64, ge=1, le=4096, description="sequences in the batch: Celery's -c")
     interactive_seats: int = Field(

@@ -79,10 +79,10 @@ class StandaloneSettings(ProfiledSettings):
         description="LD_PRELOAD of stages, empty for none; default: mimalloc, "
         "else tcmalloc, where installed",
     )
-    dtype: Literal["float32", "bfloat16", "float16", "int8"] = Field(
+    dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] = Field(
         "float32",
         description="of weights, activations and KV: float32, bfloat16, float16 (GPU), "
-        "int8 (CPU: weights and inputs of products, the rest bfloat16)",
+        "int8 or int4 (CPU: weights, the rest bfloat16)",
     )
     http_port: int = Field(
         8000, ge=0, le=65535, description="the gateway's port; 0 takes a free one"

@@ -17,13 +17,17 @@ from shardline_scheduler.step_plan import Open, Row, StepPlan
 class OpenSequence:
     """One open sequence: what the stage knows of it."""
 
-    __slots__ = ("blocks", "ids", "max_blocks", "num_computed", "num_drafts", "seed")
+    __slots__ = (
+        *("blocks", "dimensions", "ids", "max_blocks", "num_computed", "num_drafts", "seed"),
+    )
 
     def __init__(self, opened: Open) -> None:
         self.ids = list(opened.ids)
         self.blocks: list[int] = []
         self.max_blocks = opened.num_blocks
         self.seed = opened.seed
+        self.dimensions = opened.params.dimensions
+        """Numbers that its vector is cut to; None: it is whole."""
         self.num_computed = opened.num_cached
         self.num_drafts = 0
         """The last of the known ids, which may not come true."""
@@ -88,6 +92,10 @@ class OpenSequences:
     def ids_of(self, seq: int) -> list[int]:
         """The known ids of an open sequence."""
         return self._known[seq].ids
+
+    def dimensions_of(self, seq: int) -> int | None:
+        """Numbers that an open sequence's vector is cut to; None: it is whole."""
+        return self._known[seq].dimensions
 
     def extend(self, plan: StepPlan) -> Iterator[tuple[Row, OpenSequence]]:
         """Each row of the plan with its sequence, extended by the row's ids and blocks. Raises

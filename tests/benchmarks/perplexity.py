@@ -1,7 +1,7 @@
 """What a dtype costs in quality on texts: perplexity, divergence and the likeliest token, beside
 float32.
 
-    python -m tests.benchmarks.perplexity [--model DIR] [--text FILE ...] [--dtype bfloat16 int8]
+    python -m tests.benchmarks.perplexity [--model DIR] [--text FILE ...] [--dtype int8 int4]
 
 The model is SmolLM2-135M-Instruct (`make real-model`), the texts are the license, prose of the
 documents, and a module of Python's library, 24 kB of each. One stage reads windows of 256 tokens.
@@ -110,7 +110,7 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, default=FOLDER)
     parser.add_argument("--text", type=Path, nargs="+", default=TEXTS)
-    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "int8"])
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "int8", "int4"])
     parser.add_argument("--device", default="cpu:0-1")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as locks:

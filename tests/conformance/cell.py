@@ -60,7 +60,7 @@ def main() -> None:
     """Loads and compares; one JSON line for each number of stages."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=("clerk", "wide"), required=True)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32", "int8"), required=True)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32", "int8", "int4"), required=True)
     parser.add_argument("--cores", required=True, help="a thread for each")
     parser.add_argument("--prompts", type=int, default=300)
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])

@@ -18,7 +18,7 @@ ISAS = {
 }
 """As oneDNN names them, and the processor's flag for each."""
 MODELS = ("clerk", "wide")
-DTYPES = ("bfloat16", "float32", "int8")
+DTYPES = ("bfloat16", "float32", "int8", "int4")
 THREADS = (1, 2)
 
 

@@ -23,6 +23,7 @@ OFFERED = offered_isas()
         Cell(isa=OFFERED[-1], model="wide", dtype="bfloat16", threads=1),
         Cell(isa=OFFERED[0], model="clerk", dtype="float32", threads=1),
         Cell(isa=OFFERED[0], model="wide", dtype="int8", threads=1),
+        Cell(isa=OFFERED[0], model="wide", dtype="int4", threads=1),
     ],
     ids=str,
 )

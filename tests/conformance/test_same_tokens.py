@@ -30,6 +30,7 @@ MODELS = ("llama", "gemma2", "qwen3-moe")
 KINDS = [
     *((name, dtype) for name in MODELS for dtype in ("float32", "bfloat16")),
     ("llama", "int8"),
+    ("llama", "int4"),
 ]
 
 pytestmark = pytest.mark.parametrize(("name", "dtype"), KINDS)

@@ -46,14 +46,11 @@ OFF_THE_PATH = {
         stage/engine/exactness stage/engine/accelerator_options
         stage/engine/step_graphs stage/model/cpu_parts stage/engine/loading
         stage/engine/split_trial stage/products/experts stage/model/model_info
-        stage/model/pieces stage/products/packing stage/model/refusal
+        stage/model/pieces stage/products/packing stage/products/int4 stage/model/refusal
         stage/model/text_part stage/model/weights
     """,
     "for a model with recurrent layers": """
-        stage/kernels/recurrent_calls stage/recurrent/convolution
-        stage/recurrent/delta_rule stage/recurrent/gated_norm stage/recurrent/mixers
-        stage/recurrent/recurrence stage/recurrent/short_convolution
-        stage/recurrent/slots stage/recurrent/state_space stage/recurrent/states
+        stage/recurrent/mixers stage/recurrent/slots stage/recurrent/states
     """,
     "where ranks divide a stage": """
         stage/engine/ranked_runner stage/ranks/group stage/ranks/messages
@@ -61,8 +58,8 @@ OFF_THE_PATH = {
     "for encoders": """
         gateway/routes/encoders shardline/client/vectors shardline_server/tokenize/folder
         shardline/contract/encoders/encoder shardline_server/tokenize/encoders/encoder_texts
-        shardline_server/tokenize/prepared_prompt stage/engine/encoder_rows
-        stage/engine/pooling stage/model/encoder_class stage/model/encoder_files
+        shardline_server/tokenize/prepared_prompt stage/engine/pooling
+        stage/model/encoder_class
     """,
     "for a job that is traced": """
         shardline_server/genai stage/stage_spans stage/jobs/attempt_spans

@@ -76,7 +76,9 @@ class TokenCount(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
 
 
-class TextDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="text_delta"):
+class MessageTextDelta(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="text_delta"
+):
     """More of a text."""
 
     text: str
@@ -125,7 +127,7 @@ class BlockDelta(
     """More of a block."""
 
     index: int
-    delta: TextDelta | ThinkingDelta | InputDelta
+    delta: MessageTextDelta | ThinkingDelta | InputDelta
 
 
 class BlockStop(

@@ -180,7 +180,7 @@ class ThinkingDisabled(
 Thinking = ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled
 
 
-class SchemaFormat(
+class MessageSchemaFormat(
     msgspec.Struct,
     frozen=True,
     kw_only=True,
@@ -197,7 +197,7 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The form of the answer, and the effort behind it."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: SchemaFormat | None = None
+    format: MessageSchemaFormat | None = None
 
 
 class MessageMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -216,7 +216,7 @@ class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tool_choice: AutoChoice | AnyChoice | ToolChoiceByName | NoChoice = AutoChoice()
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
-    output_format: SchemaFormat | None = None
+    output_format: MessageSchemaFormat | None = None
     """An earlier place of `output_config.format`."""
     cache_control: CacheControl | None = None
 

@@ -19,7 +19,7 @@ from shardline.contract.job import FinishReason, JobState, Result, Usage
 from shardline.contract.wire import Delta
 from shardline_server.tokenize import CompletionText, Tokens
 
-BlockText = answers.TextDelta | answers.ThinkingDelta | answers.InputDelta
+BlockText = answers.MessageTextDelta | answers.ThinkingDelta | answers.InputDelta
 
 INVALID_JSON = "INVALID_JSON"
 """The key that Anthropic names for an input that is no JSON object, such as one that was cut."""
@@ -127,7 +127,7 @@ class MessageEvents:
             yield self._delta(answers.ThinkingDelta(thinking=part.reasoning))
         if part.content:
             yield from self._block("text", answers.TextBlock(text=""))
-            yield self._delta(answers.TextDelta(text=part.content))
+            yield self._delta(answers.MessageTextDelta(text=part.content))
         for call in part.tool_calls:
             block = answers.ToolUseBlock(id=call.id or "", name=call.name or "", input={})
             yield from self._block(call.index, block)
@@ -177,7 +177,7 @@ def _blocks(events: Iterable[answers.MessageEvent]) -> list[answers.Block]:
 
 
 def _text_of(delta: BlockText) -> str:
-    if isinstance(delta, answers.TextDelta):
+    if isinstance(delta, answers.MessageTextDelta):
         return delta.text
     return delta.thinking if isinstance(delta, answers.ThinkingDelta) else delta.partial_json
 

@@ -308,7 +308,7 @@ def _send_unframed(cycle: RequestResponseCycle) -> None:
         cycle.expected_content_length = len(message.get("body", b""))
         await send(message)
 
-    cycle.send = unframed  # type: ignore[method-assign]
+    cycle.send = unframed  # type: ignore[method-assign] # uvicorn takes no class of a cycle
 
 
 def _refusal(error: Invalid) -> bytes:

@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from services.stage.device.cpu import free_bytes
-from services.stage.device.device import INT8, Device, Meter
+from services.stage.device.device import INT4, INT8, Device, Meter
 from services.stage.device.staging import Staging
 from services.stage.device.uploads import Uploads
 from services.stage.device.watts import Watts
@@ -102,9 +102,9 @@ class Accelerator(Device):
         "bfloat16": torch.bfloat16,
         "float16": torch.float16,
     }
-    dtype_remedies: ClassVar = {
-        INT8: "Use bfloat16 or float16, or run this stage on cores (cpu:0-3)"
-    }
+    dtype_remedies: ClassVar = dict.fromkeys(
+        (INT8, INT4), "Use bfloat16 or float16, or run this stage on cores (cpu:0-3)"
+    )
 
     def __init__(
         self, found: AcceleratorInfo, *, worker: str, folder: Path, shared: bool = False

@@ -12,7 +12,7 @@ from typing import ClassVar
 import psutil
 import torch
 
-from services.stage.device.device import INT8, Device, Meter
+from services.stage.device.device import INT4, INT8, Device, Meter
 from services.stage.device.machine import machine
 from services.stage.device.memory_reservations import MemoryReservations
 from services.stage.device.rapl import Rapl
@@ -26,7 +26,10 @@ CGROUP = Path("/sys/fs/cgroup")
 class Cpu(Device):
     """A set of cores."""
 
-    dtypes: ClassVar = {"float32": torch.float32, "bfloat16": torch.bfloat16, INT8: torch.bfloat16}
+    dtypes: ClassVar = {
+        "float32": torch.float32,
+        **dict.fromkeys(("bfloat16", INT8, INT4), torch.bfloat16),
+    }
     dtype_remedies: ClassVar = {
         "float16": "Use float32 or bfloat16, or give this stage an accelerator"
     }

@@ -24,7 +24,8 @@ from services.stage.ranks.processes import OtherRanks
 from shardline.base.errors import Invalid
 
 INT8 = "int8"
-"""The dtype of weights with activations and KV in bfloat16."""
+INT4 = "int4"
+"""Dtypes of weights with activations and KV in bfloat16."""
 
 log = structlog.get_logger(__name__)
 

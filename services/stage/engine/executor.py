@@ -25,11 +25,11 @@ from services.stage.engine.adapter_pool import AdapterPool
 from services.stage.engine.exactness import exactness_fingerprint
 from services.stage.engine.loading import ForwardLoad, LoadedForward, load_forward
 from services.stage.engine.memory import Limits, StageMemory
-from services.stage.engine.pooling import Pooling, vector_bytes
+from services.stage.engine.pooling import Pooling
 from services.stage.engine.ranked_runner import load_ranked
 from services.stage.engine.shard_runner import AdapterRows, Pass, Runner
 from services.stage.engine.split_trial import check_split
-from services.stage.hop.frame import MAX_TENSOR_BYTES
+from services.stage.engine.tensors import check_frames
 from services.stage.kernels import kernel
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.weights import fingerprint
@@ -45,7 +45,7 @@ from services.stage.sampling.prompt_scores import (
 from services.stage.sampling.sampled_sequence import SampledSequence
 from services.stage.sampling.sampler import Sampler
 from shardline.base.clock import monotonic_s
-from shardline.base.errors import Invalid, ProtocolError
+from shardline.base.errors import ProtocolError
 from shardline_scheduler.open_sequences import OpenSequences
 from shardline_scheduler.scheduler import NOT_FINITE
 from shardline_scheduler.step_plan import StepPlan, StepResult
@@ -97,8 +97,6 @@ class Executor:
             grammars=grammars,
         )
         self._pooling = Pooling(shard) if self.is_last and self.info.encoder else None
-        self._dimensions: dict[int, int | None] = {}
-        """Of the vectors of open sequences."""
         states = forward.states
         self.num_states = states.num_slots if states is not None and forward.is_recurrent else 0
         """Sequences whose states the recurrent layers hold; 0: there are no such layers."""
@@ -130,7 +128,7 @@ class Executor:
             else ModelInfo.read(model, cache_folder=cache_folder)
         )
         if len(layers) < info.num_layers:
-            _check_frames(limits.token_budget, info.hidden_size * device.dtype(dtype).itemsize)
+            check_frames(limits.token_budget, info.hidden_size * device.dtype(dtype).itemsize)
         check_split(info.config, cache_folder)
         samples = layers.stop == info.num_layers and info.encoder is None
         grammars = _grammars(info) if samples else None
@@ -213,7 +211,6 @@ class Executor:
         self._open_sequences.clear()
         self._slots.clear()
         self._adapters.clear()
-        self._dimensions.clear()
         self._sampled.clear()
         self._scored.clear()
 
@@ -242,9 +239,7 @@ class Executor:
         for opened in plan.opens:
             self._open_sequences.open(opened)
             self._slots.open(opened.seq)
-            if self._pooling is not None:
-                self._dimensions[opened.seq] = opened.params.dimensions
-            elif self.is_last:
+            if self.is_last and self._pooling is None:
                 self._sampled[opened.seq] = self._sampler.open(opened)
                 if (prompt := scored_prompt(opened)) is not None:
                     self._scored[opened.seq] = prompt
@@ -261,7 +256,6 @@ class Executor:
             self._open_sequences.close(seq)
             self._slots.close(seq)
             self._adapters.close(seq)
-            self._dimensions.pop(seq, None)
             self._sampled.pop(seq, None)
             self._scored.pop(seq, None)
         return out
@@ -308,15 +302,11 @@ class Executor:
         for row, span in zip(plan.rows, spans, strict=True):
             if span.start or span.length != len(self._open_sequences.ids_of(row.seq)):
                 raise ProtocolError(f"sequence {row.seq} comes in parts, a text is pooled whole")
+        dimensions = [self._open_sequences.dimensions_of(row.seq) for row in plan.rows]
         states = self._states(spans, x, adapters)
-        dimensions = [self._dimensions[row.seq] for row in plan.rows]
-        found = list(self._pooling.vectors(states, spans, dimensions))
-        vectors = tuple(vector_bytes(each) if each.isfinite().all() else b"" for each in found)
-        bad = tuple(row.seq for row, vector in zip(plan.rows, vectors, strict=True) if not vector)
+        vectors = tuple(self._pooling.vectors(states, spans, dimensions))
         took_s = monotonic_s() - began_s
-        return StepResult(
-            plan.step, (), bad=bad, compute_s=took_s, refused=plan.refused, vectors=vectors
-        )
+        return StepResult(plan.step, (), (), (), took_s, plan.refused, vectors=vectors)
 
     def _answer(
         self,
@@ -389,21 +379,6 @@ class Executor:
 def _places(rows: list[int], some: Sequence[int]) -> list[int]:
     """Returns where some of these rows, which are ascending, stand among them."""
     return [bisect_left(rows, row) for row in some]
-
-
-def _check_frames(token_budget: int, row_bytes: int) -> None:
-    """Raises Invalid if the activations of a full step, of `row_bytes` each, do not fit into a
-    frame."""
-    if token_budget * row_bytes > MAX_TENSOR_BYTES:
-        problem = (
-            f"{token_budget:,} rows of {row_bytes:,} bytes are over a frame's limit "
-            f"of {MAX_TENSOR_BYTES >> 20} MiB"
-        )
-        raise Invalid(
-            "SHARDLINE_TOKEN_BUDGET",
-            problem,
-            f"Set it to {MAX_TENSOR_BYTES // row_bytes:,} or less",
-        )
 
 
 def _packing(load: ForwardLoad, loaded: LoadedForward) -> str:

@@ -20,7 +20,7 @@ from services.stage.attention import triton_backend
 from services.stage.attention.attention import Attention
 from services.stage.attention.offload_area import OffloadArea
 from services.stage.attention.paged_kv import KvShape, PagedKv
-from services.stage.device.device import INT8
+from services.stage.device.device import INT4, INT8
 from services.stage.device.uploads import Uploads
 from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.encoder_rows import encoder_is_exact
@@ -29,7 +29,7 @@ from services.stage.engine.forward import Forward
 from services.stage.engine.memory import Limits, WeightBytes
 from services.stage.engine.shard_runner import Runner, ShardRunner
 from services.stage.engine.step_graphs import CudaRecorder
-from services.stage.kernels.kernel import Kernel
+from services.stage.kernels.kernel import Kernel, Weights
 from services.stage.model.cpu_parts import CpuPart, num_bytes, parts_of
 from services.stage.model.encoder_class import is_encoder, sees_both_ways
 from services.stage.model.float_files import with_floats
@@ -54,6 +54,9 @@ from services.stage.streaming.streamed_layers import StreamedLayers, streamed_by
 from shardline.base.errors import Invalid
 
 log = structlog.get_logger(__name__)
+
+INTEGERS = {INT8: Weights.INT8, INT4: Weights.INT4}
+"""By SHARDLINE_DTYPE: the format of weights that are integers."""
 
 
 class Memory(Protocol):
@@ -104,7 +107,7 @@ class ForwardLoad:
         """How linear layers are packed, before ranks divide them."""
         if self.device.type != "cpu":
             return self.options.packing()
-        return packing_for(self.of_dtype, self.native, int8=self.weights_dtype == INT8)
+        return packing_for(self.of_dtype, self.native, INTEGERS.get(self.weights_dtype))
 
     @property
     def cpu_parts(self) -> frozenset[CpuPart]:
@@ -113,9 +116,10 @@ class ForwardLoad:
 
     @property
     def adapter_packing(self) -> Packing:
-        """Returns how adapters are packed: next to int8 weights they have the dtype of
+        """Returns how adapters are packed: next to weights of integers they have the dtype of
         activations."""
-        return packing_for(self.of_dtype, self.native) if self.packing.int8 else self.packing
+        has_floats = self.packing.integers is None
+        return self.packing if has_floats else packing_for(self.of_dtype, self.native)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,8 +250,14 @@ def _save_calls(forward: Forward, load: ForwardLoad) -> None:
     if load.native is not None:
         forward.fuse_layers(load.native, load.group)
     shard = forward.shard
-    # An encoder's rows end with their step; a graph replays one division of rows into sequences.
-    if is_encoder(shard.info.config) or forward.is_recurrent:
+    # An encoder's rows end with their step.
+    if is_encoder(shard.info.config):
+        return
+    if forward.is_recurrent:
+        # A graph would replay one division of rows into sequences.
+        if load.options.cuda_graphs:
+            problem = "recurrent layers cannot be recorded"
+            raise Invalid("SHARDLINE_CUDA_GRAPHS", problem, "Set it to false")
         return
     if load.options.records_graphs(load.device, shard.model, shard.streamed_layers):
         limits = load.limits
@@ -280,7 +290,8 @@ def pack_shard(
 def _pack_on_cores(
     shard: Shard, packing: Packing, streaming: StreamedLayers | None, group: RankGroup | None
 ) -> None:
-    if shard.is_first and (shard.is_last or packing.int8) and (group is None or group.rank == 0):
+    unshares = shard.is_last or packing.integers is not None
+    if shard.is_first and unshares and (group is None or group.rank == 0):
         # A tied output layer is packed in every split, so that one stage and three give the same
         # bits.
         unshare_embedding(shard.model, packing)
@@ -288,7 +299,8 @@ def _pack_on_cores(
         streamed = streaming if number in shard.streamed_layers else None
         _pack_piece(layer, packing, streamed, uses_embedding=shard.is_first)
     if shard.is_last:
-        _pack_piece(shard.model, packing, uses_embedding=shard.is_first)
+        of_output = replace(packing, make=packing.make_output or packing.make)
+        _pack_piece(shard.model, of_output, uses_embedding=shard.is_first)
     if group is not None and shard.is_first:
         send_embedding(shard.model, group)
     own(shard.model)

@@ -19,12 +19,6 @@ from services.stage.model.encoder_files import EncoderFiles
 from services.stage.model.shard import Shard
 from shardline.contract.encoders.encoder import EncoderTask
 
-
-def vector_bytes(vector: Tensor) -> bytes:
-    """The bytes of a vector, float32 [D] on the CPU, as a tail's answer has them: little-endian."""
-    return vector.contiguous().numpy().astype("<f4", copy=False).tobytes()
-
-
 Pool = Callable[[Tensor], Tensor]
 """Takes a text's hidden states, float32 [N, H]; returns its vector [H]."""
 
@@ -59,16 +53,19 @@ class Pooling:
 
     def vectors(
         self, states: Tensor, spans: Sequence[Span], dimensions: Sequence[int | None]
-    ) -> Iterator[Tensor]:
-        """Yields float32 [D] of each text, on the CPU; of a score D is 1. `states` [T, H] are those
-        behind the last layer; `dimensions` says to how many numbers each vector is cut, None: to
-        none. What is not finite is yielded as it is."""
+    ) -> Iterator[bytes]:
+        """Yields each text's vector as a tail's answer has it, float32 in little-endian order;
+        nothing for one that is not finite. A score is a vector of one number. `states` [T, H] are
+        those behind the last layer; `dimensions` says to how many numbers each vector is cut, None:
+        it is not."""
         begin = 0
         scores = self._files.encoder.task is EncoderTask.SCORE
         for span, num in zip(spans, dimensions, strict=True):
             text = states[begin : begin + span.length]
             begin += span.length
-            yield (self._score(text) if scores else self._vector(text, num)).float().cpu()
+            vector = (self._score(text) if scores else self._vector(text, num)).float().cpu()
+            numbers = vector.contiguous().numpy().astype("<f4", copy=False)
+            yield numbers.tobytes() if vector.isfinite().all() else b""
 
     def _vector(self, text: Tensor, num: int | None) -> Tensor:
         text = text.float()

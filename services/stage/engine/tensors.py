@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from services.stage.hop import Frame
-from shardline.base.errors import ProtocolError
+from services.stage.hop.frame import MAX_TENSOR_BYTES
+from shardline.base.errors import Invalid, ProtocolError
 
 DTYPES = {
     "float32": torch.float32,
@@ -90,3 +91,18 @@ def _floats(received: Tensor, shape: tuple[int, ...]) -> Tensor:
     rows = received.view(torch.int8).reshape(shape)
     scales = rows[:, -SCALE_BYTES:].contiguous().view(torch.float32)
     return rows[:, :-SCALE_BYTES].float() * scales
+
+
+def check_frames(token_budget: int, row_bytes: int) -> None:
+    """Raises Invalid if the activations of a full step, of `row_bytes` each, do not fit into a
+    frame."""
+    if token_budget * row_bytes > MAX_TENSOR_BYTES:
+        problem = (
+            f"{token_budget:,} rows of {row_bytes:,} bytes are over a frame's limit "
+            f"of {MAX_TENSOR_BYTES >> 20} MiB"
+        )
+        raise Invalid(
+            "SHARDLINE_TOKEN_BUDGET",
+            problem,
+            f"Set it to {MAX_TENSOR_BYTES // row_bytes:,} or less",
+        )

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from services.stage.device.accelerator import load_module
 from services.stage.device.acquire import acquire
 from services.stage.device.contention import SchedulerTimes
-from services.stage.device.device import Device
+from services.stage.device.device import INT4, INT8, Device
 from services.stage.device.machine import boot_id
 from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.executor import Executor
@@ -170,6 +170,8 @@ class _Measuring:
     def _recorder_of(self, executor: Executor) -> Recorder | None:
         """What records steps here, if they will run as graphs."""
         settings = self._settings
+        if executor.forward.is_recurrent:
+            return None
         shard = executor.forward.shard
         options = AcceleratorOptions(
             cpu_parts=parse_parts(settings.cpu_parts), cuda_graphs=settings.cuda_graphs
@@ -232,7 +234,7 @@ def _here(profile: DeviceProfile, settings: StageSettings) -> DeviceProfile:
 def _frames(settings: StageSettings, model: ModelCosts) -> tuple[float, float]:
     """What a frame costs this stage's process, and each byte of it, in seconds."""
     sockets = hop_sockets(settings)
-    dtype = "bfloat16" if settings.dtype == "int8" else settings.dtype
+    dtype = "bfloat16" if settings.dtype in {INT8, INT4} else settings.dtype
     try:
         hop = ZeroMqHop(sockets, settings.times)
         small, large = ((rows, model.hidden_size) for rows in (1, settings.token_budget))

@@ -31,7 +31,7 @@ _log = structlog.get_logger(__name__)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The sources' `Dtype`."""
 _FLAGS = {
-    "amx": {"amx_tile", "amx_bf16", "amx_int8"},
+    "amx": {"amx_tile", "amx_bf16", "amx_int8", "avx512_vnni"},
     "avx512_bf16": {"avx512_bf16", "avx512_vnni"},
     "avx512_vnni": {"avx512_vnni"},
 }
@@ -70,6 +70,7 @@ class Weights(IntEnum):
     FLOAT32 = 0
     BFLOAT16 = 1
     INT8 = 2
+    INT4 = 3
 
 
 class LowRankPart(ctypes.Structure):
@@ -164,6 +165,7 @@ class Kernel:
             "apply_delta",
             "attend",
             "convolve",
+            "fit_int4",
             "gate",
             "isa",
             "meet",
@@ -209,6 +211,7 @@ class Kernel:
             library.shardline_rotate, *[c_void_p] * 4, *[c_int64] * 4, *[c_int32] * 2
         )
         self.pack_weights = _typed(library.shardline_pack_weights, *[c_void_p] * 2, *[c_int64] * 2)
+        self.fit_int4 = _typed(library.shardline_fit_int4, *[c_void_p] * 4, c_int64, c_int32)
         self.multiply = _typed(library.shardline_multiply, POINTER(ProductCall))
         self.meet = _typed(library.shardline_meet, POINTER(Ranks))
         self.convolve = _typed(library.shardline_convolve, POINTER(ConvolutionCall))

@@ -1,9 +1,10 @@
-// Products of packed rows with packed weights, out = x @ weight.T + bias, of float32, bfloat16 and int8 weights.
+// Products of packed rows with packed weights, out = x @ weight.T + bias, of float32, bfloat16, int8 and int4 weights.
 // Plain C ABI at the end of the file; build.py builds it into one library for each instruction set.
 //
 // Same promise as attention.cpp: a row's bits depend on that row only, whatever runs beside it, on however many threads.
 //   - A sum over the inputs runs in one order for every row and is never cut in two (product_steps.h).
-//   - int8 sums are integers, exact in any order, so they also have the same bits with every instruction set.
+//   - int8 sums are integers, exact in any order, so they also have the same bits with every instruction set; int4:
+//     int4_steps.h.
 //
 // Memory: weights lie in tiles of 16 outputs by 64 bytes, [16 outputs][64 bytes of inputs][16][16 outputs][4 bytes], read in
 // one straight line. Rows of x are packed block by block, as the instructions read them. What sticks out is zeros.
@@ -16,6 +17,7 @@
 #include <vector>
 
 #include "calls.h"
+#include "int4_steps.h"
 #include "product_steps.h"
 
 namespace {
@@ -49,7 +51,15 @@ struct Int8Product {
   using Element = BFloat16;
   using Step = Int8Step;
 };
+struct Int4Product {
+  using Element = BFloat16;
+  using Step = Int4Step;
+};
 template <class Product> constexpr bool is_int8 = std::is_same_v<Product, Int8Product>;
+template <class Product> constexpr bool is_int4 = std::is_same_v<Product, Int4Product>;
+
+// Bytes of weights in a step on the way through the inputs, of 16 outputs.
+template <class Product> constexpr int64_t kWeightStepBytes = is_int4<Product> ? kInt4StepBytes : kTileBytes;
 
 // ---------------------------------------------------------------- rows in
 
@@ -62,7 +72,8 @@ template <class Product> struct Panel {
   float* scales;  // int8: what each row's integers are multiplied by
 
   explicit Panel(const ProductCall& call) {
-    steps = ceil_div(call.num_inputs * (is_int8<Product> ? 1 : (int64_t)sizeof(typename Product::Element)), kLine);
+    constexpr bool kIntegers = is_int8<Product> || is_int4<Product>;
+    steps = ceil_div(call.num_inputs * (kIntegers ? 1 : (int64_t)sizeof(typename Product::Element)), kLine);
     const int64_t most_blocks = std::max(cached_bytes() / (steps * kStepBytes), ceil_div(kFewestRows, Step::kRows));
     const int64_t blocks_needed = std::min(ceil_div(call.num_rows, Step::kRows), most_blocks);
     most_rows = blocks_needed * Step::kRows;
@@ -160,6 +171,18 @@ template <> void pack_row(const ProductCall& call, const Panel<Int8Product>& pan
   }
 }
 
+// Each group becomes integers by itself: an outlier costs the 31 others of its group their digits, no more.
+template <> void pack_row(const ProductCall& call, const Panel<Int4Product>& panel, const BFloat16* x, int64_t i) {
+  for (int64_t step = 0; step < panel.steps; step++) {
+    char* to = panel.row(i) + step * panel.kStepBytes;
+    for (int group = 0; group < kGroups; group++) {
+      const int64_t first = step * kLine + group * kGroup;
+      const RowGroup of_row = pack_group(x + first, std::clamp<int64_t>(call.num_inputs - first, 0, kGroup), to + group * kGroup);
+      std::memcpy(to + kLine + group * sizeof of_row, &of_row, sizeof of_row);
+    }
+  }
+}
+
 // ---------------------------------------------------------------- rows out
 
 Floats scaled(const ProductCall& call, const int32_t* sums, int64_t output) {
@@ -179,6 +202,7 @@ template <class Product> void write(const ProductCall& call, const Panel<Product
       if (output >= call.num_outputs) break;
       const int tile = at / kTileOutputs, lane = at % kTileOutputs;
       Floats value = load(sums.floats[tile][row] + lane);
+      if constexpr (is_int4<Product>) value *= load(call.scales + output);
       if constexpr (is_int8<Product>) value = scaled(call, sums.integers[tile][row] + lane, output) * panel.scales[in_panel + row];
       const int count = (int)std::min<int64_t>(kWidth, call.num_outputs - output);
       if (call.bias) value += load(call.bias + output);
@@ -194,14 +218,15 @@ template <class Product> void write(const ProductCall& call, const Panel<Product
 // those of the next outputs, so that memory is read while they compute.
 template <class Product> Block block_of(const Panel<Product>& panel, const char* weights, int columns, int64_t first) {
   const int64_t passes = ceil_div(panel.rows, panel.rows_in_block), pass = first / panel.rows_in_block;
-  const int64_t column_stride = panel.steps * kTileBytes;
+  constexpr int kLines = (int)((kWeightStepBytes<Product> + kLine - 1) / kLine);
+  const int64_t column_stride = panel.steps * kWeightStepBytes<Product>;
   Block block = {panel.row(first), weights, column_stride, panel.steps,
-                 (int)std::min(panel.rows_in_block, panel.rows - first), columns, weights + kAhead, kTileOutputs, true};
+                 (int)std::min(panel.rows_in_block, panel.rows - first), columns, weights + kAhead, kLines, true};
   if (pass == 0) return block;
   block.is_near = false;
-  block.lines = (int)ceil_div(kTileOutputs, passes - 1);
+  block.lines = (int)ceil_div(kLines, passes - 1);
   block.ahead = weights + columns * column_stride + (pass - 1) * panel.steps * block.lines * kLine;
-  if ((pass - 1) * block.lines >= kTileOutputs) block.lines = 0;
+  if ((pass - 1) * block.lines >= kLines) block.lines = 0;
   return block;
 }
 
@@ -222,7 +247,7 @@ template <class Product> void multiply(const ProductCall& call) {
         pack_row<Product>(call, panel, (const Element*)call.x + row_at(call.x_rows, first + i) * call.x_stride, i);
 #pragma omp for schedule(static)
       for (int64_t column = 0; column < num_columns; column += kColumns) {
-        const char* weights = (const char*)call.weights + column * panel.steps * kTileBytes;
+        const char* weights = (const char*)call.weights + column * panel.steps * kWeightStepBytes<Product>;
         const int columns = (int)std::min<int64_t>(kColumns, num_columns - column);
         for (int64_t i = 0; i < panel.rows; i += panel.rows_in_block) {
           const Block block = block_of(panel, weights, columns, i);
@@ -240,6 +265,7 @@ int32_t multiply(const ProductCall& call) {
     case kFloat32Weights: multiply<Float32Product>(call); return 0;
     case kBFloat16Weights: multiply<BFloat16Product>(call); return 0;
     case kInt8Weights: multiply<Int8Product>(call); return 0;
+    case kInt4Weights: multiply<Int4Product>(call); return 0;
     default: return -1;
   }
 }

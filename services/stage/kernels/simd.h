@@ -83,6 +83,32 @@ template <class T> inline Floats load_first(const T* p, int count) {
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
+// Writes the low byte of each lane, a number from -128 to 127.
+inline void store_bytes(char* p, Bits integers) {
+#ifdef __AVX512F__
+  const __m128i bytes = _mm512_cvtepi32_epi8((Words)integers);
+  std::memcpy(p, &bytes, sizeof bytes);
+#else
+  const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128((Words)integers), _mm256_extracti128_si256((Words)integers, 1));
+  const __m128i bytes = _mm_packs_epi16(halves, halves);
+  std::memcpy(p, &bytes, kWidth);
+#endif
+}
+
+// The lanes so far away: lane and partner change places.
+template <int distance, class Vector> inline Vector partners(Vector x) {
+  Bits partner;
+  for (int lane = 0; lane < kWidth; lane++) partner[lane] = lane ^ distance;
+  return __builtin_shuffle(x, partner);
+}
+
+// Each lane becomes what `of` makes of all of them, in an order of its own.
+template <class Of> inline Bits over_lanes(Bits x, Of of) {
+  x = of(x, partners<1>(x)), x = of(x, partners<2>(x)), x = of(x, partners<4>(x));
+  if constexpr (kWidth == 16) x = of(x, partners<8>(x));
+  return x;
+}
+
 // Each lane becomes the sum with, or its difference to, the lane so far away: every second group of `distance` lanes is
 // what is taken off.
 template <int distance> inline Floats butterfly(Floats x) {

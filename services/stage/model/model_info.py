@@ -35,6 +35,7 @@ from services.stage.model.refusal import refuse
 from services.stage.model.text_part import is_container, layers_class, model_class, text_config
 from services.stage.model.weights import header_of, weight_files
 from shardline.base.errors import Unavailable
+from shardline.contract import plain_json
 from shardline.contract.joined_layers import JoinedLayers, joined_layers
 from shardline_server.tokenize import chosen_template, model_row, tokenizers_eos_id
 
@@ -129,6 +130,7 @@ class ModelInfo:
     ) -> dict[str, Any]:
         """Returns the row of the table `models`: doors read from it the limits that a head of this
         model keeps. `chat_template` and `reply_family` are settings. Raises Invalid."""
+        encoder = None if self.encoder is None else self.encoder.encoder
         row = model_row(
             self.path,
             name=name,
@@ -137,12 +139,11 @@ class ModelInfo:
             vocab_size=self.vocab_size,
             eos_ids=self.eos_ids,
             revision=self.revision,
-            encoder=None if self.encoder is None else self.encoder.encoder,
         )
         chosen = chosen_template(
             row["chat_template"], path=chat_template, reply_family=reply_family
         )
-        return {**row, "chat_template": chosen}
+        return {**row, "chat_template": chosen, "encoder": plain_json.builtins(encoder)}
 
 
 def model_files(folder: Path) -> list[Path]:

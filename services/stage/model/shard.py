@@ -317,6 +317,11 @@ def _refusing(info: ModelInfo) -> Iterator[None]:
     """Turns the loader's errors into Invalid."""
     try:
         yield
+    except AttributeError as error:
+        kind = info.config.model_type
+        refuse(
+            f"{kind!r} cannot be loaded in parts: {error}", "Let one stage hold all layers", error
+        )
     except (SafetensorError, RuntimeError, OSError, ValueError) as error:
         refuse(f"{info.path} cannot be loaded: {error}", "Copy the model again", error)
 

@@ -9,6 +9,7 @@ weight.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +18,11 @@ from typing import Any, TypeGuard
 import structlog
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from services.stage.kernels.kernel import Kernel, Weights
+from services.stage.products import int4
 from services.stage.products.experts import is_experts, pack_experts, stacked_weights
 from services.stage.products.tiled_linear import Int8Embedding, TiledLinear
 from services.stage.products.triton_products import TritonLinear, kernel_version
@@ -38,7 +41,11 @@ class Packing:
     name: str
     """For the exactness fingerprint: another packing gives other bits."""
     make: MakeLayer | None
-    int8: bool = False
+    integers: Weights | None = None
+    """The format of weights that become integers. Those of embedding and output layer are int8 in
+    any case: as int4 the output layer alone costs 9 % of perplexity."""
+    make_output: MakeLayer | None = None
+    """For what stands outside of layers instead of `make`."""
     keeps_weights: bool = False
     """A packed layer uses the weight that it was given, which may be shared."""
     make_expert: MakeLayer | None = None
@@ -47,6 +54,7 @@ class Packing:
 
 UNPACKED = Packing("none", None)
 _WEIGHTS = {torch.float32: Weights.FLOAT32, torch.bfloat16: Weights.BFLOAT16}
+_INTEGER_BYTES = {Weights.INT8: 1.0, Weights.INT4: int4.WEIGHT_BYTES}
 
 _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Siblings that transformers' modules call on one input. Medians of 25 in turns on one core (Xeon
@@ -54,22 +62,24 @@ with AMX; 1,024 wide, 1,024 + 256 + 256 outputs): 0.79 of the time at 64 rows in
 float32; 2 x 2,816 outputs: 0.97."""
 
 
-def packing_for(dtype: torch.dtype, kernel: Kernel | None, *, int8: bool = False) -> Packing:
-    """Returns how this processor packs layers of `dtype`. Raises Invalid if it cannot serve
-    int8."""
-    if int8 and kernel is None:
+def packing_for(
+    dtype: torch.dtype, kernel: Kernel | None, integers: Weights | None = None
+) -> Packing:
+    """Returns how this processor packs layers of `dtype`, as `integers` if given. Raises Invalid if
+    it cannot serve those."""
+    if integers is not None and kernel is None:
         raise Invalid(
             "SHARDLINE_DTYPE",
-            "int8 needs the CPU kernels, which this stage does not have",
+            f"{integers.name.lower()} needs the CPU kernels, which this stage does not have",
             "Build them (python -m services.stage.kernels.build) on x86-64 with AVX2, "
             "or use bfloat16",
         )
-    if (
-        kernel is not None
-        and (weights := Weights.INT8 if int8 else _WEIGHTS.get(dtype)) is not None
-    ):
+    weights = _WEIGHTS.get(dtype) if integers is None else integers
+    if kernel is not None and weights is not None:
+        make = partial(TiledLinear, kernel, weights=weights)
+        make_output = partial(TiledLinear, kernel, weights=Weights.INT8)
         return Packing(
-            weights.name.lower(), partial(TiledLinear, kernel, weights=weights), int8=int8
+            weights.name.lower(), make, integers, None if integers is None else make_output
         )
     log.info("linear layers stay unpacked", dtype=str(dtype))
     return UNPACKED
@@ -138,17 +148,22 @@ class Part(nn.Module):
 
 
 def packed_bytes(model: nn.Module, packing: Packing) -> int:
-    """Returns what the model's parameters will take: in int8 a byte for each weight of a linear
-    layer, embedding or expert."""
-    as_int8 = (
-        {id(weight) for module in model.modules() for weight in _weights(module)}
-        if packing.int8
-        else set()
-    )
-    return sum(
-        parameter.numel() * (1 if id(parameter) in as_int8 else parameter.element_size())
-        for parameter in model.parameters()
-    )
+    """Returns what the model's parameters will take: as integers, those of linear layers,
+    embeddings and experts."""
+    if packing.integers is None:
+        return sum(parameter.nbytes for parameter in model.parameters())
+    modules = list(model.modules())
+    packed = {id(weight) for module in modules for weight in _weights(module)}
+    outer = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
+    if isinstance(model, PreTrainedModel) and is_linear(output := model.get_output_embeddings()):
+        outer.add(id(output.weight))
+
+    def bytes_of(parameter: Tensor) -> int:
+        if id(parameter) not in packed:
+            return parameter.nbytes
+        return parameter.numel() if id(parameter) in outer else _bytes_of(parameter, packing)
+
+    return sum(map(bytes_of, model.parameters()))
 
 
 def tiled_bytes(module: nn.Module, packing: Packing) -> int:
@@ -162,13 +177,18 @@ def tiled_bytes(module: nn.Module, packing: Packing) -> int:
         if not isinstance(each, nn.Embedding)
         for weight in _weights(each)
     ]
-    return sum(
-        weight.numel() * (1 if packing.int8 else weight.element_size()) for weight in weights
-    )
+    return sum(_bytes_of(weight, packing) for weight in weights)
+
+
+def _bytes_of(weight: Tensor, packing: Packing) -> int:
+    """What a weight takes that is packed."""
+    if packing.integers is None:
+        return weight.nbytes
+    return math.ceil(weight.numel() * _INTEGER_BYTES[packing.integers])
 
 
 def _weights(module: nn.Module) -> list[Tensor]:
-    """The weights of a module that int8 packs; but for an embedding's they become tiles."""
+    """The weights of a module that become integers; but for an embedding's they become tiles."""
     if is_experts(module):
         return [stacked for _, stacked in stacked_weights(module)]
     return (
@@ -202,19 +222,19 @@ def pack(model: nn.Module, packing: Packing, *, uses_embedding: bool = True) -> 
 
 @torch.no_grad()
 def unshare_embedding(model: Any, packing: Packing) -> None:
-    """Gives the embedding a separate weight, int8 if the packing is, so that a tied output layer
-    can be packed.
+    """Gives the embedding a separate weight, int8 if the packing has integers, so that a tied
+    output layer can be packed.
 
     An embedding of another kind than torch's own may do more in its forward: it keeps its dtype.
     """
     embedding = model.get_input_embeddings()
-    if packing.int8 and type(embedding) is nn.Embedding:
+    if packing.integers is not None and type(embedding) is nn.Embedding:
         model.set_input_embeddings(Int8Embedding(embedding.weight))
     else:
         embedding.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
 
 
-def is_linear(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
+def is_linear(module: object) -> TypeGuard[nn.Linear | Conv1D]:
     """Whether it is of exactly these types: a subclass may do more in its forward, or be read as a
     bare weight."""
     return type(module) in {nn.Linear, Conv1D}

@@ -1,8 +1,8 @@
 """Linear layers on CPU with weights in tiles for our own products: a row's bits depend on that row
 only.
 
-So they take any number of rows, and need no row buckets. Weights are float32, bfloat16, or int8
-with one scale for each output; inputs and outputs are float32 with such weights, else bfloat16.
+So they take any number of rows, and need no row buckets. Weights are float32, bfloat16, int8 with
+one scale for each output, or int4; inputs and outputs are float32 with such weights, else bfloat16.
 Knows no model.
 
 Letters of shapes: T rows, K inputs and N outputs of a layer.
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from services.stage.kernels.kernel import Kernel, ProductCall, Weights
+from services.stage.products import int4
 from shardline.base.rounding import round_up
 
 TILE_OUTPUTS = 16
@@ -53,16 +54,21 @@ class TiledLinear(nn.Module):
             0, dtype=torch.float32 if weights is Weights.FLOAT32 else torch.bfloat16
         )
         self._bias = None if bias is None else _padded(bias.detach().float())
-        rows = weight.detach().to(self._empty.dtype)
         scales = None
         sums = None
-        if weights is Weights.INT8:
-            rows, scales = quantized(weight, spread)
-            sums = _padded(rows.sum(1, dtype=torch.int32))
-            scales = _padded(scales)
+        if weights is Weights.INT4:
+            integers = int4.fitted(kernel, weight)
+            scales = _padded(integers.outputs)
+            self._tiles = int4.packed(integers)
+        else:
+            rows = weight.detach().to(self._empty.dtype)
+            if weights is Weights.INT8:
+                rows, scales = quantized(weight, spread)
+                sums = _padded(rows.sum(1, dtype=torch.int32))
+                scales = _padded(scales)
+            self._tiles = _packed(kernel, rows.contiguous())
         self._scales = scales
         self._sums = sums
-        self._tiles = _packed(kernel, rows.contiguous())
         self.call = ProductCall(
             weights=self._tiles.data_ptr(),
             bias=None if self._bias is None else self._bias.data_ptr(),

@@ -56,7 +56,7 @@ class Recurrence:
             self._rows = StateRows(micro_batch, self._states.num_slots)
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
-        """Returns what a layer keeps, each [slots, ...]."""
+        """Returns what a layer keeps, each [slots, ...], in the dtypes of its shapes."""
         assert self._states is not None, "states are bound before the model runs"
         return self._states.of_layer[layer]
 
@@ -86,10 +86,11 @@ def run(function: Any, call: ctypes.Structure) -> None:
 
 
 def pointer(tensor: Tensor | None) -> int | None:
-    """Returns the address of a tensor of any dtype and shape; of none, null."""
+    """Returns the address of a tensor [...] of any dtype; of none, null."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def stored(weight: Tensor) -> Tensor:
-    """Returns a copy of a weight of any shape as the kernels read it: float32, dense."""
+    """Returns a copy of a weight [...] of any float dtype as the kernels read it: float32,
+    dense."""
     return weight.detach().to(torch.float32, copy=True).contiguous()

@@ -132,8 +132,9 @@ def _uploaded(http: httpx.Client, source: Path, path: Path) -> UploadNote:
             raise Invalid("--input", f"{path} is of another file", remedy)
         return note
     with source.open("rb") as content:
-        form = {"files": {"file": (source.name, content)}, "data": {"purpose": "batch"}}
-        uploaded = _checked(http.post("files", **form, timeout=None))  # type: ignore[arg-type] # one for each name
+        form = {"file": (source.name, content)}
+        sent = http.post("files", files=form, data={"purpose": "batch"}, timeout=None)
+    uploaded = _checked(sent)
     note = UploadNote(digest=digest, file_id=uploaded["id"])
     part = path.with_name(f"{path.name}.part")
     part.write_bytes(msgspec.json.encode(note))

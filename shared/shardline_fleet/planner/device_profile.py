@@ -120,8 +120,9 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def activation_dtype(self) -> str:
-        """Stages pair only if it is equal: weights of int8 go with activations of bfloat16."""
-        return "bfloat16" if self.dtype == "int8" else self.dtype
+        """Stages pair only if it is equal: weights of int8 and int4 go with activations of
+        bfloat16."""
+        return "bfloat16" if self.dtype in {"int8", "int4"} else self.dtype
 
     @property
     def layers_s(self) -> float:

@@ -17,13 +17,17 @@ from typing import Any
 import msgspec
 
 from shardline.base.errors import Invalid
+from shardline.base.rounding import round_up
 from shardline.contract.joined_layers import joined_layers
 from shardline_fleet.gguf import read_config
-from shardline_fleet.planner.recurrent_costs import recurrent_sizes
+from shardline_fleet.planner.recurrent_costs import ALONE, layer_types, recurrent_sizes
 
-WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0}
-KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 2}
-"""Of one number, by SHARDLINE_DTYPE: with weights of int8, activations and KV are bfloat16."""
+WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 19 / 32}
+"""By SHARDLINE_DTYPE; of int4, 32 weights share a scale of 2 bytes and a zero point of one."""
+EMBEDDING_BYTES = {**WEIGHT_BYTES, "int4": 1.0}
+"""Of a weight of the embedding or the output layer."""
+KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 2, "int4": 2}
+"""Of one number: with weights of int8 or int4, activations and KV are bfloat16."""
 UNGATED = {
     *(
         "biogpt",
@@ -38,9 +42,15 @@ UNGATED = {
         "mpt",
         "nanochat",
     ),
-    *("nemotron", "opt", "persimmon", "phi", "starcoder2"),
+    *("nemotron", "nemotron_h", "opt", "persimmon", "phi", "starcoder2"),
 }
 """Model types with one product up in the MLP; all others have a gate next to it."""
+GATED_ATTENTION = {
+    f"{name}{suffix}"
+    for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+    for suffix in ("", "_text")
+}
+"""Model types with a gate as wide as the queries."""
 ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 FIELD = "--model"
 Shape = tuple[int, int]
@@ -91,8 +101,9 @@ class ModelCosts:
     def of(cls, config: Mapping[str, Any]) -> ModelCosts:
         """Takes a config as JSON has it. Raises Invalid if a size is missing."""
         scope = {**config, **(config.get("text_config") or {})}
+        named = layer_types(scope)
+        scope = {"num_hidden_layers": len(named or ()) or None, **scope}
         num_layers = _size(scope, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
-        named = scope.get("layer_types") or scope.get("layers_block_type")
         attentions = named or ["full_attention"] * num_layers
         if len(attentions) < num_layers:
             raise Invalid(
@@ -148,18 +159,24 @@ def _layer(scope: Mapping[str, Any], attention: str, number: int) -> LayerKind:
     kv_heads = scope.get("num_key_value_heads") or (1 if scope.get("multi_query") else heads)
     head_dim = scope.get("head_dim") or hidden // heads
     recurrent = recurrent_sizes(scope, attention, hidden)
+    attends = attention not in ALONE and (recurrent is None or attention == "hybrid")
+    num_queries = 2 * heads if scope.get("model_type") in GATED_ATTENTION else heads
     qkvo: tuple[Shape, ...] = (
-        ((hidden, (heads + 2 * kv_heads) * head_dim), (heads * head_dim, hidden))
-        if recurrent is None
-        else recurrent.products
+        ((hidden, (num_queries + 2 * kv_heads) * head_dim), (heads * head_dim, hidden))
+        if attends
+        else ()
     )
-    experts = _num_experts(scope, number)
-    inner = (
-        scope.get("intermediate_size") or scope.get("ffn_dim") or scope.get("n_inner") or 4 * hidden
-    )
-    if experts == 0:
+    if recurrent is not None:
+        qkvo = (*qkvo, *recurrent.products)
+    experts = 0 if attention == "mlp" else _num_experts(scope, number)
+    inner = _inner_size(scope, hidden)
+    if scope.get("model_type") == "nemotron_h" and attention not in ALONE:
+        mlp: tuple[Shape, ...] = ()
+        num_mlp = 0
+        name = attention
+    elif experts == 0:
         num_up = 1 if scope.get("model_type") in UNGATED else 2
-        mlp: tuple[Shape, ...] = ((hidden, num_up * inner), (inner, hidden))
+        mlp = ((hidden, num_up * inner), (inner, hidden))
         num_mlp = _volume(mlp)
         name = attention
     else:
@@ -181,10 +198,23 @@ def _layer(scope: Mapping[str, Any], attention: str, number: int) -> LayerKind:
     return LayerKind(
         name=name,
         products=(*qkvo, *mlp, *own_products),
-        num_weights=_volume((*qkvo, *own_products)) + num_mlp + own_rows * own,
-        kv_numbers=2 * kv_heads * head_dim if recurrent is None else 0,
+        num_weights=_volume((*qkvo, *own_products))
+        + num_mlp
+        + own_rows * own
+        + (0 if recurrent is None else recurrent.num_convolved),
+        kv_numbers=2 * kv_heads * head_dim if attends else 0,
         state_bytes=0 if recurrent is None else recurrent.state_bytes,
     )
+
+
+def _inner_size(scope: Mapping[str, Any], hidden: int) -> int:
+    """The width of a dense MLP."""
+    names = ("intermediate_size", "ffn_dim", "n_inner")
+    inner = next((int(scope[name]) for name in names if scope.get(name)), 4 * hidden)
+    if not scope.get("block_auto_adjust_ff_dim"):
+        return inner
+    inner = int(int(2 * inner / 3) * (scope.get("block_ffn_dim_multiplier") or 1))
+    return round_up(inner, scope.get("block_multiple_of") or 1)
 
 
 def _of_layer(scope: Mapping[str, Any], attention: str, number: int) -> Mapping[str, Any]:

@@ -13,7 +13,12 @@ from typing import NamedTuple
 from shardline.base.errors import Invalid
 from shardline.contract.lanes import lanes_for
 from shardline_fleet.planner.device_profile import DeviceProfile, Link
-from shardline_fleet.planner.model_costs import KV_BYTES, WEIGHT_BYTES, ModelCosts
+from shardline_fleet.planner.model_costs import (
+    EMBEDDING_BYTES,
+    KV_BYTES,
+    WEIGHT_BYTES,
+    ModelCosts,
+)
 from shardline_fleet.planner.plan import DeviceName, PipelinePlan, StagePlan
 from shardline_fleet.planner.step_cost import (
     StageCost,
@@ -213,7 +218,8 @@ class Predictor:
         profile = stage.profile
         layers = self.model.layers[stage.first : stage.stop]
         num_ends = (stage.first == 0) + (stage.stop == len(self.model.layers))
-        weights = sum(kind.num_weights for kind in layers) + num_ends * self.model.embedding_weights
+        layer_bytes = sum(kind.num_weights for kind in layers) * WEIGHT_BYTES[profile.dtype]
+        end_bytes = num_ends * self.model.embedding_weights * EMBEDDING_BYTES[profile.dtype]
         kv_bytes = sum(kind.kv_numbers for kind in layers) * KV_BYTES[profile.dtype]
         cost = self.cost(profile, num_stages)
         return StagePlan(
@@ -224,7 +230,7 @@ class Predictor:
             stop=stage.stop,
             busy_s=busy_s,
             busy_share=busy_s / total_s,
-            weight_bytes=round(weights * WEIGHT_BYTES[profile.dtype]),
+            weight_bytes=round(layer_bytes + end_bytes),
             streamed_bytes=round(cost.streamed(stage.first, stage.stop)),
             kv_tokens=self.load.kv_tokens
             + floor(max(0.0, cost.room(stage.first, stage.stop)) / max(1, kv_bytes)),

@@ -9,8 +9,10 @@ from typing import Any
 
 STATE_BYTES = 4
 """Of a number that goes from token to token: float32 whatever the dtype of weights."""
-RECURRENT = frozenset({"conv", "linear_attention", "mamba"})
-"""Types of layers that keep a state and no keys and values."""
+RECURRENT = frozenset({"conv", "linear_attention", "mamba", "hybrid"})
+"""Types of layers that keep a state; a hybrid one attends too."""
+ALONE = frozenset({"mlp", "moe"})
+"""Types of layers that neither attend nor keep a state."""
 
 Shape = tuple[int, int]
 
@@ -23,6 +25,21 @@ class RecurrentSizes:
     """(inputs, outputs)."""
     state_bytes: int
     """For one sequence."""
+    num_convolved: int
+    """Weights of the convolution."""
+
+
+def layer_types(scope: Mapping[str, Any]) -> list[str] | None:
+    """Returns the type of each layer, if the config names them in one of its ways."""
+    num_layers = scope.get("num_hidden_layers")
+    if scope.get("model_type") == "falcon_h1" and isinstance(num_layers, int):
+        return ["hybrid"] * num_layers
+    if scope.get("model_type") == "bamba" and isinstance(num_layers, int):
+        attending = scope.get("attn_layer_indices") or ()
+        kinds = ("linear_attention", "full_attention")
+        return [kinds[number in attending] for number in range(num_layers)]
+    named = scope.get("layer_types") or scope.get("layers_block_type")
+    return None if named is None else [str(each) for each in named]
 
 
 def recurrent_sizes(scope: Mapping[str, Any], kind: str, hidden: int) -> RecurrentSizes | None:
@@ -32,9 +49,8 @@ def recurrent_sizes(scope: Mapping[str, Any], kind: str, hidden: int) -> Recurre
         return None
     if kind == "conv":
         window = scope.get("conv_L_cache") or 3
-        return RecurrentSizes(
-            ((hidden, 3 * hidden), (hidden, hidden)), STATE_BYTES * (window - 1) * hidden
-        )
+        products = ((hidden, 3 * hidden), (hidden, hidden))
+        return RecurrentSizes(products, STATE_BYTES * (window - 1) * hidden, window * hidden)
     return _delta_rule(scope, hidden) or _state_space(scope, hidden)
 
 
@@ -49,7 +65,8 @@ def _delta_rule(scope: Mapping[str, Any], hidden: int) -> RecurrentSizes | None:
     window = (scope.get("linear_conv_kernel_dim") or 4) - 1
     into = (hidden, channels + heads * value_dim + 2 * heads)
     state = heads * key_dim * value_dim + window * channels
-    return RecurrentSizes((into, (heads * value_dim, hidden)), STATE_BYTES * state)
+    products = (into, (heads * value_dim, hidden))
+    return RecurrentSizes(products, STATE_BYTES * state, (window + 1) * channels)
 
 
 def _state_space(scope: Mapping[str, Any], hidden: int) -> RecurrentSizes | None:
@@ -59,9 +76,10 @@ def _state_space(scope: Mapping[str, Any], hidden: int) -> RecurrentSizes | None
     if not isinstance(heads, int) or not isinstance(states, int):
         return None
     dim = scope.get("mamba_head_dim") or scope.get("mamba_d_head")
-    inner = heads * dim if isinstance(dim, int) else int(scope.get("mamba_expand", 2)) * hidden
+    wide = scope.get("mamba_d_ssm") or int(scope.get("mamba_expand", 2) * hidden)
+    inner = heads * dim if isinstance(dim, int) else wide
     channels = inner + 2 * groups * states
     window = (scope.get("mamba_d_conv") or scope.get("conv_kernel") or 4) - 1
     into = (hidden, inner + channels + heads)
     state = inner * states + window * channels
-    return RecurrentSizes((into, (inner, hidden)), STATE_BYTES * state)
+    return RecurrentSizes((into, (inner, hidden)), STATE_BYTES * state, (window + 1) * channels)

@@ -14,7 +14,12 @@ from itertools import accumulate
 from shardline.base.errors import Invalid
 from shardline.contract.stage_memory import NUM_BUFFERS, PACKING_FACTOR
 from shardline_fleet.planner.device_profile import DeviceProfile, interpolated
-from shardline_fleet.planner.model_costs import KV_BYTES, WEIGHT_BYTES, ModelCosts
+from shardline_fleet.planner.model_costs import (
+    EMBEDDING_BYTES,
+    KV_BYTES,
+    WEIGHT_BYTES,
+    ModelCosts,
+)
 from shardline_fleet.planner.workload import StepKind
 
 ACTIVATION_COPIES = 8
@@ -178,7 +183,7 @@ def stage_cost(
         name: kind.num_weights * weight * PACKING_FACTOR + kv_sizes[name]
         for name, kind in model.kinds.items()
     }
-    embedding = model.embedding_weights * weight * PACKING_FACTOR
+    embedding = model.embedding_weights * EMBEDDING_BYTES[profile.dtype] * PACKING_FACTOR
     rows = max(step.rows for step in steps)
     return StageCost(
         seconds=tuple(accumulate(map(seconds.__getitem__, layers), initial=0.0)),

@@ -15,8 +15,6 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
 from shardline.base.errors import Invalid
-from shardline.contract import plain_json
-from shardline.contract.encoders.encoder import Encoder
 from shardline_server.replies import named
 
 SPECIAL_TOKENS = (
@@ -40,10 +38,9 @@ def model_row(
     vocab_size: int,
     eos_ids: Sequence[int],
     revision: str | None = None,
-    encoder: Encoder | None = None,
 ) -> dict[str, Any]:
     """The fields of the model in `folder`, with its head's limits. Without tokenizer.json it takes
-    token ids only; without `encoder` it generates text. Raises Invalid."""
+    token ids only. Raises Invalid."""
     tokenizer_config = _read(folder / "tokenizer_config.json")
     return {
         "name": name,
@@ -55,7 +52,6 @@ def model_row(
         "tokenizer": tokenizer_json(folder),
         "chat_template": _chat_template(folder, tokenizer_config),
         "special_tokens": _special_tokens(folder, tokenizer_config),
-        "encoder": plain_json.builtins(encoder),
     }
 
 

@@ -61,10 +61,9 @@ class Tokens:
         context_length: int,
         vocab_size: int,
         eos_ids: Sequence[int],
-        encoder: Encoder | None = None,
     ) -> None:
         self.model = model
-        self.encoder = encoder
+        self.encoder: Encoder | None = None
         self.context_length = self.longest = context_length
         """`longest` is what a pipeline holds in KV, prompt and completion together; never more than
         the context."""
@@ -83,7 +82,7 @@ class Tokens:
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Tokens:
         """Load a row of `models`. Raises Invalid when its tokenizer cannot be read."""
-        return cls(
+        tokens = cls(
             model=row["name"],
             tokenizer_json=row["tokenizer"],
             chat_template=row["chat_template"],
@@ -91,8 +90,9 @@ class Tokens:
             context_length=row["context_length"],
             vocab_size=row["vocab_size"],
             eos_ids=row["eos_token_ids"],
-            encoder=msgspec.convert(row["encoder"], Encoder | None),
         )
+        tokens.encoder = msgspec.convert(row.get("encoder"), Encoder | None)
+        return tokens
 
     def within(self, kv_tokens: int | None) -> Tokens:
         """A copy limited to the `kv_tokens` that pipelines hold; None: no limit is known yet."""

@@ -42,7 +42,9 @@ from tests.stack import Stack
 
 DEBUG = {"enable-debug-command": "local"}
 PLAIN = "?sslmode=disable&gssencmode=disable"
-SECOND_KV_MIB: Mapping[str, int] = MappingProxyType({"float32": 2, "bfloat16": 1, "int8": 1})
+SECOND_KV_MIB: Mapping[str, int] = MappingProxyType(
+    {"float32": 2, "bfloat16": 1, "int8": 1, "int4": 1}
+)
 """By dtype: exactly the tokens of the second model's limit."""
 FAILPOINTS = "failpoints"
 STACKS = ("stack", "second")

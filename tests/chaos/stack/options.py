@@ -13,10 +13,14 @@ from tests.chaos.load.workload import LoadName
 TIME_SCALE = 0.25
 KV_MIB = 64
 """Of each stage: more than the lab's load ever needs."""
-SMALL_KV_MIB: Mapping[str, int] = MappingProxyType({"float32": 6, "bfloat16": 4, "int8": 4})
+SMALL_KV_MIB: Mapping[str, int] = MappingProxyType(
+    {"float32": 6, "bfloat16": 4, "int8": 4, "int4": 4}
+)
 """Of each stage by dtype, for users: a fraction of what the open jobs could use. Half of it holds
 the longest twice."""
-FLEET_MIB: Mapping[str, int] = MappingProxyType({"float32": 21, "bfloat16": 12, "int8": 12})
+FLEET_MIB: Mapping[str, int] = MappingProxyType(
+    {"float32": 21, "bfloat16": 12, "int8": 12, "int4": 12}
+)
 """Of each worker by dtype, for users: no worker holds the model with the KV of several jobs, any
 two do at any cut."""
 KV_OFFLOAD_MIB = 2

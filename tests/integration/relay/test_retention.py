@@ -30,6 +30,18 @@ UPDATE jobs
 SET state = 'failed', finished_at = now(), lease_until = NULL, error = '{"code": "crashed"}'
 WHERE id = :id
 """
+BATCH = """
+-- One that ended 29 days ago.
+WITH made AS (
+    INSERT INTO batches (id, tenant_id, endpoint, input_file_id, completion_window, status,
+        expires_at, completed_at, num_lines, last_line, next_line, next_byte, first_open, fence)
+    VALUES (gen_random_uuid(), 'default', '/v1/completions', gen_random_uuid(), '24h', 'completed',
+        now(), now() - interval '29 days', 1, 1, 2, 9, 2, 1)
+    RETURNING id
+)
+INSERT INTO batch_lines (batch_id, line, job_id, num_jobs, num_choices)
+SELECT made.id, 1, :id, 1, 1 FROM made
+"""
 
 
 def age(engine: Engine, job_id: UUID, *, days: float) -> UUID:
@@ -94,6 +106,34 @@ def test_old_ended_jobs_are_deleted_with_attempts_and_results(
     assert left(engine) == {young}
     for table in ("attempts", "results"):
         assert cell(engine, f"SELECT array_agg(job_id) FROM {table}") == [young]
+
+
+def test_a_batch_keeps_its_jobs_until_it_goes_itself(engine: Engine) -> None:
+    old = ended(engine, days=40)
+    change(engine, BATCH, id=old)
+    assert clean(engine) == 0
+
+    change(engine, "UPDATE batches SET completed_at = completed_at - interval '2 days'")
+
+    assert clean(engine) == 1
+    counts = [cell(engine, f"SELECT count(*) FROM {name}") for name in ("batches", "batch_lines")]
+    assert counts == [0, 0]
+
+
+def test_files_go_once_they_have_expired_or_broke_off_a_day_ago(engine: Engine) -> None:
+    columns = "(id, tenant_id, filename, purpose, bytes, created_at, uploaded_at, expires_at)"
+    for created, uploaded, expires in (
+        ("now()", "now()", "now() + interval '1 hour'"),
+        ("now()", "NULL", "NULL"),
+        ("now()", "now()", "now() - interval '1 second'"),
+        ("now() - interval '2 days'", "NULL", "NULL"),
+    ):
+        times = f"{created}, {uploaded}, {expires}"
+        values = f"gen_random_uuid(), 'default', 'a', 'batch', 0, {times}"
+        change(engine, f"INSERT INTO files {columns} VALUES ({values})")
+    with engine.begin() as connection:
+        retention.prune(connection)
+    assert cell(engine, "SELECT count(*) FROM files") == 2
 
 
 def test_jobs_that_have_not_ended_stay_however_old(engine: Engine) -> None:

@@ -21,7 +21,7 @@ LONGEST = 8
 
 def tokens(folder: Path, **fields: Any) -> Tokens:
     """An encoder's, with a limit of LONGEST."""
-    return Tokens(
+    found = Tokens(
         model="m",
         tokenizer_json=(save_words(folder) / "tokenizer.json").read_text(),
         chat_template=None,
@@ -29,8 +29,9 @@ def tokens(folder: Path, **fields: Any) -> Tokens:
         context_length=LONGEST,
         vocab_size=VOCAB_SIZE,
         eos_ids=(),
-        encoder=Encoder(**{"task": EncoderTask.EMBED, "num_dimensions": 32, **fields}),
     )
+    found.encoder = Encoder(**{"task": EncoderTask.EMBED, "num_dimensions": 32, **fields})
+    return found
 
 
 def scorer(folder: Path) -> Tokens:

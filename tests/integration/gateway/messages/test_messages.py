@@ -12,6 +12,7 @@ import pytest
 from services.gateway import errors
 from shardline.contract.api_key import Scope
 from shardline.contract.job import JobState
+from tests.integration.gateway.api_document import API
 from tests.integration.gateway.running_gateway import PROMPT, claimed, events_of, make_key
 from tests.integration.gateway.running_gateway import running_gateway as running
 from tests.tiny_head import NUM_CACHED, Sequence, TinyHead
@@ -281,3 +282,21 @@ async def test_a_bug_is_reported_in_anthropics_form(
     reply = await http.post(COUNT, json=asked)
     assert (reply.status_code, reply.json()["error"]["type"]) == (500, "api_error")
     assert reply.json()["request_id"] == reply.headers["request-id"]
+
+
+async def test_the_description_of_a_text_delta_is_anthropics(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    with head.serving():
+        reply = await http.post(MESSAGES, json={**BODY, "stream": True})
+    assert b"content_block_delta" in reply.content
+    operation = API.find_operation_by_label(f"POST {MESSAGES}")
+    assert operation is not None
+    whole = httpx.Response(
+        reply.status_code,
+        headers=reply.headers,
+        content=reply.content,
+        request=httpx.Request("POST", reply.url),
+    )
+    whole.elapsed = reply.elapsed
+    operation.validate_response(whole)

@@ -89,6 +89,7 @@ def num_fused(stages: list[Executor]) -> int:
         ),
         ("llama-tied", "float32", 2),
         ("llama-tied", "int8", 1),
+        ("llama-tied", "int4", 1),
         ("qwen3", "bfloat16", 1),  # norms of attention heads
         ("phi3", "float32", 1),  # outputs of one product that no rank may keep
         ("mixtral", "float32", 1),  # experts
@@ -99,7 +100,8 @@ def test_two_ranks_give_every_bit_of_one_process(
     name: str, dtype: str, num_stages: int, folder: Path, devices: Devices
 ) -> None:
     # Given what one process gives
-    path = save_model(folder, name, dtype=torch.bfloat16 if dtype == "int8" else torch.float32)
+    stored = torch.bfloat16 if dtype in {"int8", "int4"} else torch.float32
+    path = save_model(folder, name, dtype=stored)
     whole = load_chain(path, num_stages, devices.one, folder, dtype=dtype)
     expected = completions(whole)
 

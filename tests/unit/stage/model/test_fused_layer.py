@@ -11,7 +11,7 @@ from torch import Tensor
 from services.stage.attention.attention import Attention, PagedKv, Span
 from services.stage.engine.forward import Forward
 from services.stage.engine.loading import pack_shard
-from services.stage.kernels.kernel import Kernel, load
+from services.stage.kernels.kernel import Kernel, Weights, load
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.shard import Shard
 from services.stage.products.fused import NativeParts, fuse
@@ -47,12 +47,12 @@ def kernel() -> Kernel:
     return found
 
 
-def forward_of(folder: Path, dtype: torch.dtype, *, int8: bool = False) -> Forward:
+def forward_of(folder: Path, dtype: torch.dtype, integers: Weights | None = None) -> Forward:
     """A whole model in one shard, packed, its elementwise parts fused, its layers not."""
     native = kernel()
     cpu = torch.device("cpu")
     attention = Attention(native)
-    packing = packing_for(dtype, native, int8=int8)
+    packing = packing_for(dtype, native, integers)
     shard = Shard.load(
         folder, range(NUM_LAYERS), dtype=dtype, attn_implementation=attention.name, device=cpu
     )
@@ -87,16 +87,16 @@ def outputs(forward: Forward) -> list[Tensor]:
     return [every, narrowed, forward.sampled_outputs([NEXT], ids([NEXT]), [0])]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("name", FUSED)
 @torch.inference_mode()
 def test_layers_as_one_call_give_every_bit_of_their_modules(
     name: str, dtype: str, tmp_path: Path
 ) -> None:
     # Given a model made of modules
-    is_int8 = dtype == "int8"
+    integers = {"int8": Weights.INT8, "int4": Weights.INT4}.get(dtype)
     stored = torch.float32 if dtype == "float32" else torch.bfloat16
-    forward = forward_of(save_model(tmp_path, name), stored, int8=is_int8)
+    forward = forward_of(save_model(tmp_path, name), stored, integers)
     expected = outputs(forward)
 
     # When the layers that can be are one call each

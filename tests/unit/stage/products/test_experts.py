@@ -14,6 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from services.stage.kernels import kernel
+from services.stage.kernels.kernel import Weights
 from services.stage.products.experts import EXPERTS, expert_products, is_experts
 from services.stage.products.packing import pack, packed_bytes, packing_for
 from services.stage.products.tiled_linear import TiledLinear
@@ -22,11 +23,12 @@ from tests.models import CONFIGS
 KINDS = {"mixtral": MixtralExperts, "qwen3-moe": Qwen3MoeExperts, "gpt-oss": GptOssExperts}
 """The last one's weights lie the other way round, and have biases."""
 PACKINGS = {
-    "float32": (torch.float32, False, 1e-4),
-    "bfloat16": (torch.bfloat16, False, 3e-2),
-    "int8": (torch.bfloat16, True, 6e-2),
+    "float32": (torch.float32, None, 1e-4),
+    "bfloat16": (torch.bfloat16, None, 3e-2),
+    "int8": (torch.bfloat16, Weights.INT8, 6e-2),
+    "int4": (torch.bfloat16, Weights.INT4, 0.3),
 }
-"""The dtype, whether weights are int8, and how far outputs may lie apart as a share of the
+"""The dtype, the integers that weights become, and how far outputs may lie apart as a share of the
 largest."""
 HIDDEN = 32
 NUM_EXPERTS = 4
@@ -61,7 +63,7 @@ def test_packed_experts_say_what_transformers_say_with_equal_bits_alone(
     name: str, packing: str
 ) -> None:
     # Given experts as transformers stacks them, and what they say
-    dtype, int8, share = PACKINGS[packing]
+    dtype, integers, share = PACKINGS[packing]
     model = experts(name, dtype)
     rows = routed(NUM_ROWS, dtype)
     plain = copy.deepcopy(model.experts)
@@ -69,7 +71,7 @@ def test_packed_experts_say_what_transformers_say_with_equal_bits_alone(
     expected = plain(*rows)
 
     # When they are packed
-    pack(model, packing_for(dtype, kernel.load(), int8=int8))
+    pack(model, packing_for(dtype, kernel.load(), integers))
     together = model.experts(*rows)
 
     # Then they say the same, and each row alone has the bits that it has among others
@@ -87,7 +89,7 @@ def test_packed_experts_free_their_weights_and_int8_ones_count_a_byte_each() -> 
     model = experts("mixtral", torch.bfloat16)
     assert is_experts(model.experts)
     num_weights = sum(parameter.numel() for parameter in model.parameters())
-    packing = packing_for(torch.bfloat16, kernel.load(), int8=True)
+    packing = packing_for(torch.bfloat16, kernel.load(), Weights.INT8)
 
     assert packed_bytes(model, packing) == num_weights
     pack(model, packing)

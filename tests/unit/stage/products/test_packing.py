@@ -12,6 +12,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from services.stage.kernels import kernel
+from services.stage.kernels.kernel import Weights
 from services.stage.products.packing import (
     MergedLinear,
     Part,
@@ -28,7 +29,8 @@ FLOAT32 = packing_for(torch.float32, KERNEL)
 PACKINGS = {
     "float32": (FLOAT32, torch.float32, 1e-5),
     "bfloat16": (packing_for(torch.bfloat16, KERNEL), torch.bfloat16, 2e-2),
-    "int8": (packing_for(torch.bfloat16, KERNEL, int8=True), torch.bfloat16, 6e-2),
+    "int8": (packing_for(torch.bfloat16, KERNEL, Weights.INT8), torch.bfloat16, 6e-2),
+    "int4": (packing_for(torch.bfloat16, KERNEL, Weights.INT4), torch.bfloat16, 0.5),
 }
 """The packing, the dtype of its models, and how far their logits may lie apart."""
 
@@ -161,26 +163,34 @@ def test_an_embedding_of_its_own_lets_a_tied_head_be_packed(packing: str) -> Non
     unshare_embedding(model, used)
     pack(model, used)
 
-    # Then it says the same, and of int8 nothing is left in another dtype
+    # Then it says the same, and of integers nothing is left in another dtype
     torch.testing.assert_close(model(ids).logits, expected, atol=atol, rtol=0)
     assert isinstance(model.lm_head, TiledLinear)
-    assert isinstance(model.model.embed_tokens, Int8Embedding) is used.int8
-    if used.int8:
+    embedding = model.model.embed_tokens
+    assert isinstance(embedding, Int8Embedding) is (used.integers is not None)
+    if used.integers is not None:
         assert max(parameter.dim() for parameter in model.parameters()) == 1
 
 
-def test_what_int8_will_take_is_known_before_it_is_packed() -> None:
+@pytest.mark.parametrize(("packing", "weight_bytes"), [("int8", 1), ("int4", 19 / 32)])
+def test_what_integers_will_take_is_known_before_they_are_packed(
+    packing: str, weight_bytes: float
+) -> None:
     # Given linear layers and an embedding, and experts stacked in one weight, which keep their
     # dtype
     model = _llama(torch.bfloat16, tied=False)
     experts = torch.zeros(2, 3, 4, dtype=torch.bfloat16)
-    int8 = PACKINGS["int8"][0]
+    integers = PACKINGS[packing][0]
     num_weights = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
+    num_outer = 2 * model.lm_head.weight.numel()
     model.register_parameter("experts", nn.Parameter(experts))
 
-    assert packed_bytes(model, FLOAT32) - packed_bytes(model, int8) == num_weights
+    saved = packed_bytes(model, FLOAT32) - packed_bytes(model, integers)
+    in_layers = (num_weights - num_outer) * (2 - weight_bytes)
+    assert saved == pytest.approx(in_layers + num_outer, abs=20)  # each weight rounded up
 
 
-def test_int8_without_kernels_is_refused_with_the_remedy() -> None:
-    with pytest.raises(Invalid, match="int8 needs the CPU kernels"):
-        packing_for(torch.bfloat16, None, int8=True)
+@pytest.mark.parametrize("integers", [Weights.INT8, Weights.INT4])
+def test_integers_without_kernels_are_refused_with_the_remedy(integers: Weights) -> None:
+    with pytest.raises(Invalid, match=f"{integers.name.lower()} needs the CPU kernels"):
+        packing_for(torch.bfloat16, None, integers)

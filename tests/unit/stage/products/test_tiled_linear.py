@@ -10,8 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 
 from services.stage.kernels.kernel import Weights
+from services.stage.products import int4
 from services.stage.products.tiled_linear import (
     TILE_BYTES,
     Int8Embedding,
@@ -45,6 +47,11 @@ def is_int8(kind: int) -> bool:
     return KINDS[kind][1] is Weights.INT8
 
 
+def is_int4(kind: int) -> bool:
+    """Whether the weights of KINDS[kind] are."""
+    return KINDS[kind][1] is Weights.INT4
+
+
 def dtype_of(kind: int) -> torch.dtype:
     """Of the inputs and outputs of KINDS[kind]."""
     return torch.float32 if KINDS[kind][1] is Weights.FLOAT32 else torch.bfloat16
@@ -66,6 +73,23 @@ def expected(x: Tensor, weight: Tensor, bias: Tensor | None, *, int8: bool) -> T
         integers, scales = quantized(weight, spread)
         by = integers.double() * scales.double()[:, None]
     return out @ by.T + (0 if bias is None else bias.double())
+
+
+def int4_product(x: Tensor, weight: int4.Int4, bias: Tensor | None) -> Tensor:
+    """What the kernel promises of int4, in torch: the integers of each group summed exactly, then
+    scaled and added in float32, in the order of the groups."""
+    width = weight.numbers.shape[1]
+    groups = functional.pad(x.float(), (0, width - x.shape[1])).unflatten(1, (-1, int4.GROUP))
+    largest = groups.abs().amax(2)
+    inverse = torch.full_like(largest, 127).div(largest)  # `127 / largest` would round twice
+    integers = torch.where(largest[..., None] > 0, groups * inverse[..., None], 0).round()
+    signed = weight.numbers.unflatten(1, (-1, int4.GROUP)).double() - weight.zeros[..., None]
+    sums = torch.zeros(len(x), len(signed))
+    for group in range(groups.shape[1]):
+        whole = (integers[:, group].double() @ signed[:, group].T).float()
+        scaled = (whole * (largest / 127)[:, group, None]).double()
+        sums = (sums.double() + scaled * weight.scales[:, group].double()).float()
+    return (sums * weight.outputs + (0 if bias is None else bias.float())).bfloat16()
 
 
 def fused_chain(x: Tensor, weight: Tensor) -> Tensor:
@@ -90,6 +114,9 @@ def test_a_layer_gives_the_product_of_any_shape(
 
     got = layer_of(kind, weight, bias)(x).double()
 
+    if is_int4(kind):
+        assert torch.equal(got, int4_product(x, int4.fitted(KINDS[0][0], weight), bias).double())
+        return
     wanted = expected(x, weight, bias, int8=is_int8(kind))
     # One rounding of the output and those of a sum in float32; in int8 also x / step, which may
     # round to the other of two near integers.
@@ -147,6 +174,52 @@ def test_int8_has_the_same_bits_with_every_instruction_set(
     wanted = (sums * scales * (largest / 127) + bias.float()).bfloat16()
 
     assert torch.equal(layer_of(kind, weight, bias)(x), wanted)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in range(len(KINDS)) if is_int4(kind)], ids=lambda kind: IDS[kind]
+)
+def test_int4_sums_do_not_overflow_where_all_numbers_are_largest(kind: int) -> None:
+    weight = torch.ones(16, 64)
+    x = torch.full((9, 64), 127.0).bfloat16()
+    integers = int4.fitted(KINDS[0][0], weight)
+    assert (integers.numbers == 15).all()
+    assert (integers.zeros == 0).all()
+
+    assert torch.equal(layer_of(kind, weight, None)(x), int4_product(x, integers, None))
+
+
+def test_a_fitted_weight_is_nearer_than_one_rounded_to_the_range_of_its_groups() -> None:
+    weight = drawn(1, 40, 512, dtype=torch.float32) * torch.logspace(-6, 3, 40)[:, None]
+    groups = weight.unflatten(1, (-1, int4.GROUP))
+    low, high = torch.aminmax(groups, dim=2, keepdim=True)
+    step = (high - low) / 15
+    zeros = (-low / step).round()
+    rounded = ((groups / step + zeros).round().clamp(0, 15) - zeros) * step
+
+    fitted = int4.fitted(KINDS[0][0], weight)
+
+    wrong = (fitted.floats() - weight).square().sum(1)
+    assert (wrong / (rounded - groups).square().sum((1, 2))).mean() < 0.95
+
+
+@pytest.mark.parametrize("zero", [8, 7, 3])
+def test_the_numbers_of_a_file_come_back_from_its_values(zero: int) -> None:
+    # Given weights of a file of 4 bits, one scale for 64 inputs, as their rounded floats
+    generator = torch.Generator().manual_seed(zero)
+    numbers = torch.randint(0, 16, (20, 128), generator=generator)
+    scales = (torch.rand(20, 2, generator=generator) * 1e-3 + 1e-4).half()
+    weight = (numbers - zero) * scales.float().repeat_interleave(64, 1)
+
+    # When they become integers again, with every library
+    fits = [int4.fitted(kernel, weight.bfloat16()) for kernel in all_kernels()]
+
+    # Then they are the file's, and all say the same
+    apart = fits[0].zeros.int() - zero
+    assert torch.equal(fits[0].numbers - apart.repeat_interleave(32, 1), numbers)
+    assert (fits[0].floats() - weight).norm() < 2**-9 * weight.norm()
+    for other in fits[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(fits[0], other, strict=True))
 
 
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=IDS)

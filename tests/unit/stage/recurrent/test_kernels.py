@@ -3,7 +3,7 @@ sequence begins, and give each row its bits whatever runs next to it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,20 +17,33 @@ from services.stage.recurrent.mixers import use_mixers
 from services.stage.recurrent.recurrence import Recurrence
 from services.stage.recurrent.states import RecurrentStates
 from shardline.base.errors import ProtocolError
-from tests.models import CONFIGS
+from tests.models import COMMON, CONFIGS
 
+MODELS: dict[str, Callable[[], Any]] = {
+    **{name: CONFIGS[name] for name in ("lfm2", "granitemoehybrid", "qwen3-next", "olmo-hybrid")},
+    "falcon-h1": lambda: tf.FalconH1Config(
+        **COMMON,
+        mamba_d_ssm=64,
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_d_state=24,
+        mamba_n_groups=2,
+        ssm_multipliers=[0.5, 0.7, 0.9, 1.1, 1.3],
+        ssm_in_multiplier=1.5,
+    ),
+}
 LENGTHS = (29, 1, 12)
 SLOTS = (2, 0, 4)
 NUM_SLOTS = 5
 CUTS = ((0, 13), (13, 14), (14, 29))
 
 
-@pytest.fixture(params=["lfm2", "granitemoehybrid", "falcon-h1", "qwen3-next", "olmo-hybrid"])
+@pytest.fixture(params=MODELS)
 def layer(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A model's first layer, of random weights."""
     torch.manual_seed(3)
     with torch.inference_mode():
-        model = tf.AutoModelForCausalLM.from_config(CONFIGS[request.param]()).eval()
+        model = tf.AutoModelForCausalLM.from_config(MODELS[request.param]()).eval()
         for parameter in model.parameters():
             parameter.data.normal_(std=0.25)
         yield model.base_model.layers[0]

@@ -98,12 +98,16 @@ def test_streamed_layers_change_no_bit(
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("gemma2", "float32"), ("mixtral", "float32"), ("llama-tied", "int8")]
+    ("name", "dtype"),
+    [
+        *(("gemma2", "float32"), ("mixtral", "float32")),
+        *(("llama-tied", "int8"), ("llama-tied", "int4")),
+    ],
 )
 def test_other_models_and_dtypes_change_no_bit(
     name: str, dtype: str, folder: Path, device: Device
 ) -> None:
-    stored = torch.bfloat16 if dtype == "int8" else torch.float32
+    stored = torch.float32 if dtype == "float32" else torch.bfloat16
     path = save_model(folder / dtype, name, dtype=stored)
     expected = completions(load_chain(path, 1, device, folder, dtype=dtype))
 
