@@ -127,9 +127,11 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **COMMON, **DELTA_RULE, layer_types=["linear_attention", "full_attention"] * 2
     ),
     "nemotron-h": lambda: tf.NemotronHConfig(
-        **MIXTURE,
+        **{
+            **MIXTURE,
+            "layer_types": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+        },
         head_dim=16,
-        layer_types=["linear_attention", "mlp", "full_attention", "linear_attention"],
         mamba_num_heads=4,
         mamba_head_dim=16,
         ssm_state_size=24,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
+from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -89,6 +90,7 @@ def paced(up: Mapping[str, Any]) -> list[float]:
     address = urlsplit(up["urls"]["gateway"])
     headers = {**bearer(up["api_key"]), "content-type": "application/json"}
     began_s = time.perf_counter()
+    never = Event()
 
     def push(numbers: range) -> list[float]:
         assert address.hostname is not None
@@ -96,7 +98,7 @@ def paced(up: Mapping[str, Any]) -> list[float]:
         taken_ms = []
         for number in numbers:
             body = json.dumps(request(up["model"], number))
-            time.sleep(max(0.0, began_s + number / PACED_PER_S - time.perf_counter()))
+            never.wait(max(0.0, began_s + number / PACED_PER_S - time.perf_counter()))
             sent_s = time.perf_counter()
             connection.request("POST", "/v1/jobs", body=body, headers=headers)
             answer = connection.getresponse()

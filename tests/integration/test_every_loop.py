@@ -12,6 +12,10 @@ LOOPS = "tests/integration/test_loops.py"
 RELAY = "tests/integration/relay"
 
 POISONS = {
+    "services.gateway.batches.batch_keeper.BatchKeeper._run": (
+        "tests/integration/gateway/test_batches.py"
+        "::test_a_file_that_is_no_batch_fails_and_runs_nothing"
+    ),
     "services.gateway.insert_batcher.InsertBatcher._run": (
         f"{LOOPS}::test_a_request_that_conflicts_fails_its_caller_alone"
     ),

@@ -46,7 +46,7 @@ OFF_THE_PATH = {
         stage/engine/exactness stage/engine/accelerator_options
         stage/engine/step_graphs stage/model/cpu_parts stage/engine/loading
         stage/engine/split_trial stage/products/experts stage/model/model_info
-        stage/model/pieces stage/products/packing stage/products/int4 stage/model/refusal
+        stage/model/pieces stage/products/packing stage/model/refusal
         stage/model/text_part stage/model/weights
     """,
     "for a model with recurrent layers": """

@@ -7,6 +7,7 @@ block.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ def probe_kv_shapes(shard: Shard) -> dict[int, KvShape]:
         for number, layer in shard.layer_modules.items()
         if number not in joined
     ]
-    hooks += [layer.register_forward_hook(_check_output) for layer in layers]
+    check_output = partial(_check_output, shard.model.pieces.num_outputs)
+    hooks += [layer.register_forward_hook(check_output) for layer in layers]
     attention = [
         module for layer in layers for module in layer.modules() if hasattr(module, "layer_idx")
     ]
@@ -100,8 +102,15 @@ def _check_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         )
 
 
-def _check_output(layer: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-    if isinstance(output, tuple) and all(part is None for part in output[1:]):
+def _check_output(
+    num_outputs: int | None, layer: nn.Module, _args: tuple[Any, ...], output: Any
+) -> None:
+    """Takes a tuple of hidden states and nothing else, where stubs return one too."""
+    if (
+        isinstance(output, tuple)
+        and num_outputs is not None
+        and output[1:] == (None,) * (num_outputs - 1)
+    ):
         output = output[0]
     if not isinstance(output, Tensor):
         refuse(f"{type(layer).__name__} returns a {type(output).__name__}, not hidden states alone")

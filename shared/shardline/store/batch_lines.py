@@ -182,9 +182,9 @@ def count_lines(connection: Connection, batch: BatchRow) -> tuple[LineCounts, Li
     settled = counts = batch.settled
     first_open = batch.next_line
     for row in connection.execute(COUNT, wanted).mappings():
-        counts = _sum(counts, row)
+        counts = _sum(counts, dict(row))
         if row["is_settled"]:
-            settled = _sum(settled, row)
+            settled = _sum(settled, dict(row))
         if row["open_line"] is not None:
             first_open = row["open_line"]
     return settled, counts, first_open

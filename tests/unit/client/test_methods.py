@@ -52,6 +52,7 @@ def test_both_clients_take_the_same_arguments(method: str) -> None:
 
 def test_the_gateways_client_adds_what_only_a_door_needs() -> None:
     assert public(GatewayClient) - METHODS == {
+        "ask",
         "change_stored",
         "costs",
         "database",
