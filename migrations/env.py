@@ -22,7 +22,7 @@ from tenacity import (
 )
 
 from shardline.base.config import Settings
-from shardline.contract.batch_tables import batches
+from shardline.contract.batches.batch_tables import batches
 from shardline.contract.response_table import responses
 from shardline.store.connection.database import connect
 from shardline_server.refusals import refusing

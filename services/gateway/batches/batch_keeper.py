@@ -13,7 +13,7 @@ from services.gateway.batches.ingestion import check_file, read_lines
 from services.gateway.context import Gateway
 from shardline.base.aio import cancel_and_wait, is_cancelled
 from shardline.base.errors import ShardlineError, Unavailable
-from shardline.contract.batch import BatchStatus
+from shardline.contract.batches.batch import BatchStatus
 from shardline.store import batch_lines, batches
 from shardline.store.batches import BatchRow, TurnLost
 

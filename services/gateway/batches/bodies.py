@@ -11,7 +11,7 @@ from services.gateway.batches.validation import BatchError
 from services.gateway.files.bodies import ExpirySeconds, file_name
 from services.gateway.responses.documents import InputDetails, OutputDetails, ResponseUsage
 from shardline.base.errors import Invalid
-from shardline.contract.batch import BatchStatus
+from shardline.contract.batches.batch import BatchStatus
 from shardline.contract.ids import parse_id
 from shardline.store.batches import BatchRow
 

@@ -10,7 +10,7 @@ import msgspec
 from services.gateway.batches.input_lines import InputLine
 from services.gateway.errors import TooLarge
 from shardline.base.errors import Invalid
-from shardline.contract.batch_tables import MAX_CUSTOM_ID_CHARS
+from shardline.contract.batches.batch_tables import MAX_CUSTOM_ID_CHARS
 from shardline.contract.request_parsing import shown
 from shardline.store.connection.encoding import unstorable
 

@@ -20,7 +20,7 @@ from services.gateway.batches.validation import FileCheck
 from services.gateway.context import Gateway
 from services.gateway.files.uploads import CHUNK_BYTES
 from shardline.base.errors import Invalid, ShardlineError
-from shardline.contract.batch import BatchStatus
+from shardline.contract.batches.batch import BatchStatus
 from shardline.store import batches, files
 from shardline.store.batch_lines import NewLine, RefusedLines, add_lines
 from shardline.store.batches import BatchRow

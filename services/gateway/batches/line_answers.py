@@ -38,7 +38,7 @@ from shardline.base.errors import (
     ShardlineError,
     Unavailable,
 )
-from shardline.contract.batch import line_id
+from shardline.contract.batches.batch import line_id
 from shardline.contract.decision import Question
 from shardline.contract.job import Job, address_of
 from shardline.store.batch_lines import LineRow, ended_lines

@@ -28,7 +28,7 @@ from services.gateway.responses.creation import encode, with_conversation
 from services.gateway.responses.requests import ResponseRequest, field_names, response_request
 from services.gateway.submit import prepare_all, take_tenant
 from shardline.base.errors import Invalid, Overloaded, ShardlineError, Unavailable
-from shardline.contract.batch import line_id
+from shardline.contract.batches.batch import line_id
 from shardline.contract.job import INTERACTIVE, JobRequest
 from shardline.store.inserts import EncodedRequest, encode_choices
 from shardline_server.tokenize import RegisteredModel

@@ -11,7 +11,7 @@ import msgspec
 
 from services.gateway.batches.envelope import Envelope, read_envelope
 from services.gateway.batches.input_lines import InputLine
-from shardline.contract.batch import MAX_LINE_NUMBER, MAX_LINES
+from shardline.contract.batches.batch import MAX_LINE_NUMBER, MAX_LINES
 
 MAX_ERRORS = 100
 """Of one batch, in its document."""

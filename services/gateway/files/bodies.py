@@ -8,7 +8,7 @@ from uuid import UUID
 import msgspec
 from msgspec import Meta
 
-from shardline.contract.batch_tables import MAX_FILENAME_CHARS
+from shardline.contract.batches.batch_tables import MAX_FILENAME_CHARS
 from shardline.contract.ids import parse_id
 from shardline.store.files import FileRow
 

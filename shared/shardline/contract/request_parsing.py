@@ -19,7 +19,7 @@ from shardline.contract.job import (
     JobRequest,
     SamplingParams,
 )
-from shardline.contract.nulls import FIELDS, without_nulls
+from shardline.contract.plain_json import FIELDS, without_nulls
 from shardline.contract.structured_output import FIELD as STRUCTURED_OUTPUTS
 from shardline.contract.structured_output import check_structured_output
 from shardline.contract.tool_choice import callable_tools, check_tools

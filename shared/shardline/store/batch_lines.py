@@ -14,7 +14,7 @@ from uuid import UUID
 from sqlalchemy import Connection, text
 
 from shardline.base.errors import ShardlineError
-from shardline.contract.batch import LineCounts
+from shardline.contract.batches.batch import LineCounts
 from shardline.store.batches import LEASE_S, BatchRow, TurnLost
 from shardline.store.connection.encoding import dump
 from shardline.store.inserts import EncodedRequest

@@ -17,7 +17,7 @@ import msgspec
 from sqlalchemy import Connection, RowMapping, text
 
 from shardline.base.errors import Conflict, Invalid, NotFound
-from shardline.contract.batch import BatchStatus, LineCounts
+from shardline.contract.batches.batch import BatchStatus, LineCounts
 from shardline.contract.ids import new_id
 from shardline.store.connection.encoding import dump
 from shardline.store.files import add_part

@@ -9,7 +9,7 @@ import sys
 import pytest
 from sqlalchemy import Engine, text
 
-from shardline.contract.batch_tables import batches
+from shardline.contract.batches.batch_tables import batches
 from shardline.contract.response_table import responses
 from shardline.store.connection.database import connect
 from tests.repository import REPOSITORY

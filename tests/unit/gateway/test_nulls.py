@@ -11,7 +11,7 @@ from services.gateway.anthropic.requests import message_request
 from services.gateway.openai.requests import chat_request
 from shardline.base.errors import Invalid
 from shardline.contract.chat import Message
-from shardline.contract.nulls import MAX_LEVELS, without_nulls
+from shardline.contract.plain_json import MAX_LEVELS, without_nulls
 
 USER = {"role": "user", "content": "a"}
 NULLABLE = {"properties": {"a": {"enum": [None], "default": None}}}

@@ -83,7 +83,9 @@ def test_kernels_compute_what_torch_computes(layer: Any) -> None:
     expected = run(mixer, recurrence, spans_of(LENGTHS), x)
 
     num = sum(LENGTHS)
-    assert torch.allclose(found[:num], expected[:num], rtol=1e-4, atol=1e-5 * expected.abs().max().item())
+    assert torch.allclose(
+        found[:num], expected[:num], rtol=1e-4, atol=1e-5 * expected.abs().max().item()
+    )
 
 
 def test_chunks_beside_others_have_the_bits_of_a_sequence_alone(layer: Any) -> None:

@@ -16,7 +16,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSONB, UUID
 
-from shardline.contract.batch import BatchStatus
+from shardline.contract.batches.batch import BatchStatus
 from shardline.contract.table_parts import (
     checks,
     created,

@@ -1,0 +1,1 @@
+"""The batch: its states, its ids and its tables."""
