@@ -50,8 +50,9 @@ ELSEWHERE = (
     *("model", "prompt", "tenant"),
     *("add_generation_prompt", "continue_final_message", "thinking_token_budget"),
     "truncate_prompt_tokens",
+    *("dimensions", "document", "prompt_name"),
 )
-"""Fields that any document has, that need messages, and whose range has a hole."""
+"""Fields that any document has, that need messages, whose range has a hole, and of encoders."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,7 @@ PIPELINE = Dashboard(
         panel("Hop time of a step", "s", stage(HOP_OF_STEP)),
         panel("Time of a step", "s", stage(STEP)),
         panel("KV in use", "percentunit", stage(KV)),
+        panel("States of recurrent layers", "short", stage("shardline_recurrent_states", "state")),
         panel("Seats in use", "percentunit", stage(SEATS)),
         panel(
             "Sequences that wait for a seat or KV", "short", stage("shardline_sequences_waiting")

@@ -72,8 +72,9 @@ class Model:
     vocab_size: int = VOCAB_SIZE
     eos_ids: tuple[int, ...] = (EOS,)
     revision: str | None = None
+    encoder: None = None
 
-    def row(self, *, name: str, fingerprint: str) -> Mapping[str, Any]:
+    def row(self, *, name: str, fingerprint: str, **_settings: object) -> Mapping[str, Any]:
         """The row of `models`."""
         return {
             "name": name,
@@ -384,6 +385,8 @@ def _settings(name: str, site: Site) -> SimpleNamespace:
         token_budget=64,
         lanes=site.num_lanes,
         prefix_cache=True,
+        chat_template=None,
+        reply_family=None,
         prompt_lookup=16,
         adapters_dir=None,
         dtype="float32",

@@ -136,6 +136,8 @@ class Toy:
     attention_kind: str = "toy"
     offload: OffloadTerms = NO_OFFLOAD
     max_adapters: int = 1
+    num_states: int = 0
+    states_used: int = 0
     hang_s: float = 0.0
     """The next step takes so much longer."""
     _layers: list[Layer] = field(init=False)

@@ -57,7 +57,7 @@ def meter_of_stage(
     *, is_head: bool, drift: Drift | None = None, power: Power | None = None
 ) -> StageMeter:
     """Of one that has just started."""
-    executor = SimpleNamespace(exact=True, blocks_used=3, num_blocks=8)
+    executor = SimpleNamespace(exact=True, blocks_used=3, num_blocks=8, states_used=0, num_states=0)
     loaded = SimpleNamespace(
         executor=executor,
         settings=SimpleNamespace(name="clerk", times=SimpleNamespace(stall_s=30.0)),

@@ -44,7 +44,7 @@ async def status_of(
     """Of an answer that may never end: only its beginning is waited for. Completions are asked for
     as streams, batches of a file that is there."""
     content = content_of(path, file_id) if method == "POST" else {}
-    if path in STREAMED:
+    if path in STREAMED and "json" in content:
         content["json"]["stream"] = True
     async with http.stream(method, path, **content, headers=headers) as reply:
         return reply.status_code

@@ -315,7 +315,7 @@ def test_a_taken_port_is_refused_and_names_the_setting(tmp_path: Path) -> None:
     [
         ("SHARDLINE_STAGES", "0"),
         ("SHARDLINE_STAGES", "9"),
-        ("SHARDLINE_DTYPE", "int4"),
+        ("SHARDLINE_DTYPE", "int3"),
         ("SHARDLINE_SPLIT", "0-5"),
         ("SHARDLINE_MODEL", "/no/such/model"),
     ],

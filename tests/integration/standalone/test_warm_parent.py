@@ -20,7 +20,7 @@ from services.standalone.settings import StandaloneSettings
 from services.standalone.warm_parent import WarmParent
 from tests.polling import until
 
-REFUSED = {"SHARDLINE_DTYPE": "int4"}
+REFUSED = {"SHARDLINE_DTYPE": "int3"}
 """A stage that ends at once, because of a setting that can never work."""
 
 

@@ -133,5 +133,5 @@ def test_a_model_that_passed_is_not_tried_again(
 def test_a_state_of_an_unknown_kind_is_refused_by_name(name: str, tmp_path: Path) -> None:
     config = getattr(transformers, name)()
 
-    with pytest.raises(Invalid, match=config.model_type):
+    with pytest.raises(Invalid, match="(?i)" + config.model_type.replace("_", "_?")):
         check_split(config, tmp_path)

@@ -204,7 +204,7 @@ def test_tied_weights_count_twice_before_they_are_read(tmp_path: Path) -> None:
         (tf.MambaConfig(), "'mamba' has recurrent layers alone, without attention"),
         (
             tf.LlamaConfig(architectures=["LlamaForSequenceClassification"]),
-            "saved as LlamaForSequenceClassification",
+            "LlamaForSequenceClassification has 2 labels; a cross-encoder has one",
         ),
         (tf.LlamaConfig(**QUANTIZED), "it is quantized by bitsandbytes"),
         (tf.LlamaConfig(**COMMON), r"no weights, no model\.safetensors"),
