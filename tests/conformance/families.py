@@ -70,7 +70,8 @@ def outcome_of(family: str, folder: Path, device: Device) -> str:
         stages = load_chain(path, num_stages, device, folder)
     except Invalid as error:
         name = f"'{family}' "
-        return f"refused: {error.problem.removeprefix(name)}"
+        # In the table names between backticks are families.
+        return f"refused: {error.problem.removeprefix(name)}".replace("`", "'")
     except StrictDataclassError:
         return "not tried: its config has no defaults"
     found = ["tested" if family in TESTED else "tried"]
