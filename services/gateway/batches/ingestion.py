@@ -36,7 +36,7 @@ SLICE_S = 2.0
 
 
 class LineReading:
-    """Where a turn is in a batch's file."""
+    """Knows where a turn is in a batch's file."""
 
     def __init__(self, gateway: Gateway, batch: BatchRow) -> None:
         self.gateway = gateway

@@ -88,5 +88,7 @@ async def _abandon(gateway: Gateway, group: JobGroup) -> None:
         await gateway.client.cancel(group.job_ids)
     except Unavailable as error:
         log.warning(
-            "abandoned jobs continue: cancel failed", first=group.job_ids[0], error=str(error)
+            "abandoned jobs continue: cancel failed",
+            job_id=str(group.job_ids[0]),
+            error=str(error),
         )
