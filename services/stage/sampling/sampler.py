@@ -29,7 +29,7 @@ from services.stage.sampling.triton_draws import NONE_DRAWN, NONE_LEFT, NOT_FINI
 from services.stage.sampling.uniform import uniform
 from shardline.base.errors import Invalid
 from shardline.base.rounding import round_up
-from shardline.contract.job import TokenLogprob
+from shardline.contract.job import SamplingParams, TokenLogprob
 from shardline_scheduler.step_plan import Open, Refusal
 from shardline_server import failpoints
 from shardline_server.failpoints import Point, is_struck
@@ -202,8 +202,15 @@ class Sampler:
         return _Run(rows, tuple(tokens), is_good=True)
 
     def _choose(self, row: Tensor, sequence: SampledSequence, greedy: int) -> int:
-        if sequence.params.temperature == 0 and sequence.takes_greedily(greedy):
-            return greedy
+        params = sequence.params
+        first = 0
+        if sequence.is_held_by_grammar_alone and (params.temperature == 0 or _is_unlimited(params)):
+            # A token that the grammar allows needs no mask. One that it does not allow is rejected:
+            # those drawn after it, of the masked row, have the distribution that all of them have.
+            token = greedy if params.temperature == 0 else self._draw(row, sequence)
+            if sequence.allows(token):
+                return token
+            first = 1
         if sequence.is_adjusted:
             row = sequence.adjusted(row)
             # A small divisor overflows, and a mask may leave nothing: this sequence fails, and no
@@ -213,11 +220,11 @@ class Sampler:
                 sequence.refuse_all_tokens()
             if not math.isfinite(peak):
                 return NO_TOKEN
-        if sequence.params.temperature == 0:
+        if params.temperature == 0:
             return first_largest(row.unsqueeze(0))[0]
-        return self._draw(row, sequence)
+        return self._draw(row, sequence, first)
 
-    def _draw(self, row: Tensor, sequence: SampledSequence) -> int:
+    def _draw(self, row: Tensor, sequence: SampledSequence, first: int = 0) -> int:
         """Draws a token of the logits [V], limited by `top_k`, `top_p` and `min_p`, by rejection
         sampling.
 
@@ -227,7 +234,8 @@ class Sampler:
 
         Nothing is sorted: a token is proposed by inverse CDF, and rejected if the tokens with more
         weight alone hold `top_p`. Only those stay for the next proposal, so an accepted token has
-        exactly the limited distribution, and few proposals are needed.
+        exactly the limited distribution, and few proposals are needed. `first` is the number of
+        the first proposal.
         """
         params = sequence.params
         weights = self._weigh(row, params.temperature)
@@ -238,7 +246,7 @@ class Sampler:
         if params.min_p > 0:
             weights = _at_least(params.min_p, weights)
             tiles = _tile_sums(weights)
-        for proposal in count():
+        for proposal in count(first):
             token, weight = _pick(weights, tiles, uniform(sequence.seed, sequence.index, proposal))
             if params.top_p >= 1.0:
                 break
@@ -283,6 +291,11 @@ def _taken(drawn: int, sequence: SampledSequence) -> int:
 
 def _is_plain_greedy(sequence: SampledSequence) -> bool:
     return sequence.params.temperature == 0 and not sequence.is_adjusted
+
+
+def _is_unlimited(params: SamplingParams) -> bool:
+    """Whether a token is drawn of all that have any probability."""
+    return params.top_k <= 0 and params.top_p >= 1.0 and params.min_p <= 0
 
 
 def _at_least(least: float, weights: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -94,7 +95,7 @@ OUTPUTS = {
     "schema": StructuredOutput(json=PERSON),
     "schema as text": StructuredOutput(json=json.dumps(PERSON)),
     "choice": StructuredOutput(choice=("yes", 'a "quoted" né', "nearly no")),
-    "regex": StructuredOutput(regex=r"[a-f]{2,5}-\d{3}( é)?"),
+    "regex": StructuredOutput(regex=r"[a-f]{2,5}-[0-9]{3}( é)?"),
     "grammar": StructuredOutput(grammar='root ::= "(" root ")" | "x"'),
     "lark": StructuredOutput(grammar='start: "[" NUMBER "]"\nNUMBER: /[0-9]{1,4}/'),
 }
@@ -106,7 +107,7 @@ def is_valid(kind: str, text: str) -> bool:
     if kind == "choice":
         return text in OUTPUTS["choice"].choice
     if kind == "regex":
-        return re.fullmatch(r"[a-f]{2,5}-\d{3}( é)?", text) is not None
+        return re.fullmatch(r"[a-f]{2,5}-[0-9]{3}( é)?", text) is not None
     if kind == "grammar":
         depth = text.index("x")
         return text == "(" * depth + "x" + ")" * depth
@@ -136,6 +137,40 @@ def test_whatever_the_logits_are_the_text_is_valid(
         text = model.text(ids)
         if len(ids) < 400:
             assert is_valid(kind, text), text
+
+
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.9}])
+def test_tokens_have_the_probabilities_of_the_allowed_ones(params: dict[str, Any]) -> None:
+    model = Model()
+    row = torch.full((model.vocab_size,), -8.0)
+    wanted = {"a": 0.5, "b": 0.3, "c": 0.2}
+    for letter, probability in wanted.items():
+        row[id_of(model.tokenizer, letter)] = math.log(probability)
+    row[id_of(model.tokenizer, "x")] = math.log(2.0)  # likelier than all that are allowed
+    output = StructuredOutput(choice=tuple(wanted))
+    found: Counter[str] = Counter()
+    for seed in range(2_000):
+        sequence = model.open(held_to(output, **params), seed=seed)
+        ((token,),) = model.sampler.sample(row.unsqueeze(0), [sequence]).tokens
+        found[model.text([token])] += 1
+    assert found.keys() == wanted.keys()
+    assert {each: found[each] / 2_000 for each in wanted} == pytest.approx(wanted, abs=0.04)
+
+
+def test_a_free_token_that_is_allowed_stays() -> None:
+    model = Model()
+    output = StructuredOutput(regex="[a-m]{1,9}")
+    allowed = [id_of(model.tokenizer, letter) for letter in "abcdefghijklm"]
+    row = model.row(()).unsqueeze(0)
+    row[0, allowed] += 4.0
+    stayed = 0
+    for seed in range(64):
+        free = model.sampler.sample(row, [model.open(SamplingParams(), seed=seed)])
+        held = model.sampler.sample(row, [model.open(held_to(output), seed=seed)])
+        if free.tokens[0][0] in allowed:
+            stayed += 1
+            assert held.tokens == free.tokens
+    assert 0 < stayed < 64, "some draws are of tokens that it does not allow"
 
 
 @pytest.mark.parametrize("kind", OUTPUTS)
