@@ -32,7 +32,12 @@ def save(folder: Path) -> None:
         num_hidden_layers=NUM_LAYERS,
         vocab_size=VOCAB_SIZE,
     )
-    for path in CLERK.glob("*token*"):
+    with_tokenizer(made, folder)
+
+
+def with_tokenizer(made: Path, folder: Path) -> None:
+    """Moves a saved model to a folder, with the demo model's tokenizer."""
+    for path in (*CLERK.glob("*token*"), *CLERK.glob("chat_template*")):
         shutil.copy(path, made)
     made.rename(folder)
 

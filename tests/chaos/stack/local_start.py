@@ -158,7 +158,7 @@ def _asked(options: Options, folder: Path, results: ResultBackend | None) -> Map
 def _outside_memory(options: Options, folder: Path) -> Mapping[str, str]:
     """What stages keep in files: KV of preempted jobs, weights of streamed layers."""
     return {
-        "SHARDLINE_KV_OFFLOAD_MIB": str(KV_OFFLOAD_MIB),
+        "SHARDLINE_KV_OFFLOAD_MIB": str(0 if options.keeps_states else KV_OFFLOAD_MIB),
         "SHARDLINE_KV_OFFLOAD_DIR": str(folder),
         "SHARDLINE_STREAMED_LAYERS": str(options.streamed_layers),
         "SHARDLINE_STREAMED_LAYERS_DIR": str(folder),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,14 @@ class Options:
     """Hops without CURVE: frames can be lost and repeated then."""
     redis_lasts: bool = False
     """No fault harms what Redis holds: what it has taken is never sent again."""
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether the model has recurrent layers: what they keep is not offloaded."""
+        if self.model is None:
+            return False
+        config = json.loads((self.model / "config.json").read_text())
+        return "linear_attention" in config.get("layer_types", ())
 
     @property
     def num_started(self) -> int:
