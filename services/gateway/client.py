@@ -20,10 +20,12 @@ from shardline.client.questions import Answer, Question, Summaries
 from shardline.contract.ids import JobId
 from shardline.contract.job import Job, JobState, Usage
 from shardline.store import stored_completions as stored
+from shardline.store.connection.database import autocommitted
 from shardline.store.inserts import EncodedRequest, StoredRequest
 from shardline.store.listing import PageEnd
 from shardline.store.pipelines import LivePipeline, live_pipelines
 from shardline.store.responses import (
+    EncodedResponse,
     ResponseRow,
     delete_response,
     insert_with_responses,
@@ -57,6 +59,7 @@ class GatewayClient(AsyncClient):
         # lists.
         self._list_turns = TenantTurns(LISTS)
         self._cost_turns = TenantTurns(1)
+        self._autocommitted = autocommitted(self._database)
         self._pipelines = QueryBatcher(
             self._database, _live_pipelines, max_batch=MAX_ASKING, name="pipelines"
         )
@@ -84,7 +87,13 @@ class GatewayClient(AsyncClient):
     ) -> Sequence[StoredRequest | ShardlineError]:
         """Store requests in one transaction; for each its row, or why it has none. Raises Invalid
         for a row against a rule of the table, and Unavailable: then none is stored."""
-        return await self._ask(partial(insert_with_responses, requests=requests))
+        has_one_row_each = not any(
+            request.others or isinstance(request, EncodedResponse) for request in requests
+        )
+        return await self._ask(
+            partial(insert_with_responses, requests=requests),
+            pool=self._autocommitted if has_one_row_each else None,
+        )
 
     async def get(self, job_id: JobId, *, tenant: str | None = None) -> Job:
         """The job, with its result if it has one. Raises NotFound, with `tenant` also for another

@@ -18,6 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shardline.base.aio import cancel_and_wait, is_cancelled
 from shardline.client.database import AWAY, reachable
+from shardline.store.connection.database import autocommitted
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
@@ -27,7 +28,7 @@ Waiting = tuple[Asked, asyncio.Future[Answer]]
 
 class QueryBatcher(Generic[Asked, Answer]):
     """One task, which begins with the first question. `query` gives the answers in the order of the
-    questions."""
+    questions, by one statement."""
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class QueryBatcher(Generic[Asked, Answer]):
         max_batch: int,
         name: str,
     ) -> None:
-        self._database = database
+        self._database = autocommitted(database)
         self._query = query
         self._max_batch = max_batch
         self._name = name

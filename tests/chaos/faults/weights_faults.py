@@ -157,6 +157,6 @@ REMEDY = "Copy the model again"
 FAULTS: tuple[Fault, ...] = (
     Damage(what="cut short", harm=cut_short, said=f"{FILE} is cut short.*{REMEDY}"),
     Damage(what="oversized header", harm=with_oversized_header, said=f"{FILE} .*header.*{REMEDY}"),
-    Damage(what="wrong shapes", harm=with_wrong_shapes, said=rf"layers\.\d+\.mlp.*{REMEDY}"),
+    Damage(what="wrong shapes", harm=with_wrong_shapes, said=rf"layers\.\d+\..*{REMEDY}"),
     Damage(what="a flipped bit", harm=with_flipped_bit, said="other weights", by_head=True),
 )

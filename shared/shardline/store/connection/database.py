@@ -119,6 +119,12 @@ def connect_async(url: str, **options: Any) -> AsyncEngine:
     return engine
 
 
+def autocommitted(engine: AsyncEngine) -> AsyncEngine:
+    """The same pool for questions of one statement: each statement is a transaction of its own,
+    without the round trips of BEGIN and COMMIT."""
+    return engine.execution_options(isolation_level="AUTOCOMMIT")
+
+
 @contextmanager
 def transaction(url: str) -> Iterator[Connection]:
     """Runs a transaction on a separate connection, for those who ask Postgres now and then."""
