@@ -10,6 +10,7 @@ from shardline.store.connection.database import POOL_SIZE
 from tests.chaos.driver.storm import Say, Storm, TargetT
 from tests.chaos.faults.fault import Fault
 from tests.chaos.judge import audit, growth, remains, secrecy
+from tests.chaos.judge.batches import line_jobs, torn_batches
 from tests.chaos.judge.calls import invalid_calls
 from tests.chaos.judge.canvas import followed
 from tests.chaos.judge.checker import judge
@@ -78,9 +79,12 @@ def _hurt(
     load.stop()
     storm.findings += _connections(target)
     held = load.held()
-    asked = [*target.journal.everything(), *held]
+    batches = load.batches()
+    lines = line_jobs(target.database_url, batches)
+    asked = [*target.journal.everything(), *held, *lines]
     readers = target.journal.readers()
     storm.findings += _broken_promises(target, asked, readers, expected)
+    storm.findings += torn_batches(target.database_url, batches)
     by_state, num_tokens = achieved(
         target.database_url, [each.id for each in asked if each.door != "calm"]
     )
@@ -99,6 +103,8 @@ def _hurt(
         succeeded=by_state["succeeded"],
         failed_expected=sum(by_state[state] for state in ("cancelled", "expired", "failed")),
         held_back=len(held),
+        batches=sum(each.has_ended for each in batches),
+        batch_lines=len(lines),
         followed=canvases.num_jobs,
         followed_loosely=canvases.num_excused,
         kv_blocks_leaked=num_leaked,

@@ -1,5 +1,6 @@
-"""The rest of the users' load: callers, a chooser, a Celery app with a canvas, a bulk load,
-cancels, readers in Python, bad messages, requests beyond limits, a look at dead letters.
+"""The rest of the users' load: callers, a chooser, a Celery app with a canvas, a bulk load, a
+caller of batches, cancels, readers in Python, bad messages, requests beyond limits, a look at dead
+letters.
 
 Knows no fault and no invariant. Nobody of it comes with the lab's load.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +27,8 @@ from shardline.client import Client
 from shardline.contract import keys
 from shardline.contract.queues import GENERATE_TASK, INTAKE_QUEUE, SUBMIT_TASK, generate_queue
 from tests.chaos.load.batch import ROWS_MAX, ROWS_PER_MINUTE, Batch
+from tests.chaos.load.batches.batcher import Batcher
+from tests.chaos.load.batches.sent_batch import SentBatch
 from tests.chaos.load.callers import Caller
 from tests.chaos.load.canvas import DOOR, by_canvas, dress
 from tests.chaos.load.canvas_worker import CanvasWorker
@@ -58,25 +62,34 @@ class Crowd:
     people: Mapping[str, Work] = field(default_factory=dict)
     read: Read | None = None
     batch: Batch | None = None
+    batcher: Batcher | None = None
     canvas_worker: CanvasWorker | None = None
 
     def workers(self, read: Callable[[Read], None]) -> Mapping[str, Work]:
         """What each thread runs. `read` finds jobs for a reader."""
         readers = range(NUM_PYTHON_READERS) if self.read else ()
         bulk = {"batch": self.batch.run} if self.batch else {}
+        batches = {"batcher": self.batcher.run} if self.batcher else {}
         return {
             **self.people,
             **{f"python reader {i}": partial(read, self.read) for i in readers if self.read},
             **bulk,
+            **batches,
         }
 
     def is_done(self, timeout_s: float) -> bool:
-        """Whether its bulk load has ended in time."""
-        return self.batch is None or self.batch.is_done.wait(timeout_s)
+        """Whether its bulk load and its batches have ended in time."""
+        until_s = time.monotonic() + timeout_s
+        ends = [each.is_done for each in (self.batch, self.batcher) if each is not None]
+        return all(end.wait(max(0.0, until_s - time.monotonic())) for end in ends)
 
     def held(self) -> list[Asked]:
         """What the journal does not have."""
         return [] if self.batch is None else list(self.batch.held)
+
+    def batches(self) -> list[SentBatch]:
+        """What was sent as batches."""
+        return [] if self.batcher is None else list(self.batcher.sent)
 
 
 def crowd(
@@ -100,6 +113,14 @@ def crowd(
         stopping=stopping,
         drained=drained,
     )
+    batcher = Batcher(
+        urls=target.urls,
+        journal=target.journal,
+        workload=target.workload,
+        stopping=stopping,
+        drained=drained,
+        rng=random.Random(f"{seed} batcher"),
+    )
     people = _callers(target, stopping, drained, seed)
     people["canceller"] = partial(
         _cancel, target, client, random.Random(f"{seed} canceller"), stopping, drained
@@ -121,6 +142,7 @@ def crowd(
         people=people,
         read=partial(_read, target.journal, client),
         batch=batch,
+        batcher=batcher,
         canvas_worker=worker,
     )
 

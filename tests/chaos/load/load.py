@@ -14,6 +14,7 @@ from uuid import UUID
 
 import psycopg
 
+from tests.chaos.load.batches.sent_batch import SentBatch
 from tests.chaos.load.crowd import crowd
 from tests.chaos.load.doors import DOORS
 from tests.chaos.load.journal import Asked
@@ -111,6 +112,10 @@ class Load:
     def held(self) -> list[Asked]:
         """Jobs of the load that the journal does not have."""
         return self._crowd.held()
+
+    def batches(self) -> list[SentBatch]:
+        """What was sent as batches; their jobs are not in the journal either."""
+        return self._crowd.batches()
 
     def disturbed_s(self) -> list[float]:
         """When Redis may have lost messages of other teams' workers (seconds since 1970)."""

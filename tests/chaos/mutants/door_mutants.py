@@ -7,6 +7,7 @@ from typing import Final
 from tests.chaos.mutants.mutant import Hurt, Mutant, Patch
 
 REPEATS = "shared/shardline/store/idempotency.py"
+BATCH_LINES = "shared/shardline/store/batch_lines.py"
 COMPLETION = "shared/shardline_server/tokenize/completion.py"
 CHOICES = "shared/shardline/contract/choices.py"
 NOT_THE_LAST = "for place in range(1, n - 1)"
@@ -140,5 +141,37 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         tests=(
             "tests/integration/gateway/test_decisions.py::test_rows_have_the_numbers_in_columns",
         ),
+    ),
+    Mutant(
+        name="batches: a line is counted twice",
+        patches=(
+            Patch(
+                file=BATCH_LINES,
+                within="COUNT",
+                old="WHERE l.batch_id = :id AND l.line >= :first_open",
+                new="WHERE l.batch_id = :id AND :first_open > 0",
+            ),
+        ),
+        tests=(
+            "tests/integration/gateway/test_batches.py"
+            "::test_output_is_there_as_lines_end_and_a_cancel_keeps_it",
+        ),
+        hurt=Hurt(faults="kill gateway", counts=("mistold",), load="users"),
+    ),
+    Mutant(
+        name="batches: a line that is open at a count is lost",
+        patches=(
+            Patch(
+                file=BATCH_LINES,
+                within="count_lines",
+                old='first_open = row["open_line"]',
+                new='first_open = row["open_line"] + 1',
+            ),
+        ),
+        tests=(
+            "tests/integration/gateway/test_batches.py"
+            "::test_each_line_is_answered_as_its_route_answers",
+        ),
+        hurt=Hurt(faults="kill gateway", counts=("lost", "mistold"), load="users"),
     ),
 )

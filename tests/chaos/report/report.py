@@ -58,6 +58,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     held_back: int = 0
     """Of them, rows of the bulk load that were to run an hour later, and were cancelled when it
     ended."""
+    batches: int = 0
+    """Batches that ended."""
+    batch_lines: int = 0
+    """Their lines that became jobs."""
     followed: int = 0
     """Jobs in canvases of a Celery app."""
     followed_loosely: int = 0
