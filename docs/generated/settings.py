@@ -47,10 +47,17 @@ def page() -> str:
 
 
 def _sections() -> Iterator[str]:
+    """Yields the sections. A row that an earlier table has is named below the later one."""
+    shown: set[tuple[str, str, str]] = set()
     for heading, kinds in SECTIONS.items():
         rows = [_cells(name, field) for kind in kinds for name, field in _own_fields(kind)]
         yield from (f"## {heading}", "")
-        yield from table("variable", "default", "meaning", rows=rows)
+        yield from table(
+            "variable", "default", "meaning", rows=[each for each in rows if each not in shown]
+        )
+        if again := [each[0] for each in rows if each in shown]:
+            yield from (f"As above: {', '.join(again)}.", "")
+        shown |= set(rows)
 
 
 def _own_fields(kind: type[BaseSettings]) -> Iterator[tuple[str, FieldInfo]]:

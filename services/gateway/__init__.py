@@ -1,2 +1,2 @@
-"""The HTTP door: OpenAI's completions and a native jobs API, over the client. Never touches Redis
-to submit."""
+"""The HTTP door: OpenAI's and Anthropic's APIs and a native jobs API, over the client. Never
+touches Redis to submit."""

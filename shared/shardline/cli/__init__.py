@@ -1,5 +1,4 @@
-"""The command line: `shardline submit | wait | stream | get | list | cancel | dead | keys |
-pipelines | models | cost`.
+"""The command line `shardline`.
 
 Owns how jobs and keys are asked for and shown in a terminal; knows no SQL and no order of tokens:
 the client does.

@@ -20,8 +20,6 @@ NAMES = {
     "llamacpp": "llama.cpp",
 }
 PLOTS = ("throughput", "alone", "load")
-SHOWN_ROWS = (1, 32, 512)
-"""Of the products that were measured."""
 INTRODUCTION = """\
 # Performance beside other engines
 
@@ -181,23 +179,17 @@ def _limits(results: Results) -> str:
     products = results.limits.get("products")
     if not products:
         return ""
-    found: dict[str, dict[tuple[int, int], float]] = {}
+    best: dict[tuple[str, int], float] = {}
     for one in products:
-        if one["rows"] in SHOWN_ROWS:
-            by = found.setdefault(f"{one['precision']} {one['shape']}", {})
-            by[one["threads"], one["rows"]] = one["gflop_per_s"]
-    columns = sorted({column for by in found.values() for column in by})
+        of = one["precision"], one["threads"]
+        best[of] = max(one["gflop_per_s"], best.get(of, 0.0))
+    names = sorted({name for name, _ in best})
     rows = [
-        [name, *(f"{by[column]:.0f}" if column in by else "" for column in columns)]
-        for name, by in found.items()
+        [str(n), str(rate), *(f"{best[name, int(n)]:.0f}" for name in names)]
+        for n, rate in results.limits["stream_gb_per_s"].items()
     ]
-    stream = ", ".join(
-        f"cores: {n}, {rate} GB/s" for n, rate in results.limits["stream_gb_per_s"].items()
-    )
-    head = table(
-        ["GFLOP/s of torch (oneDNN), cores/rows", *(f"{n}/{rows}" for n, rows in columns)], rows
-    )
-    return f"## Limits of the machine\n\nReading memory: {stream}.\n\n{head}"
+    head = ["cores", "memory, GB/s", *(f"oneDNN {name}, GFLOP/s" for name in names)]
+    return f"## Limits of the machine\n\n{table(head, rows)}"
 
 
 def _skipped(results: Results) -> str:
