@@ -14,6 +14,7 @@ from opentelemetry.trace import SpanKind
 
 from services.gateway.context import Gateway
 from services.gateway.errors import Forbidden
+from services.gateway.field_names import renaming
 from services.gateway.grammar_turns import has_grammar
 from services.gateway.guard import Caller
 from services.gateway.http.json_body import Document, read_object
@@ -164,8 +165,14 @@ def prepare_all(model: RegisteredModel, jobs: Sequence[JobRequest]) -> tuple[Pre
     found: list[PreparedPrompt] = []
     for before, job in zip((None, *jobs), jobs, strict=False):
         is_same = before is not None and before.prompt is job.prompt
-        found.append(found[-1] if is_same else _prepare(model, job))
+        found.append(found[-1] if is_same else _prepared(model, job))
     return tuple(found)
+
+
+def _prepared(model: RegisteredModel, job: JobRequest) -> PreparedPrompt:
+    """Prepares a prompt. What is wrong with it has the name that the request gave it."""
+    with renaming(job.field_names if isinstance(job, OpenAiRequest) else {}):
+        return _prepare(model, job)
 
 
 def _prepare(model: RegisteredModel, job: JobRequest) -> PreparedPrompt:

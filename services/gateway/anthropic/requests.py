@@ -5,13 +5,14 @@ Knows no server. Our own fields beside theirs (`priority`, `seed`, …) are take
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
 
 from services.gateway.anthropic import bodies
 from services.gateway.errors import ThreadUnsupported
+from services.gateway.field_names import flat_tool_names, renaming
 from services.gateway.http.json_body import Document
 from services.gateway.openai.bodies import ChatCompletionRequest
 from services.gateway.openai.neutral_fields import drop_neutral
@@ -43,6 +44,24 @@ class MessageRequest(ChatCompletionRequest, frozen=True, kw_only=True):
     """The job of a request to `/v1/messages`."""
 
     takes_what_fits = True
+    is_of_old_form: bool = False
+    """Its schema is in `output_format`."""
+
+    @property
+    def field_names(self) -> Mapping[str, str]:
+        """Fields of its job, and what this request calls them."""
+        form = "output_format" if self.is_of_old_form else "output_config.format"
+        return {
+            "structured_outputs.json": f"{form}.schema",
+            "structured_outputs": form,
+            "stop": "stop_sequences",
+            "reasoning_effort": "output_config.effort",
+            **{
+                f"tools[{place}].function.parameters": f"tools[{place}].input_schema"
+                for place in range(len(self.tools))
+            },
+            **flat_tool_names(len(self.tools)),
+        }
 
 
 def message_request(document: Document) -> MessageRequest:
@@ -60,16 +79,19 @@ def message_request(document: Document) -> MessageRequest:
     }
     if body.metadata.user_id is not None:
         fields["metadata"] = {"user_id": body.metadata.user_id}
-    request = parse_fields(fields, MessageRequest)
-    check_request(request)
-    return request
+    return _checked(fields)
 
 
 def counted_request(document: Document) -> MessageRequest:
     """Parse the body of `POST /v1/messages/count_tokens`. Raises Invalid."""
     body, own = _parsed(document, bodies.CountTokensBody, OWN_COUNTED)
-    request = parse_fields({**own, **_chat(body)}, MessageRequest)
-    check_request(request)
+    return _checked({**own, **_chat(body)})
+
+
+def _checked(fields: Document) -> MessageRequest:
+    request = parse_fields(fields, MessageRequest)
+    with renaming(request.field_names):
+        check_request(request)
     return request
 
 
@@ -129,6 +151,7 @@ def _chat(body: bodies.CountTokensBody) -> Document:
     is_text = not isinstance(body.tool_choice, bodies.AnyChoice | bodies.ToolChoiceByName)
     if is_text and (form := body.output_config.format or body.output_format) is not None:
         fields["structured_outputs"] = {"json": form.schema}
+        fields["is_of_old_form"] = body.output_config.format is None
     return fields | _thinking(body)
 
 

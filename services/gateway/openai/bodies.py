@@ -87,6 +87,17 @@ class OpenAiRequest(JobRequest, frozen=True, kw_only=True):
         return None
 
     @property
+    def field_names(self) -> Mapping[str, str]:
+        """Fields of its job, and what this request calls them."""
+        names: dict[str, str] = {}
+        if self.max_tokens is None and self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        if self.response_format is not None:
+            names["structured_outputs.json"] = "response_format.json_schema.schema"
+            names["structured_outputs"] = "response_format"
+        return names
+
+    @property
     def length(self) -> int | None:
         """The number of tokens under either name."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens

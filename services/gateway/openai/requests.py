@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from services.gateway.field_names import renaming
 from services.gateway.http.json_body import Document
 from services.gateway.openai.bodies import (
     ChatCompletionRequest,
@@ -77,7 +78,8 @@ def _parse(fields: Document, kind: type[RequestT]) -> RequestT:
         problem = "structured_outputs says what the text must be"
         raise Invalid("response_format", problem, "Send one of the two")
     _check_scores_whole(request, "prompt_logprobs")
-    check_request(request)
+    with renaming(request.field_names):
+        check_request(request)
     return request
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from services.gateway.field_names import flat_tool_names, renaming
 from services.gateway.http.json_body import Document
 from services.gateway.responses.conversation import messages_of
 from services.gateway.responses.input_items import InputItem, InputMessage
@@ -79,7 +80,8 @@ def response_request(document: Document) -> ResponseRequest:
         # A call that must be made is all that the model says.
         values["structured_outputs"] = job.structured_outputs
     request = ResponseRequest(**values, asked=asked)
-    check_request(request)
+    with renaming(field_names(asked)):
+        check_request(request)
     if asked.background and not asked.store:
         remedy = "Leave store out, or run it in the foreground"
         raise Invalid("background", "what is not stored cannot be asked for later", remedy)
@@ -88,9 +90,11 @@ def response_request(document: Document) -> ResponseRequest:
 
 def field_names(asked: ResponseFields) -> Mapping[str, str]:
     """Returns the names that this request has for fields of its job."""
-    if asked.text.structured() is None:
-        return FIELD_NAMES
-    return {**FIELD_NAMES, "structured_outputs.json": "text.format.schema"}
+    names = {**FIELD_NAMES, **flat_tool_names(len(asked.tools))}
+    if asked.text.structured() is not None:
+        names["structured_outputs.json"] = "text.format.schema"
+        names["structured_outputs"] = "text.format"
+    return names
 
 
 def items_of(asked: ResponseFields) -> tuple[InputItem, ...]:
