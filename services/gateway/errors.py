@@ -27,6 +27,7 @@ from shardline.base.errors import (
     JobCancelled,
     JobEnded,
     JobExpired,
+    LimitExceeded,
     NotFound,
     Overloaded,
     ShardlineError,
@@ -153,6 +154,7 @@ KINDS: tuple[tuple[type[ShardlineError], int, str, str], ...] = (
     (ContextExceeded, 400, "invalid_request_error", "context_length_exceeded"),
     (ThreadUnsupported, 400, "invalid_request_error", "thread_unsupported_request"),
     (PreviousNotFound, 400, "invalid_request_error", "previous_response_not_found"),
+    (LimitExceeded, 429, "rate_limit_error", "rate_limit_exceeded"),
     (Invalid, 400, "invalid_request_error", "invalid_value"),
     (InvalidJob, 400, "invalid_request_error", "invalid_value"),
     (NotFound, 404, "invalid_request_error", "not_found"),
@@ -215,11 +217,25 @@ def respond(error: ShardlineError) -> Response:
 
 def advice(error: ShardlineError) -> dict[str, str]:
     """Returns the headers that say whether to send a request again, and when."""
+    if isinstance(error, LimitExceeded):
+        return limit_headers(error)
     if isinstance(error, Overloaded):
         return retry_headers(error.retry_after_s)
     if isinstance(error, Unavailable | TooSlow):
         return retry_headers(RETRY_AFTER_S)
     return dict(NO_RETRY)
+
+
+def limit_headers(error: LimitExceeded) -> dict[str, str]:
+    """Returns what OpenAI's clients know of a limit: when to come again, and what is left."""
+    after_s = error.retry_after_s
+    headers = dict(NO_RETRY) if after_s is None else retry_headers(after_s)
+    for kind, (limit, left) in error.left.items():
+        headers[f"x-ratelimit-limit-{kind}"] = str(limit)
+        headers[f"x-ratelimit-remaining-{kind}"] = str(left)
+        if error.field == f"{kind}_per_min" and after_s is not None:
+            headers[f"x-ratelimit-reset-{kind}"] = f"{math.ceil(after_s * 1000)}ms"
+    return headers
 
 
 def retry_headers(after_s: float) -> dict[str, str]:

@@ -37,6 +37,7 @@ class Caller:
     """The holder of a valid API key."""
 
     key_id: str
+    key_name: str
     tenant: str
     scopes: frozenset[Scope]
 
@@ -105,7 +106,12 @@ class Guard:
                 f"The API key {presented.key_id} has expired. Ask its operator for another one"
             )
         self._keyring.note(presented.key_id)
-        return Caller(key_id=presented.key_id, tenant=known.tenant, scopes=known.scopes)
+        return Caller(
+            key_id=presented.key_id,
+            key_name=known.name,
+            tenant=known.tenant,
+            scopes=known.scopes,
+        )
 
 
 def allowed_hosts(configured: str, bound_to: str) -> frozenset[str]:

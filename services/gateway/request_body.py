@@ -36,6 +36,8 @@ class RequestBody:
     is_large: bool = False
     """Whether work on it may hold others up."""
     began_s: float = field(default_factory=monotonic_s)
+    key_name: str | None = None
+    """Of its caller's API key."""
 
     def __post_init__(self) -> None:
         self.is_large |= len(self.data) >= LARGE_BYTES

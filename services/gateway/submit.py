@@ -82,6 +82,7 @@ async def read_jobs(
     body: RequestBody, request: Request, caller: Caller, parse: ParseChoices[RequestT_co]
 ) -> tuple[RequestT_co, ...]:
     """Parse a body as jobs of the caller's tenant. Raises Invalid, Forbidden."""
+    body.key_name = caller.key_name
     return await body.run(_parse, body.data, request, caller, parse)
 
 
@@ -105,6 +106,7 @@ async def store_jobs(
     encoded = await body.run(encode, jobs, [(one.prompt_ids, one.max_tokens) for one in prepared])
     if len(jobs) > 1:
         body.room.add_decoded(encoded.num_bytes)
+    encoded = replace(encoded, key_name=body.key_name)
     stored = await gateway.insert_batcher.insert(model.name, encoded)
     failpoint(Point.GATEWAY_INSERTED)
     accepted = tuple(

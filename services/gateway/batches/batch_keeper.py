@@ -9,7 +9,7 @@ from functools import partial
 
 import structlog
 
-from services.gateway.batches.ingestion import check_file, read_lines
+from services.gateway.batches.ingestion import LinesWait, check_file, read_lines
 from services.gateway.context import Gateway
 from shardline.base.aio import cancel_and_wait, is_cancelled
 from shardline.base.errors import ShardlineError, Unavailable
@@ -99,7 +99,11 @@ class BatchKeeper:
             await check_file(self._gateway, batch)
             return 0.0
         if batch.moments["in_progress_at"] is not None and not batch.is_read:
-            batch = await read_lines(self._gateway, batch)
+            try:
+                batch = await read_lines(self._gateway, batch)
+            except LinesWait as wait:
+                pause_s = await self._count(wait.batch)
+                return None if pause_s is None else min(wait.retry_after_s, MAX_PAUSE_S)
         if batch.status is BatchStatus.CANCELLING and await ask(
             partial(batch_lines.cancel_lines, batch=batch)
         ):

@@ -37,6 +37,7 @@ async def create(gateway: Gateway, request: Request, caller: Caller) -> BatchRow
     expires = asked.output_expires_after
     new = NewBatch(
         tenant=caller.tenant,
+        key_name=caller.key_name,
         endpoint=asked.endpoint,
         input_file_id=file_id,
         completion_window=asked.completion_window,

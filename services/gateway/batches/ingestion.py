@@ -19,7 +19,7 @@ from services.gateway.batches.line_requests import EncodedLine, LinePlace, encod
 from services.gateway.batches.validation import FileCheck
 from services.gateway.context import Gateway
 from services.gateway.files.uploads import CHUNK_BYTES
-from shardline.base.errors import Invalid, ShardlineError
+from shardline.base.errors import Invalid, LimitExceeded, ShardlineError
 from shardline.contract.batches.batch import BatchStatus
 from shardline.store import batches, files
 from shardline.store.batch_lines import NewLine, RefusedLines, add_lines
@@ -33,6 +33,15 @@ MAX_GROUP_BYTES = 1 << 20
 
 SLICE_S = 2.0
 """Of one batch's lines, before another batch has its turn."""
+
+
+class LinesWait(Exception):
+    """A quota has no room for the next line now; those before it are rows."""
+
+    def __init__(self, batch: BatchRow, retry_after_s: float) -> None:
+        super().__init__(f"room is looked for again in {retry_after_s:.1f} s")
+        self.batch = batch
+        self.retry_after_s = retry_after_s
 
 
 class LineReading:
@@ -82,7 +91,7 @@ async def check_file(gateway: Gateway, batch: BatchRow) -> None:
 
 async def read_lines(gateway: Gateway, batch: BatchRow) -> BatchRow:
     """Makes the next lines rows, for a slice of time; returns the batch as it is then. Raises
-    TurnLost, Unavailable, Overloaded."""
+    TurnLost, LinesWait, Unavailable, Overloaded."""
     reading = LineReading(gateway, batch)
     splitter = LineSplitter(
         max_bytes=gateway.settings.http_max_body_bytes,
@@ -128,10 +137,15 @@ async def _chunks(gateway: Gateway, batch: BatchRow, first_byte: int) -> AsyncIt
 async def _store(reading: LineReading, group: Sequence[InputLine]) -> None:
     """Inserts lines with their jobs. What is wrong with one of them is its own."""
     lines = await _new_lines(reading, group)
-    while True:
+    wait_s: float | None = None
+    while lines:
         try:
-            await _add(reading, lines, group[-1].end)
+            await _add(reading, lines, group[len(lines) - 1].end)
         except RefusedLines as refused:
+            waiting = [one for one in lines if _retry_s(refused.errors.get(one.line)) is not None]
+            if waiting:
+                wait_s = _retry_s(refused.errors[waiting[0].line])
+                lines = lines[: lines.index(waiting[0])]
             lines = [_with_error(one, refused.errors.get(one.line)) for one in lines]
         except Invalid as error:
             # A row against a rule of the table: halved, so that the others are stored.
@@ -142,7 +156,14 @@ async def _store(reading: LineReading, group: Sequence[InputLine]) -> None:
                 return
             lines = [_with_error(lines[0], error)]
         else:
-            return
+            break
+    if wait_s is not None:
+        raise LinesWait(reading.batch, wait_s)
+
+
+def _retry_s(error: ShardlineError | None) -> float | None:
+    """When a line may find room that has found none."""
+    return error.retry_after_s if isinstance(error, LimitExceeded) else None
 
 
 async def _add(reading: LineReading, lines: Sequence[NewLine], next_byte: int) -> None:

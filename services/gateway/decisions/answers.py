@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -87,6 +87,7 @@ async def _store(gateway: Gateway, request: Request, caller: Caller) -> Accepted
         body.room.add_decoded(len(body.data) * len(asked.questions))
         model = await gateway.catalog.get(asked.address)
         encoded = await asyncio.to_thread(encoded_questions, model, question_jobs(asked))
+        encoded = replace(encoded, key_name=caller.key_name)
         stored = await gateway.insert_batcher.insert(model.name, encoded)
         failpoint(Point.GATEWAY_INSERTED)
     return AcceptedDecision(

@@ -6,7 +6,7 @@ import asyncio
 import base64
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import msgspec
@@ -96,6 +96,7 @@ class EncoderDoor(Generic[RequestT]):
             check_task(model.name, model.tokens.encoder, self.task)
             encoded = await asyncio.to_thread(_encoded, model, asked, texts)
             body.room.add_decoded(encoded.num_bytes)
+            encoded = replace(encoded, key_name=caller.key_name)
             stored = await gateway.insert_batcher.insert(model.name, encoded)
             failpoint(Point.GATEWAY_INSERTED)
         return AcceptedTexts(

@@ -1,10 +1,13 @@
-"""Warns of growth: ended jobs without retention, dead letters, dead rows. Deletes nothing."""
+"""Warns of growth: ended jobs without retention, dead letters, dead rows. Deletes nothing.
+
+Also folds what has changed of quotas, of which nobody else may know for long."""
 
 from __future__ import annotations
 
 import structlog
 
 from services.relay.loop import Loop, LoopContext
+from shardline.store.quotas import fold_quotas
 from shardline_server.store import growth
 
 log = structlog.get_logger(__name__)
@@ -50,6 +53,8 @@ class Growth(Loop):
         with self._database.begin() as connection:
             sizes = growth.sizes(connection)
             num_dead = growth.num_dead(connection)
+        with self._database.begin() as connection:
+            fold_quotas(connection)
         for name, size in sizes.items():
             self._metrics.table_bytes.labels(table=name).set(size.num_bytes)
             self._metrics.dead_rows.labels(table=name).set(size.num_dead_rows)

@@ -21,6 +21,9 @@ ShardlineError
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 
 class ShardlineError(Exception):
     """Base of every error that Shardline raises on purpose."""
@@ -67,6 +70,35 @@ class ContextExceeded(Invalid):
         super().__init__(
             field, f"this model's maximum context length is {longest} tokens, and {problem}", remedy
         )
+
+
+class LimitExceeded(Invalid):
+    """A quota of the tenant or of the API key has no room for the request: nothing was stored.
+
+    `retry_after_s`: when there may be room; None if never, as the request is larger than the limit.
+    `left` has what there is of each limit by the minute: (limit, left).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        problem: str,
+        *,
+        retry_after_s: float | None,
+        left: Mapping[str, tuple[int, int]],
+    ) -> None:
+        remedy = (
+            "Ask for less, or for a higher limit"
+            if retry_after_s is None
+            else f"Send it again in {math.ceil(retry_after_s)} s"
+        )
+        super().__init__(name, problem, remedy)
+        self.retry_after_s = retry_after_s
+        self.left = left
+
+    def as_dict(self) -> dict[str, str]:
+        """The form stored in `jobs.error`, with a code of its own."""
+        return {**super().as_dict(), "code": "limit_exceeded"}
 
 
 class NotFound(ShardlineError):

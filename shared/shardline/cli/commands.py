@@ -24,7 +24,9 @@ from shardline.cli.fields import callable_tools, held_to, parse_fields, prompt_f
 from shardline.cli.keys import keys
 from shardline.cli.local_stack import use_local_stack
 from shardline.cli.run_batch import run_batch
+from shardline.cli.tenants import tenant
 from shardline.cli.trace import trace
+from shardline.cli.usage import usage
 from shardline.client import Client
 from shardline.client.requests import request_of, succeeded
 from shardline.contract.job import DEFAULT_TENANT, JobState
@@ -208,7 +210,9 @@ def models(json: Json = False) -> None:
 cli.command("run-batch", rich_help_panel=JOBS)(run_batch)
 cli.add_typer(dead, name="dead", rich_help_panel=JOBS)
 cli.add_typer(keys, name="keys", rich_help_panel=INSTALLATION)
+cli.add_typer(tenant, name="tenant", rich_help_panel=INSTALLATION)
 cli.command(rich_help_panel=INSTALLATION)(cost)
+cli.command(rich_help_panel=INSTALLATION)(usage)
 cli.command(rich_help_panel=INSTALLATION)(trace)
 for command in sorted(entry_points(group=MORE_COMMANDS)):
     # The wheel for producers names the commands of shardline_fleet, and has not its code.

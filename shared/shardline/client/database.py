@@ -10,6 +10,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from shardline.base.errors import Busy, Invalid, Unavailable
 from shardline.store.connection.database import READ_ONLY, failure_of, is_over_limit
+from shardline.store.limits import limit_error_of
 
 AWAY = (OperationalError, InterfaceError, PoolTimeout, OSError)
 
@@ -41,6 +42,8 @@ def reachable() -> Iterator[None]:
         ) from error
     except AWAY as error:
         cause = error.orig if isinstance(error, DBAPIError) else error
+        if (over := limit_error_of(cause)) is not None:
+            raise over from error
         problem = BUSY.get(getattr(cause, "sqlstate", None) or "")
         if is_over_limit(cause):
             raise Invalid(

@@ -2,7 +2,7 @@
 no query.
 
 The states and who writes them: docs/job-lifecycle.md. Triggers, functions, storage settings
-and the views `job_costs` and `decisions` are in the migrations.
+and the views `job_costs`, `decisions` and `usage` are in the migrations.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ from shardline.contract.table_parts import (
     partial_index,
     time_of,
 )
+from shardline.contract.tenant_tables import tenants
 
 # Of other modules, and found here with the tables of jobs.
-__all__ = ["metadata", "pipelines", "plans", "workers"]
+__all__ = ["metadata", "pipelines", "plans", "tenants", "workers"]
 
 JOBS_CHANNEL = "shardline_jobs"
 """NOTIFY, empty payload: rows for the relay were inserted, requeued or asked to cancel."""
@@ -75,8 +76,6 @@ OUTCOMES = ("succeeded", "failed", "cancelled", "expired", "released", "lost", "
 of the attempt."""
 RATE_KINDS = ("price", "carbon")
 """Of energy: money, and grams of CO2 equivalent, for each kWh."""
-
-tenants = Table("tenants", metadata, Column("id", Text, primary_key=True), created("created_at"))
 
 api_keys = Table(
     "api_keys",
@@ -138,6 +137,8 @@ jobs = Table(
     json_object("params"),
     Column("seed", BigInteger, nullable=False, server_default=text(RANDOM_SEED)),
     Column("priority", SmallInteger, nullable=False, server_default=text(str(DEFAULT_PRIORITY))),
+    # The name of the API key that it came with; null at doors without keys.
+    Column("key_name", Text),
     Column("idempotency_key", Text),
     json_object("metadata"),
     Column("traceparent", Text),
@@ -191,6 +192,7 @@ jobs = Table(
         ),
         seed_is_not_negative="seed >= 0",
         priority_is_0_to_9=f"priority BETWEEN {PRIORITIES[0]} AND {PRIORITIES[-1]}",
+        key_name_is_1_to_64_characters=f"length(key_name) BETWEEN 1 AND {MAX_NAME_CHARS}",
         idempotency_key_is_1_to_256_characters="length(idempotency_key) BETWEEN 1 AND 256",
         traceparent_is_at_most_256_characters="length(traceparent) <= 256",
         choice_of_has_an_index="num_nonnulls(choice_of, choice_index) <> 1",

@@ -80,6 +80,7 @@ class KeyRecord:
     """What a door must know to let somebody in."""
 
     tenant: str
+    name: str
     scopes: frozenset[Scope]
     digest: bytes
     expires_in_s: float | None
@@ -155,11 +156,14 @@ def list_keys(connection: Connection) -> list[ApiKey]:
 def find(connection: Connection, ids: Collection[str]) -> dict[str, KeyRecord]:
     """Those that exist, by id."""
     left_s = func.extract("epoch", api_keys.c.expires_at - func.now())
-    columns = (api_keys.c[name] for name in ("id", "tenant_id", "scopes", "digest", "revoked_at"))
+    columns = (
+        api_keys.c[name] for name in ("id", "tenant_id", "name", "scopes", "digest", "revoked_at")
+    )
     query = select(*columns, left_s.label("left_s")).where(_one_of(ids))
     return {
         row.id: KeyRecord(
             tenant=row.tenant_id,
+            name=row.name,
             scopes=frozenset(_scopes(row.scopes)),
             digest=bytes(row.digest),
             expires_in_s=None if row.left_s is None else float(row.left_s),

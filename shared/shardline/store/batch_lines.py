@@ -7,7 +7,7 @@ Locks: the row of the batch, then rows of `jobs` that are inserted or cancelled.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import UUID
 
@@ -151,7 +151,11 @@ def add_lines(
     place = {"next_line": lines[-1].line + 1, "next_byte": next_byte}
     if connection.scalar(ADVANCE, {**turn, **place}) is None:
         raise TurnLost
-    asked = [(one, one.request) for one in lines if one.request is not None]
+    asked = [
+        (one, replace(one.request, key_name=batch.key_name))
+        for one in lines
+        if one.request is not None
+    ]
     outcomes = insert_with_responses(connection, [request for _, request in asked])
     refused = {
         one.line: outcome

@@ -30,11 +30,11 @@ COLUMNS = """*, extract(epoch FROM expires_at - now())::float8 AS expires_in_s,
 
 INSERT = text(f"""
 INSERT INTO batches (
-    id, tenant_id, idempotency_key, endpoint, input_file_id, completion_window,
+    id, tenant_id, key_name, idempotency_key, endpoint, input_file_id, completion_window,
     output_expires_after_s, metadata, status, expires_at, num_lines, last_line, next_line,
     next_byte, first_open, due_at, fence)
 VALUES (
-    :id, :tenant, :idempotency_key, :endpoint, :input_file_id, :completion_window,
+    :id, :tenant, :key_name, :idempotency_key, :endpoint, :input_file_id, :completion_window,
     :output_expires_after_s, CAST(:metadata AS jsonb), 'validating',
     now() + make_interval(secs => :window_s), 0, 0, 1, 0, 1, now(), 0)
 ON CONFLICT (tenant_id, idempotency_key) DO NOTHING RETURNING {COLUMNS}
@@ -110,6 +110,7 @@ class NewBatch:
     """What a batch is made of. `window_s` is `completion_window` in seconds."""
 
     tenant: str
+    key_name: str
     endpoint: str
     input_file_id: UUID
     completion_window: str
@@ -125,6 +126,7 @@ class BatchRow:
 
     id: UUID
     tenant: str
+    key_name: str | None
     endpoint: str
     input_file_id: UUID
     completion_window: str
@@ -177,6 +179,7 @@ def insert_batch(connection: Connection, new: NewBatch) -> BatchRow:
     values = {
         "id": new_id(),
         "tenant": new.tenant,
+        "key_name": new.key_name,
         "idempotency_key": new.idempotency_key,
         "endpoint": new.endpoint,
         "input_file_id": new.input_file_id,

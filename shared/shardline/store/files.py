@@ -25,7 +25,8 @@ INSERT INTO files (id, tenant_id, filename, purpose, bytes)
 VALUES (:id, :tenant, :filename, :purpose, 0)
 """)
 STORED = text("""
-SELECT coalesce(sum(bytes), 0)::bigint FROM files WHERE tenant_id = :tenant AND batch_id IS NULL
+SELECT coalesce(sum(bytes), 0)::bigint AS num_bytes, shardline_bytes_left(:tenant) AS left
+FROM files WHERE tenant_id = :tenant AND batch_id IS NULL
 """)
 GROW = text("""
 UPDATE files SET bytes = bytes + :num_bytes WHERE id = :id AND uploaded_at IS NULL RETURNING id
@@ -99,9 +100,14 @@ def add_chunk(
 ) -> None:
     """Adds the next chunk, counted from 0. Raises Invalid where it is one too many for the tenant,
     and Conflict where the upload was given up."""
-    stored: int = connection.scalar(STORED, {"tenant": tenant}) or 0
-    if stored + len(content) > max_stored_bytes:
-        problem = f"the files of this tenant have {stored} bytes; {max_stored_bytes} is the limit"
+    stored = connection.execute(STORED, {"tenant": tenant}).one()
+    if stored.left is not None:
+        max_stored_bytes = min(max_stored_bytes, stored.num_bytes + stored.left)
+    if stored.num_bytes + len(content) > max_stored_bytes:
+        problem = (
+            f"the files of this tenant have {stored.num_bytes} bytes; "
+            f"{max_stored_bytes} is the limit"
+        )
         raise Invalid("file", problem, "Delete some that are not needed any more")
     if connection.scalar(GROW, {"id": file_id, "num_bytes": len(content)}) is None:
         raise Conflict("the upload took too long; send the file again")

@@ -1,7 +1,7 @@
 """New rows in `jobs`: thousands in one statement, a repeat inserts nothing. Knows no tokenizer.
 
-Locks: none; an insert waits for an open transaction with the same id or key, so rows are inserted
-in one order.
+Locks: an insert waits for an open transaction with the same id or key, so rows are inserted in one
+order; before that, rows of `quota_use` of tenants that have quotas, in order of id.
 """
 
 from __future__ import annotations
@@ -15,51 +15,24 @@ from psycopg.errors import Diagnostic
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from shardline.base.errors import Invalid, ShardlineError
+from shardline.base.errors import Invalid, LimitExceeded, ShardlineError
 from shardline.contract import plain_json
 from shardline.contract.ids import new_id
 from shardline.contract.job import DEFAULT_TENANT, JobRequest
-from shardline.contract.tables import MAX_PROMPT_BYTES, RANDOM_SEED
+from shardline.contract.tables import MAX_PROMPT_BYTES
 from shardline.store.choices import repeated_choices
 from shardline.store.connection.database import failure_of, is_over_limit
 from shardline.store.connection.encoding import dump, place_of_unstorable, storable, unstorable
 from shardline.store.idempotency import repeated
+from shardline.store.limits import limit_error_of
+from shardline.store.row_inserts import drop, insert_rows, release
 
 MAX_ROWS = 2_000
 MAX_BYTES = 8 << 20
 """Of rows in one statement; one larger row travels alone."""
 
-FLEXIBLE_SHARE = 0.9
-"""Of the time to its deadline, in which a flexible job may begin: the rest is for running it."""
-
 Tokenized = tuple[Sequence[int], int]
 """A request's prompt ids and max_tokens, of a door that validated and tokenized it already."""
-
-INSERT = text(f"""
--- The requests of one statement, as `_row` writes them. Times arrive as seconds from now: only
--- Postgres's clock counts.
-WITH new AS (
-    SELECT * FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS new(
-        id uuid, tenant_id text, model text, prompt text, messages jsonb, prompt_ids int[],
-        params jsonb, seed bigint, priority smallint, idempotency_key text, metadata jsonb,
-        traceparent text, delay_s float8, deadline_s float8, flexible text, max_tokens int,
-        max_crashes int, choice_of uuid, choice_index smallint, stored jsonb)
-)
-INSERT INTO jobs (
-    id, tenant_id, model, prompt, messages, prompt_ids, params, seed, priority, idempotency_key,
-    metadata, traceparent, not_before, deadline_at, max_tokens, max_crashes, choice_of,
-    choice_index, stored, prepared_at)
-SELECT
-    id, tenant_id, model, prompt, messages, prompt_ids, params, coalesce(seed, {RANDOM_SEED}),
-    priority, idempotency_key, metadata, traceparent,
-    CASE WHEN flexible IS NULL THEN now() + make_interval(secs => delay_s)
-        ELSE shardline_cheapest_moment(flexible, now() + make_interval(secs => delay_s),
-            now() + make_interval(secs => {FLEXIBLE_SHARE} * deadline_s)) END,
-    now() + make_interval(secs => deadline_s), max_tokens, max_crashes, choice_of,
-    choice_index, stored,
-    CASE WHEN max_tokens IS NOT NULL THEN now() END
-FROM new ON CONFLICT DO NOTHING RETURNING id
-""")  # noqa: S608 (a constant of ours)
 
 INSERT_FAILED = text("""
 INSERT INTO jobs (id, model, prompt, metadata, error, state, finished_at)
@@ -108,6 +81,8 @@ class EncodedRequest:
     """A JSON object."""
     others: tuple[EncodedRequest, ...] = ()
     """Its further choices, which are stored with it or not at all."""
+    key_name: str | None = None
+    """Of the API key that it came with."""
 
     @property
     def num_bytes(self) -> int:
@@ -174,15 +149,10 @@ def insert_encoded(
     connection: Connection, requests: Sequence[EncodedRequest]
 ) -> list[StoredRequest | ShardlineError]:
     """Inserts as `insert_jobs`, for requests that have nothing to do with each other: what one of
-    them asks for that cannot be is its own outcome (Conflict, Busy), and the others are stored.
-    Raises Invalid for a row against a rule of the table, which stores none."""
+    them asks for that cannot be is its own outcome (Conflict, Busy, LimitExceeded), and the others
+    are stored. Raises Invalid for a row against a rule of the table, which stores none."""
     pairs = list(zip(requests, _insert_firsts(connection, requests), strict=True))
-    new = [request for request, outcome in pairs if _is_new(outcome)]
-    others = [other for request in new for other in request.others]
-    for outcome in _insert_firsts(connection, others):
-        # Their ids were drawn for them.
-        if isinstance(outcome, ShardlineError):
-            raise outcome
+    pairs = _insert_others(connection, pairs)
     again = [
         (outcome.job_id, [other.fields for other in request.others])
         for request, outcome in pairs
@@ -202,6 +172,33 @@ def _insert_firsts(
             connection, {number: requests[number].job_id for number in numbers}, encoded
         )
     return [stored[number] for number in range(len(requests))]
+
+
+def _insert_others(
+    connection: Connection, pairs: list[tuple[EncodedRequest, StoredRequest | ShardlineError]]
+) -> list[tuple[EncodedRequest, StoredRequest | ShardlineError]]:
+    """Inserts the further choices of new requests; one that a quota has no room for goes as a
+    whole."""
+    others = [
+        (request.job_id, replace(other, key_name=request.key_name))
+        for request, outcome in pairs
+        if _is_new(outcome)
+        for other in request.others
+    ]
+    outcomes = _insert_firsts(connection, [other for _, other in others])
+    refused: dict[UUID, ShardlineError] = {}
+    for (first_id, _), outcome in zip(others, outcomes, strict=True):
+        if isinstance(outcome, LimitExceeded):
+            refused[first_id] = outcome
+        elif isinstance(outcome, ShardlineError):
+            # Their ids were drawn for them.
+            raise outcome
+    for first_id in refused:
+        drop(connection, first_id)
+    return [
+        (request, refused.get(request.job_id, outcome) if _is_new(outcome) else outcome)
+        for request, outcome in pairs
+    ]
 
 
 def _is_new(outcome: StoredRequest | ShardlineError) -> bool:
@@ -262,10 +259,12 @@ def _insert(
 ) -> dict[int, StoredRequest | ShardlineError]:
     """One statement, and one more to find what was there before, if anything was."""
     try:
-        inserted = set(connection.scalars(INSERT, {"rows": encoded}))
+        rows = insert_rows(connection, encoded)
     except IntegrityError as error:
         raise _invalid(error) from error
     except OperationalError as error:
+        if (over := limit_error_of(error.orig)) is not None:
+            raise over from error
         if is_over_limit(error.orig):
             problem = f"it is over a limit of Postgres: {failure_of(error).problem}"
             raise Invalid("request", problem, "Send a smaller one") from error
@@ -273,18 +272,20 @@ def _insert(
     stored: dict[int, StoredRequest | ShardlineError] = {}
     for number, job_id in ids.items():
         # Of several rows with one id the first was inserted.
-        if job_id in inserted:
-            inserted.remove(job_id)
+        if job_id in rows.inserted:
+            rows.inserted.remove(job_id)
             stored[number] = StoredRequest(job_id=job_id, is_new=True)
-    others = [number for number in ids if number not in stored]
+    others = [number for number in ids if number not in stored and number not in rows.refused]
     if others:
+        if rows.reserved.intersection(others):
+            release(connection, [ids[number] for number in others])
         for number, found in repeated(connection, encoded, others).items():
             stored[number] = (
                 found
                 if isinstance(found, ShardlineError)
                 else StoredRequest(job_id=found, is_new=False)
             )
-    return stored
+    return stored | rows.refused
 
 
 def _pairs(
@@ -350,7 +351,9 @@ def _chunks(rows: Sequence[EncodedRequest]) -> Iterator[tuple[list[int], str]]:
     encoded: list[str] = []
     num_bytes = 0
     for number in sorted(range(len(rows)), key=lambda number: rows[number].order):
-        one = f'{{"number":{number},{rows[number].fields[1:]}'
+        key = rows[number].key_name
+        named = f'"key_name":{dump(key)},' if key is not None else ""
+        one = f'{{"number":{number},{named}{rows[number].fields[1:]}'
         if numbers and (len(numbers) == MAX_ROWS or num_bytes + len(one) > MAX_BYTES):
             yield numbers, f"[{','.join(encoded)}]"
             numbers = []

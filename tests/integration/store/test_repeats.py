@@ -18,8 +18,9 @@ from shardline.contract.ids import new_id
 from shardline.contract.job import JobRequest, JobState
 from shardline.store import jobs
 from shardline.store.connection.encoding import dump
-from shardline.store.inserts import INSERT, _row
+from shardline.store.inserts import _row
 from shardline.store.jobs import StoredRequest
+from shardline.store.row_inserts import INSERT
 from shardline_server.store import preparation
 from shardline_server.store.preparation import PreparedJob
 from tests.integration.rows import MODEL, cell, change, claim, end, request, success

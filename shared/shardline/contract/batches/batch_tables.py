@@ -37,6 +37,8 @@ batches = Table(
     metadata,
     Column("id", UUID(as_uuid=True), primary_key=True),
     Column("tenant_id", Text, ForeignKey("tenants.id"), nullable=False),
+    # The name of the API key that made it: its lines' jobs have it too.
+    Column("key_name", Text),
     Column("idempotency_key", Text),
     Column("endpoint", Text, nullable=False),
     # It may be deleted once all of its lines are rows.

@@ -1,0 +1,110 @@
+"""The statement that makes rows of `jobs`: in one trip it reserves what they may take of quotas,
+and leaves out those that find no room. Knows no request and no repeat.
+
+Locks: rows of `quota_use`, in order of id; those of tenants without quotas are not looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from uuid import UUID
+
+from sqlalchemy import Connection, text
+
+from shardline.base.errors import LimitExceeded
+from shardline.contract.tables import RANDOM_SEED
+from shardline.store.limits import limit_error
+
+FLEXIBLE_SHARE = 0.9
+"""Of the time to its deadline, in which a flexible job may begin: the rest is for running it."""
+
+INSERT = text(f"""
+-- The requests of one statement, as `_row` writes them. Times arrive as seconds from now: only
+-- Postgres's clock counts.
+WITH new AS (
+    SELECT * FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS new(
+        id uuid, tenant_id text, model text, prompt text, messages jsonb, prompt_ids int[],
+        params jsonb, seed bigint, priority smallint, idempotency_key text, metadata jsonb,
+        traceparent text, delay_s float8, deadline_s float8, flexible text, max_tokens int,
+        max_crashes int, choice_of uuid, choice_index smallint, stored jsonb, number int,
+        key_name text)
+),
+-- What those of tenants with quotas may take: the others have no row here.
+measured AS (
+    SELECT one || jsonb_build_object('number', number, 'tenant_id', tenant_id,
+        'idempotency_key', idempotency_key) AS one
+    FROM (
+        SELECT * FROM new
+        WHERE EXISTS (SELECT FROM quotas WHERE quotas.tenant_id = new.tenant_id) OFFSET 0
+    ) AS new
+    CROSS JOIN LATERAL (SELECT shardline_measure(
+        id, tenant_id, key_name, model, prompt, messages, prompt_ids, params, max_tokens,
+        choice_of) AS one) AS measure
+    WHERE one IS NOT NULL
+),
+-- Reserved under the locks of their quotas, or over one of them.
+limited AS MATERIALIZED (
+    SELECT each.* FROM (SELECT jsonb_agg(one) AS ones FROM measured HAVING count(*) > 0) AS all_of
+    CROSS JOIN LATERAL shardline_reserve_each(all_of.ones) AS each
+),
+inserted AS (
+INSERT INTO jobs (
+    id, tenant_id, model, prompt, messages, prompt_ids, params, seed, priority, idempotency_key,
+    metadata, traceparent, not_before, deadline_at, max_tokens, max_crashes, choice_of,
+    choice_index, stored, key_name, prepared_at)
+SELECT
+    id, tenant_id, model, prompt, messages, prompt_ids, params, coalesce(seed, {RANDOM_SEED}),
+    priority, idempotency_key, metadata, traceparent,
+    CASE WHEN flexible IS NULL THEN now() + make_interval(secs => delay_s)
+        ELSE shardline_cheapest_moment(flexible, now() + make_interval(secs => delay_s),
+            now() + make_interval(secs => {FLEXIBLE_SHARE} * deadline_s)) END,
+    now() + make_interval(secs => deadline_s), max_tokens, max_crashes, choice_of,
+    choice_index, stored, key_name,
+    CASE WHEN max_tokens IS NOT NULL THEN now() END
+FROM new
+WHERE NOT EXISTS (
+    SELECT FROM limited WHERE limited.number = new.number AND limited.excess IS NOT NULL)
+ON CONFLICT DO NOTHING RETURNING id
+)
+SELECT id, NULL::int AS number, NULL::jsonb AS excess FROM inserted
+UNION ALL SELECT NULL, number, excess FROM limited
+""")  # noqa: S608 (a constant of ours)
+
+RELEASE = text("SELECT shardline_release(CAST(:ids AS uuid[]))")
+DROP = text("""
+DELETE FROM jobs WHERE id = :id OR choice_of = :id
+""")
+
+
+@dataclass(slots=True, kw_only=True)
+class RowOutcomes:
+    """What became of the rows of a statement, by their numbers; a repeat is nowhere among them."""
+
+    inserted: set[UUID] = field(default_factory=set)
+    """By their ids."""
+    reserved: set[int] = field(default_factory=set)
+    refused: dict[int, LimitExceeded] = field(default_factory=dict)
+
+
+def insert_rows(connection: Connection, encoded: str) -> RowOutcomes:
+    """Inserts numbered rows, in JSON. Raises what the driver does."""
+    found = RowOutcomes()
+    for row in connection.execute(INSERT, {"rows": encoded}):
+        if row.id is not None:
+            found.inserted.add(row.id)
+        elif row.excess is None:
+            found.reserved.add(row.number)
+        else:
+            found.refused[row.number] = limit_error(row.excess)
+    return found
+
+
+def release(connection: Connection, ids: Sequence[UUID]) -> None:
+    """Gives back what jobs have reserved that were not inserted after all."""
+    connection.execute(RELEASE, {"ids": ids})
+
+
+def drop(connection: Connection, job_id: UUID) -> None:
+    """Takes back a request of this transaction, with its choices."""
+    connection.execute(DROP, {"id": job_id})
