@@ -33,6 +33,7 @@ from services.gateway.routes import (
     responses,
     stored_completions,
     tokens,
+    webhooks,
 )
 from services.gateway.schemas import DocumentedApp
 from services.gateway.settings import GatewaySettings
@@ -89,6 +90,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         encoders,
         files,
         batches,
+        webhooks,
         jobs,
         tokens,
         costs,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from shardline.base.config import Settings
+from shardline.contract.webhooks.webhook_settings import WebhookSettings
 
 
-class GatewaySettings(Settings):
+class GatewaySettings(WebhookSettings):
     """Settings of one gateway process."""
 
     http_host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")

@@ -3,15 +3,23 @@ costs one poll."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from services.relay.loop import Loop, LoopContext
 from shardline.store.connection.notify import listening
 
 
 class NotifyListener(Loop):
-    """Keeps one separate connection."""
+    """Keeps one separate connection. `wakes` are the loops by the word that a ring says: those of
+    any other word are of a later release."""
 
     def __init__(
-        self, context: LoopContext, *, database_url: str, channel: str, wakes: tuple[Loop, ...]
+        self,
+        context: LoopContext,
+        *,
+        database_url: str,
+        channel: str,
+        wakes: Mapping[str, tuple[Loop, ...]],
     ) -> None:
         super().__init__(f"{channel}-listener", context.metrics.errors)
         self._channel = channel
@@ -23,7 +31,8 @@ class NotifyListener(Loop):
         """Listen until stopped, or until the connection is lost."""
         with listening(self._database_url, self._channel) as bell:
             while not self._stopped.is_set():
-                if bell.wait(self._times.poll_s):
-                    for loop in self._wakes:
+                words = bell.hear(self._times.poll_s)
+                for word in self._wakes.keys() if words is None else set(words):
+                    for loop in self._wakes.get(word, ()):
                         loop.wake()
         return 0.0

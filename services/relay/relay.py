@@ -34,6 +34,9 @@ from services.relay.celery.task_finisher import TaskFinisher, TaskResults
 from services.relay.coordinator import Coordinator
 from services.relay.intake import Intake
 from services.relay.loop import MAX_BACKOFF_S, POSTGRES_ERRORS, REDIS_ERRORS, Loop, LoopContext
+from services.relay.notices.ended_stream import EndedStream
+from services.relay.notices.webhook_keeper import WebhookKeeper
+from services.relay.notices.webhook_sender import WebhookSender
 from services.relay.notify_listener import NotifyListener
 from services.relay.outbox import Outbox
 from services.relay.preparer import Preparer
@@ -49,7 +52,7 @@ from shardline.base.clock import monotonic_s
 from shardline.base.errors import Invalid
 from shardline.base.redis import redis_client
 from shardline.contract.queues import SUBMIT_TASK
-from shardline.contract.tables import JOBS_CHANNEL, LEASES_CHANNEL, TASKS_CHANNEL
+from shardline.contract.tables import JOBS_CHANNEL, LEASES_CHANNEL, TASKS_CHANNEL, WEBHOOKS
 from shardline.store.connection.database import connect
 from shardline_server import metrics
 from shardline_server.celery_results import keeps_results
@@ -65,8 +68,12 @@ REDIS_TIMEOUT_S = 2.0
 LOOPS = (
     *(Outbox, Preparer, Sweeper, Canceller, Coordinator, Intake, Retention),
     *(CeleryResults, TaskResults, TaskFinisher, JobCounts, EnergyRates, Growth),
+    *(WebhookSender, WebhookKeeper),
 )
-"""Each may hold a connection of the pool. A notify listener has a separate one."""
+"""Each may hold a connection of the pool."""
+
+LISTENERS = (NotifyListener, EndedStream)
+"""Each has a separate connection."""
 
 REMEDY = (
     f"Send the task {SUBMIT_TASK} with a request as its keyword arguments, "
@@ -117,6 +124,7 @@ class Relay:
         ends = TaskEnds(self._ends_app, has_backend=self._has_backend)
         task_results = TaskResults(context, ends)
         finisher = TaskFinisher(context, ends, task_results)
+        webhooks = WebhookSender(context, settings)
         listener = partial(NotifyListener, context, database_url=url)
         is_default = "retention_days" not in settings.model_fields_set
         self._loops: tuple[Loop, ...] = (
@@ -135,11 +143,16 @@ class Relay:
             ),
             Growth(context, keeps_all=settings.retention_days == 0),
             Retention(context, days=settings.retention_days, is_default=is_default),
-            listener(channel=JOBS_CHANNEL, wakes=(outbox, preparer)),
-            listener(channel=LEASES_CHANNEL, wakes=(sweeper,)),
-            listener(channel=TASKS_CHANNEL, wakes=(finisher,)),
+            webhooks,
+            WebhookKeeper(context, settings),
+            EndedStream(
+                context, database_url=url, redis=self._redis, max_entries=settings.ended_stream_max
+            ),
+            listener(channel=JOBS_CHANNEL, wakes={"": (outbox, preparer)}),
+            listener(channel=LEASES_CHANNEL, wakes={"": (sweeper,)}),
+            listener(channel=TASKS_CHANNEL, wakes={"": (finisher,), WEBHOOKS: (webhooks,)}),
         )
-        assert {type(loop) for loop in self._loops} == {*LOOPS, NotifyListener}
+        assert {type(loop) for loop in self._loops} == {*LOOPS, *LISTENERS}
 
     def start(self) -> None:
         """Start the metrics endpoint and all loops."""

@@ -6,12 +6,12 @@ from typing import Any
 
 from pydantic import Field
 
-from shardline.base.config import Settings
 from shardline.contract.keys import RELAY_UNACKED
 from shardline.contract.queues import celery_settings
+from shardline.contract.webhooks.webhook_settings import WebhookSettings
 
 
-class RelaySettings(Settings):
+class RelaySettings(WebhookSettings):
     """Run as many relays as you like; they share the work."""
 
     concurrency: int = Field(
@@ -33,6 +33,26 @@ class RelaySettings(Settings):
     )
     energy_carbon: str | None = Field(
         None, repr=False, description="grams of CO2 equivalent for a kWh, given in the same way"
+    )
+
+    webhook_timeout_s: float = Field(
+        10.0, gt=0, le=60, description="time for a webhook's endpoint to answer"
+    )
+    webhook_max_attempts: int = Field(
+        12, ge=1, le=20, description="attempts at a webhook, over about 30 h; then it is dead"
+    )
+    webhook_patience_days: float = Field(
+        3.0, gt=0, le=365, description="days of failures after which an endpoint is disabled"
+    )
+    webhook_keep_days: float = Field(
+        7.0, gt=0, le=36_500, description="days after which ended webhooks are deleted"
+    )
+    ended_stream_max: int = Field(
+        0,
+        ge=0,
+        le=10_000_000,
+        description="entries of the Redis stream `shardline:ended`, ids of ended jobs; "
+        "0: no stream",
     )
 
     def celery(self) -> dict[str, Any]:

@@ -104,9 +104,15 @@ class RelayMetrics:
         self.energy_rate = gauge(
             "shardline_energy_rate", "Money, or grams of CO2 equivalent, for a kWh now", ["kind"]
         )
+        self.webhooks = counter(
+            "shardline_webhook_attempts",
+            "Attempts at webhooks; `pending` ones failed and are tried again",
+            ["outcome"],
+        )
         self.errors = counter("shardline_relay_errors", "Turns cut short by a server", ["server"])
         _begin_at_0(self.swept, "lost", "crashed", "failed", "cancelled", "expired")
         _begin_at_0(self.intake, "accepted", "failed", "dead")
+        _begin_at_0(self.webhooks, "delivered", "pending", "dead")
         _begin_at_0(self.errors, "postgres", "redis", "none")
 
 

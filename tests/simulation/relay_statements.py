@@ -169,7 +169,7 @@ def states(tables: Tables, *, ids: Collection[UUID]) -> Rows:
     return [{"id": job.id, "state": job.state} for job in tables.select(ids)]
 
 
-def ring(tables: Tables, *, channel: str) -> Rows:
+def ring(tables: Tables, *, channel: str, words: Collection[str]) -> Rows:
     """NOTIFY: nobody here waits for ends."""
     if channel == JOBS_CHANNEL:
         tables.ring()

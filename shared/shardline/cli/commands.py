@@ -27,6 +27,7 @@ from shardline.cli.run_batch import run_batch
 from shardline.cli.tenants import tenant
 from shardline.cli.trace import trace
 from shardline.cli.usage import usage
+from shardline.cli.webhooks import webhooks
 from shardline.client import Client
 from shardline.client.requests import request_of, succeeded
 from shardline.contract.job import DEFAULT_TENANT, JobState
@@ -209,6 +210,7 @@ def models(json: Json = False) -> None:
 # The order of this file is the order of the help: what people use first, first.
 cli.command("run-batch", rich_help_panel=JOBS)(run_batch)
 cli.add_typer(dead, name="dead", rich_help_panel=JOBS)
+cli.add_typer(webhooks, name="webhooks", rich_help_panel=JOBS)
 cli.add_typer(keys, name="keys", rich_help_panel=INSTALLATION)
 cli.add_typer(tenant, name="tenant", rich_help_panel=INSTALLATION)
 cli.command(rich_help_panel=INSTALLATION)(cost)

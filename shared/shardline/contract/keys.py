@@ -21,6 +21,10 @@ INTAKE_DEAD = f"{PREFIX}intake:dead"
 `reason`, `entry`. Expires INTAKE_DEAD_TTL_S after the last one; the oldest go when it has more than
 INTAKE_DEAD_MAX_BYTES."""
 
+ENDED = f"{PREFIX}ended"
+"""Stream, for anybody: ended jobs, the id in field `id`, by the relay that leads, where
+SHARDLINE_ENDED_STREAM_MAX says how many are kept. Expires ENDED_TTL_S after the last one."""
+
 OUTBOX_MARK = f"{PREFIX}outbox:mark"
 """String: set by relays. A missing mark means that Redis lost its messages: the window is sent
 again at once."""
@@ -32,6 +36,7 @@ acknowledged, kept apart from those of heads because they come back sooner."""
 TASK_SENDS_TTL_S = 86_400
 INTAKE_DEAD_MAX_BYTES = 4 << 20
 INTAKE_DEAD_TTL_S = 7 * 86_400
+ENDED_TTL_S = 86_400
 STREAM_TTL_S = 600
 STREAM_ENDED_TTL_S = 60
 STREAM_MAX_BYTES = 256 << 10

@@ -56,9 +56,12 @@ JOBS_CHANNEL = "shardline_jobs"
 LEASES_CHANNEL = "shardline_leases"
 """NOTIFY, empty payload: leases were ended before their time, for relays to sweep."""
 DONE_CHANNEL = "shardline_done"
-"""NOTIFY, empty payload, once a transaction: jobs ended."""
+"""NOTIFY for anybody: jobs ended; the payload is their ids, joined by commas, at most 200. A
+transaction that ends more rings more often."""
 TASKS_CHANNEL = "shardline_tasks"
-"""NOTIFY, empty payload: jobs ended, their Celery tasks are to be settled."""
+"""NOTIFY: jobs ended. Empty payload: their Celery tasks are to be settled; WEBHOOKS: their webhooks
+are to be sent."""
+WEBHOOKS = "webhooks"
 
 MAX_PROMPT_BYTES = 16 << 20
 MAX_NAME_CHARS = 64

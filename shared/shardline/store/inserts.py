@@ -35,11 +35,16 @@ Tokenized = tuple[Sequence[int], int]
 """A request's prompt ids and max_tokens, of a door that validated and tokenized it already."""
 
 INSERT_FAILED = text("""
-INSERT INTO jobs (id, model, prompt, metadata, error, state, finished_at)
-SELECT id, model, prompt, metadata, error, 'failed', now()
-FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS new(
-    id uuid, model text, prompt text, metadata jsonb, error jsonb)
-ON CONFLICT DO NOTHING RETURNING id
+WITH failed AS (
+    INSERT INTO jobs (id, model, prompt, metadata, error, state, finished_at)
+    SELECT id, model, prompt, metadata, error, 'failed', now()
+    FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS new(
+        id uuid, model text, prompt text, metadata jsonb, error jsonb)
+    ON CONFLICT DO NOTHING RETURNING id, tenant_id
+)
+-- Other ends are told of by a trigger, which hears of no insert.
+SELECT id FROM failed
+CROSS JOIN LATERAL shardline_tell_webhooks(tenant_id, 'job.failed', id)
 """)
 
 # What docs/doors.md tells producers that speak SQL: defaults, checks and a trigger of the table do

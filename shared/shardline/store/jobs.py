@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Select, select, text
 from shardline.contract.job import Job, JobState
 from shardline.contract.tables import DONE_CHANNEL, JOBS_CHANNEL, TERMINAL, jobs, results
 from shardline.store.connection.encoding import is_any, load_job
-from shardline.store.connection.notify import ring
+from shardline.store.connection.notify import ring, ring_ids
 from shardline.store.inserts import FailedRequest, StoredRequest, insert_failed, insert_jobs
 from shardline.store.statistics.reports import states
 
@@ -86,8 +86,11 @@ def request_cancel(
         )
     wanted = {"ids": list(ids), "running": running}
     changed = {row.id: JobState(row.state) for row in connection.execute(CANCEL, wanted)}
-    if changed:
-        ring(connection, DONE_CHANNEL if JobState.CANCELLED in changed.values() else JOBS_CHANNEL)
+    cancelled = [job_id for job_id, state in changed.items() if state is JobState.CANCELLED]
+    if cancelled:
+        ring_ids(connection, DONE_CHANNEL, cancelled)
+    elif changed:
+        ring(connection, JOBS_CHANNEL)
     others = [job_id for job_id in ids if job_id not in changed]
     known = states(connection, others) if others else {}
     return changed | {job_id: JobState(state) for job_id, state in known.items()}

@@ -18,7 +18,7 @@ from sqlalchemy import Connection, text
 from shardline.contract.job import JobState, Result
 from shardline.contract.tables import DONE_CHANNEL, JOBS_CHANNEL
 from shardline.store.connection.encoding import Key, dump, dump_keys, dump_result
-from shardline.store.connection.notify import ring
+from shardline.store.connection.notify import ring, ring_ids
 
 END = text("""
 -- What the caller has: a claim, the state that it ends in, and the columns of its result
@@ -162,7 +162,7 @@ def _end(connection: Connection, ends: Sequence[End], left: JobState) -> dict[UU
         for row in connection.execute(END, {"ends": dump(rows), "left": left})
     }
     if ended:
-        ring(connection, DONE_CHANNEL)
+        ring_ids(connection, DONE_CHANNEL, ended)
     others = [(one.job_id, one.fence) for one in ends if one.job_id not in ended]
     if others:
         before = connection.execute(ENDED_UNDER, {"keys": dump_keys(others)})

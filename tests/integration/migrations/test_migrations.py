@@ -11,6 +11,7 @@ from sqlalchemy import Engine, text
 
 from shardline.contract.batches.batch_tables import batches
 from shardline.contract.response_table import responses
+from shardline.contract.webhooks.webhook_tables import webhook_endpoints
 from shardline.store.connection.database import connect
 from tests.repository import REPOSITORY
 
@@ -66,7 +67,7 @@ def test_tables_created_directly_equal_the_migrated_ones(
     database_url: str, empty_database_url: str, query: str
 ) -> None:
     direct = connect(empty_database_url)
-    assert batches.metadata is responses.metadata
+    assert batches.metadata is responses.metadata is webhook_endpoints.metadata
     responses.metadata.create_all(direct)
     migrated = connect(database_url)
     assert read(direct, query) == read(migrated, query)

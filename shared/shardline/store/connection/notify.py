@@ -1,12 +1,13 @@
-"""LISTEN and NOTIFY: a bell without words. One that is missed costs its listener a poll, never a
-job."""
+"""LISTEN and NOTIFY: a bell, whose words are hints. One that is missed costs its listener a poll,
+never a job."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
+from uuid import UUID
 
 import psycopg
 from psycopg import sql
@@ -25,13 +26,25 @@ SELECT pg_is_in_recovery() OR current_setting('transaction_read_only')::boolean
 """On a standby, or in another session than the one that listened, because a pooler changed it:
 nothing rings."""
 
-RING = text("SELECT pg_notify(:channel, '')")
+RING = text("SELECT pg_notify(:channel, unnest(CAST(:words AS text[])))")
+LEAD = "SELECT pg_try_advisory_lock(%s)"
+
+IDS_IN_A_RING = 200
+"""Postgres takes 8,000 bytes."""
 
 
-def ring(connection: Connection, channel: str) -> None:
+def ring(connection: Connection, channel: str, word: str = "") -> None:
     """Heard by all listeners once this transaction commits; Postgres makes one of several in a
-    transaction."""
-    connection.execute(RING, {"channel": channel})
+    transaction that say the same."""
+    connection.execute(RING, {"channel": channel, "words": [word]})
+
+
+def ring_ids(connection: Connection, channel: str, ids: Collection[UUID]) -> None:
+    """Rings with ids, joined by commas: once for each IDS_IN_A_RING of them."""
+    names = [str(each) for each in ids]
+    starts = range(0, len(names), IDS_IN_A_RING)
+    words = [",".join(names[start : start + IDS_IN_A_RING]) for start in starts]
+    connection.execute(RING, {"channel": channel, "words": words})
 
 
 class Listener:
@@ -42,6 +55,7 @@ class Listener:
         self._channel = channel
         self._check_s = check_s
         self._heard_s = 0.0
+        self._leads = False
         self._connection: psycopg.Connection[Any] | None = None
 
     def open(self) -> None:
@@ -52,32 +66,47 @@ class Listener:
 
     def close(self) -> None:
         """Give the connection back."""
+        self._leads = False
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def wait(self, timeout_s: float) -> bool:
-        """True if it rang within the time; all rings that wait count as one.
+        """True if it rang within the time, or may have rung; all rings that wait count as one.
+        Raises what `hear` raises."""
+        words = self.hear(timeout_s)
+        return words is None or bool(words)
 
-        A listener that is not open, or has become deaf, opens now and returns True: what rang
+    def hear(self, timeout_s: float) -> list[str] | None:
+        """The words of all rings that came within the time, and wait.
+
+        A listener that is not open, or has become deaf, opens now and returns None: what rang
         before was not heard. Raises psycopg.Error, and opens again at the next call.
         """
         try:
             if self._connection is None:
                 self.open()
-                return True
-            rang = any(True for _ in self._connection.notifies(timeout=timeout_s, stop_after=1))
-            if rang:
-                for _ in self._connection.notifies(timeout=0):
-                    pass
+                return None
+            rings = self._connection.notifies(timeout=timeout_s, stop_after=1)
+            words = [one.payload for one in rings]
+            if words:
+                words += [one.payload for one in self._connection.notifies(timeout=0)]
             elif self._is_deaf(self._connection):
                 self.close()
                 self.open()
-                return True
+                return None
         except (psycopg.Error, OSError):
             self.close()
             raise
-        return rang
+        return words
+
+    def leads(self, lock: int) -> bool:
+        """Whether it is the only listener with this advisory lock, which it asks for, and keeps as
+        long as its connection. Raises psycopg.Error."""
+        if not self._leads and self._connection is not None:
+            row = self._connection.execute(LEAD, [lock]).fetchone()
+            self._leads = row is not None and bool(row[0])
+        return self._leads
 
     def _is_deaf(self, connection: psycopg.Connection[Any]) -> bool:
         if time.monotonic() < self._heard_s + self._check_s:

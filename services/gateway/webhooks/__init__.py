@@ -1,0 +1,1 @@
+"""OpenAI's webhook endpoints, and what they have heard: bodies of their routes."""

@@ -1,0 +1,1 @@
+"""Webhooks: their events and secrets, the addresses that they may go to, and their tables."""

@@ -1,0 +1,30 @@
+"""The setting that doors and relays share: where webhooks may go. Knows no server."""
+
+from __future__ import annotations
+
+from pydantic import Field, field_validator
+
+from shardline.base.config import Settings
+from shardline.contract.webhooks.targets import WebhookReach
+
+
+class WebhookSettings(Settings):
+    """What a process must know that takes webhooks or sends them."""
+
+    webhook_networks: str = Field(
+        "",
+        description="networks that webhooks may reach beside public addresses: "
+        "`10.0.0.0/8,::1`; the same for gateways and relays",
+    )
+
+    @field_validator("webhook_networks")
+    @classmethod
+    def _networks_can_be_read(cls, text: str) -> str:
+        """Raises Invalid."""
+        WebhookReach.parse(text)
+        return text
+
+    @property
+    def webhook_reach(self) -> WebhookReach:
+        """Where webhooks may go."""
+        return WebhookReach.parse(self.webhook_networks)
