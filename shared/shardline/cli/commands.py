@@ -25,6 +25,7 @@ from shardline.cli.keys import keys
 from shardline.cli.local_stack import use_local_stack
 from shardline.cli.run_batch import run_batch
 from shardline.cli.tenants import tenant
+from shardline.cli.top import top
 from shardline.cli.trace import trace
 from shardline.cli.usage import usage
 from shardline.cli.webhooks import webhooks
@@ -211,6 +212,7 @@ def models(json: Json = False) -> None:
 cli.command("run-batch", rich_help_panel=JOBS)(run_batch)
 cli.add_typer(dead, name="dead", rich_help_panel=JOBS)
 cli.add_typer(webhooks, name="webhooks", rich_help_panel=JOBS)
+cli.command(rich_help_panel=INSTALLATION)(top)
 cli.add_typer(keys, name="keys", rich_help_panel=INSTALLATION)
 cli.add_typer(tenant, name="tenant", rich_help_panel=INSTALLATION)
 cli.command(rich_help_panel=INSTALLATION)(cost)

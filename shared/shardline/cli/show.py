@@ -174,22 +174,26 @@ def pipelines_table(pipelines: Iterable[LivePipeline]) -> None:
         "pipeline", "model", "state", "epoch", "seats", "exact", "layers", "device", "worker"
     )
     for pipeline in pipelines:
-        state = Text("ready", style="green") if pipeline.ready else Text("not ready", style="red")
         exact = "yes" if pipeline.exact else "no"
         row: list[str | Text] = [
             pipeline.id,
             pipeline.model,
-            state,
+            readiness(pipeline),
             str(pipeline.epoch),
             str(pipeline.seats),
             exact,
         ]
         for stage in pipeline.stages or [{}]:
             table.add_row(
-                *row, _layers(stage), str(stage.get("device", "")), str(stage.get("worker", ""))
+                *row, layers(stage), str(stage.get("device", "")), str(stage.get("worker", ""))
             )
             row = ["" for _ in row]
     print_table(table)
+
+
+def readiness(pipeline: LivePipeline) -> Text:
+    """Whether a generation can pass through every stage."""
+    return Text("ready", style="green") if pipeline.ready else Text("not ready", style="red")
 
 
 def models_table(models: Iterable[Mapping[str, Any]]) -> None:
@@ -233,13 +237,11 @@ def _reasons(error: Mapping[str, Any]) -> dict[str, object]:
     return {name: error.get(name) for name in ("field", "problem", "remedy", "message")}
 
 
-def _layers(stage: Mapping[str, Any]) -> str:
-    """Stored as [first, one past the last]; shown as people count."""
-    layers = stage.get("layers")
+def layers(stage: Mapping[str, Any]) -> str:
+    """A stage's layers: stored as [first, one past the last], shown as people count."""
+    held = stage.get("layers")
     return (
-        f"{layers[0]}-{layers[1] - 1}"
-        if isinstance(layers, list) and len(layers) == 2
-        else str(layers or "")
+        f"{held[0]}-{held[1] - 1}" if isinstance(held, list) and len(held) == 2 else str(held or "")
     )
 
 

@@ -130,7 +130,7 @@ _TENANT = text(f"'{DEFAULT_TENANT}'")
 jobs = Table(
     "jobs",
     metadata,
-    Column("id", UUID(as_uuid=True), primary_key=True, server_default=text("gen_random_uuid()")),
+    Column("id", UUID(as_uuid=True), primary_key=True, server_default=text("shardline_new_id()")),
     Column("tenant_id", Text, ForeignKey("tenants.id"), nullable=False, server_default=_TENANT),
     Column("model", Text, nullable=False),
     # What to complete: one of the first two, or prompt_ids alone.

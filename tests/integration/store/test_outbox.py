@@ -10,7 +10,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 
 from shardline.contract.chat import Message
 from shardline.contract.job import JobState
@@ -30,6 +30,13 @@ from tests.integration.rows import (
     state,
     submit,
 )
+
+INSERT_ROWS = text("""
+INSERT INTO jobs (model, prompt_ids, max_tokens, prepared_at, metadata)
+SELECT :model, ARRAY[5], 1, now(), jsonb_build_object('number', number)
+FROM generate_series(0, :num - 1) AS number
+""")
+NUMBERS = text("SELECT id, CAST(metadata ->> 'number' AS int) AS number FROM jobs")
 
 
 def stamp(engine: Engine, resend_s: float = LONG_S) -> list[Send]:
@@ -51,6 +58,20 @@ def test_urgent_jobs_are_stamped_first_then_old_ones(engine: Engine) -> None:
     assert ids_of(sends) == [urgent, first, second, late]
     assert {send.num_sends for send in sends} == {1}
     assert stamp(engine) == []
+
+
+def test_rows_of_one_statement_are_stamped_in_their_order(engine: Engine) -> None:
+    """They were created at one moment, so that only their ids order them."""
+    with engine.begin() as connection:
+        connection.execute(INSERT_ROWS, {"model": MODEL, "num": WINDOW_MIN})
+    with engine.connect() as connection:
+        numbers = {row.id: row.number for row in connection.execute(NUMBERS)}
+    assert [numbers[job_id] for job_id in ids_of(stamp(engine))] == [*range(WINDOW_MIN)]
+
+
+def test_requests_of_one_call_are_stamped_in_their_order(engine: Engine) -> None:
+    ids = submit(engine, WINDOW_MIN)
+    assert ids_of(stamp(engine)) == ids
 
 
 def test_only_a_window_per_priority_is_sent_until_heads_claim(engine: Engine) -> None:
