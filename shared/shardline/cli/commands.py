@@ -19,6 +19,7 @@ from shardline.cli.arguments import JobId, JobIds, Json
 from shardline.cli.cost import cost
 from shardline.cli.database import transaction
 from shardline.cli.dead import dead
+from shardline.cli.doctor import doctor
 from shardline.cli.exits import HELP, Reporting
 from shardline.cli.fields import callable_tools, held_to, parse_fields, prompt_fields, read_prompt
 from shardline.cli.keys import keys
@@ -213,6 +214,7 @@ cli.command("run-batch", rich_help_panel=JOBS)(run_batch)
 cli.add_typer(dead, name="dead", rich_help_panel=JOBS)
 cli.add_typer(webhooks, name="webhooks", rich_help_panel=JOBS)
 cli.command(rich_help_panel=INSTALLATION)(top)
+cli.command(rich_help_panel=INSTALLATION)(doctor)
 cli.add_typer(keys, name="keys", rich_help_panel=INSTALLATION)
 cli.add_typer(tenant, name="tenant", rich_help_panel=INSTALLATION)
 cli.command(rich_help_panel=INSTALLATION)(cost)
