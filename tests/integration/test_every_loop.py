@@ -40,6 +40,10 @@ POISONS = {
     "services.relay.intake.Intake": (
         f"{RELAY}/test_doors.py::test_each_intake_entry_ends_as_a_row_or_a_dead_letter"
     ),
+    "services.relay.notices.webhook_sender.WebhookSender": (
+        f"{RELAY}/test_webhooks.py"
+        "::test_endpoints_that_fail_hang_or_move_harm_nobody_else_and_replays_arrive"
+    ),
     "services.relay.outbox.Outbox": f"{LOOPS}::test_a_job_that_cannot_be_sent_holds_up_no_other",
     "services.relay.preparer.Preparer": (
         f"{RELAY}/test_doors.py"
@@ -105,7 +109,9 @@ NO_ITEMS = {
     "services.gateway.http.sse.EventStream._send_all": "one request's",
     "services.gateway.http.sse.disconnected": "one request's",
     "services.relay.statistics.growth.Growth": "sizes of tables",
-    "services.relay.notify_listener.NotifyListener": "nobody reads what a NOTIFY says",
+    "services.relay.notices.ended_stream.EndedStream": "ids alone, written as they come",
+    "services.relay.notices.webhook_keeper.WebhookKeeper": "moves rows by times and states",
+    "services.relay.notify_listener.NotifyListener": "a word that it does not know wakes no loop",
     "services.relay.retention.Retention": (
         "deletes rows by their age alone, and reads nothing else of them"
     ),

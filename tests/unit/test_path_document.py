@@ -88,6 +88,7 @@ OFF_THE_PATH = {
     "for files and batches, whose lines are jobs of their own": """
         gateway/batches/batch_keeper gateway/routes/batches gateway/routes/files
     """,
+    "for webhooks, which tell of ends": """gateway/routes/webhooks""",
     "for a job with structured output": """
         shardline/contract/structured_output shardline_server/tokenize/grammar
         shardline_server/tokenize/grammar_judge shardline_server/tokenize/grammar_load

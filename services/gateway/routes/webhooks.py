@@ -275,15 +275,13 @@ async def replay_deliveries(
 async def _sent_test(gateway: Gateway, delivery_id: UUID) -> WebhookDelivery:
     """Raises Unavailable where no relay has sent it in time."""
     for look in range(TEST_LOOKS):
-        await asyncio.sleep(LOOK_S)
-        ended = partial(
-            webhook_deliveries.end_test,
-            delivery_id=delivery_id,
-            is_last=look == TEST_LOOKS - 1 or gateway.stopping.is_set(),
+        is_last = look == TEST_LOOKS - 1 or gateway.stopping.is_set()
+        sent = await gateway.client.ask(
+            partial(webhook_deliveries.end_test, delivery_id=delivery_id, is_last=is_last)
         )
-        sent = await gateway.client.ask(ended)
         if sent is not None:
             return sent
-        if gateway.stopping.is_set():
+        if is_last:
             break
+        await asyncio.sleep(LOOK_S)
     raise Unavailable("no relay has sent the sample in time")

@@ -68,16 +68,14 @@ class WebhookSender(Loop):
         return 0.0
 
     async def _send_all(self) -> None:
-        client = WebhookClient(
-            self._settings.webhook_reach,
-            timeout_s=self._settings.webhook_timeout_s,
-            max_lookups=MAX_IN_FLIGHT,
-        )
+        client: WebhookClient | None = None
         sending: dict[asyncio.Task[None], WebhookAttempt] = {}
         try:
             while not self._stopped.is_set():
                 busy = Counter(attempt.endpoint_id for attempt in sending.values())
                 for attempt in await asyncio.to_thread(self._exchange, busy):
+                    # Not before: certificates take memory, and most relays have no webhooks.
+                    client = client or self._client()
                     task = asyncio.create_task(self._send(client, attempt), name="webhook")
                     sending[task] = attempt
                     task.add_done_callback(sending.pop)
@@ -88,8 +86,16 @@ class WebhookSender(Loop):
         finally:
             if sending:
                 await asyncio.wait(sending, timeout=STOP_S)
-            await client.close()
+            if client is not None:
+                await client.close()
         await asyncio.to_thread(self._record)
+
+    def _client(self) -> WebhookClient:
+        return WebhookClient(
+            self._settings.webhook_reach,
+            timeout_s=self._settings.webhook_timeout_s,
+            max_lookups=MAX_IN_FLIGHT,
+        )
 
     def _exchange(self, busy: Counter[UUID]) -> Sequence[WebhookAttempt]:
         """Records what has ended, and claims what is due."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from tests.integration.gateway.running_gateway import BATCHES, CHATS, FILES, PROMPT
+from tests.integration.gateway.running_gateway import BATCHES, CHATS, FILES, PROMPT, WEBHOOKS
 
 BODY = {"model": "clerk", "prompt": PROMPT}
 DECISIONS = "/v1/decisions"
@@ -22,6 +22,13 @@ ENCODERS: dict[str, dict[str, Any]] = {
 }
 """Routes that this model refuses, since it generates text; tests/integration/standalone/
 test_encoders.py has their answers."""
+WEBHOOK_BODIES: dict[str, dict[str, Any]] = {
+    "webhook_endpoints": {"url": "https://a.org/", "name": "a", "event_types": ["job.*"]},
+    "rotate_secret": {},
+    "test": {"event_type": "job.failed"},
+    "replay": {},
+}
+"""By the last part of a path."""
 CHAT = {"model": "clerk", "messages": [{"role": "user", "content": "a"}]}
 NO_FILE = "file-00000000-0000-0000-0000-000000000000"
 STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
@@ -57,7 +64,12 @@ def content_of(path: str, file_id: str = NO_FILE) -> dict[str, Any]:
     if path == BATCHES:
         batch = {"input_file_id": file_id, "endpoint": CHATS, "completion_window": "24h"}
         return {"json": batch}
-    return {"json": {**body_of(path)}}
+    return {"json": {**(webhook_body(path) if path.startswith(WEBHOOKS) else body_of(path))}}
+
+
+def webhook_body(path: str) -> dict[str, Any]:
+    """What would do for a route of webhook endpoints."""
+    return WEBHOOK_BODIES.get(path.rpartition("/")[2], {"name": "b"})
 
 
 def body_of(path: str) -> dict[str, Any]:

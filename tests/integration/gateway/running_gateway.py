@@ -37,8 +37,23 @@ CHATS = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
 FILES = "/v1/files"
 BATCHES = "/v1/batches"
+WEBHOOKS = "/v1/webhook_endpoints"
 PROMPT = "sum: 1 + 2 ="
 COMMENT = "a comment"
+SAMPLES_ARE_TAKEN = text("""
+CREATE OR REPLACE FUNCTION samples_are_taken() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    NEW.state = 'delivered';
+    NEW.due_at = NULL;
+    NEW.ended_at = now();
+    NEW.status_code = 204;
+    RETURN NEW;
+END
+$$;
+CREATE OR REPLACE TRIGGER samples_are_taken BEFORE INSERT ON webhook_deliveries
+    FOR EACH ROW WHEN (NEW.is_test) EXECUTE FUNCTION samples_are_taken();
+""")
+"""As if a relay had sent each at once."""
 
 
 def gateway_server(database_url: str, redis_url: str, **settings: Any) -> GatewayServer:
@@ -54,7 +69,8 @@ def gateway_server(database_url: str, redis_url: str, **settings: Any) -> Gatewa
 
 async def one_of_each(http: httpx.AsyncClient, head: TinyHead) -> dict[str, str]:
     """A value for each parameter in the paths of routes: of a job that waits, a stored completion,
-    a response in the background that waits, a file, a batch of it, and the model."""
+    a response in the background that waits, a file, a batch of it, a webhook endpoint, and the
+    model."""
     chat = {"model": "clerk", "messages": [{"role": "user", "content": PROMPT}], "store": True}
     with head.serving():
         stored = await http.post(CHATS, json=chat)
@@ -66,6 +82,13 @@ async def one_of_each(http: httpx.AsyncClient, head: TinyHead) -> dict[str, str]
     file, read = [await http.post(FILES, **form) for _ in range(2)]
     asked = {"input_file_id": read.json()["id"], "endpoint": CHATS, "completion_window": "24h"}
     batch = await http.post(BATCHES, json=asked)
+    with head.database.begin() as connection:
+        connection.execute(SAMPLES_ARE_TAKEN)
+    # A tenant may not have many.
+    endpoints = (await http.get(WEBHOOKS)).json()["data"]
+    if not endpoints:
+        told = {"url": "https://example.org/", "name": "hooks", "event_types": ["batch.*"]}
+        endpoints = [(await http.post(WEBHOOKS, json=told)).json()]
     replies = (stored, response, job, file, batch)
     assert [reply.is_success for reply in replies] == [True] * 5
     return {
@@ -74,6 +97,7 @@ async def one_of_each(http: httpx.AsyncClient, head: TinyHead) -> dict[str, str]
         "response_id": response.json()["id"],
         "file_id": file.json()["id"],
         "batch_id": batch.json()["id"],
+        "webhook_endpoint_id": endpoints[0]["id"],
         "name": "clerk",
     }
 

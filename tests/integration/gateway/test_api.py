@@ -21,11 +21,18 @@ from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS
 
 from tests.integration.gateway.api_document import API, LABELS
-from tests.integration.gateway.route_requests import ASKED, DECISIONS, ENCODERS, content_of
+from tests.integration.gateway.route_requests import (
+    ASKED,
+    DECISIONS,
+    ENCODERS,
+    content_of,
+    webhook_body,
+)
 from tests.integration.gateway.running_gateway import (
     BATCHES,
     FILES,
     PROMPT,
+    WEBHOOKS,
     one_of_each,
     running_gateway,
 )
@@ -51,6 +58,7 @@ ANYTHING_GOES = {
     "/metrics",
     "/openapi.json",
     "/version",
+    "/v1/webhook_event_types",
 }
 """Paths of routes without a parameter that could be wrong."""
 
@@ -68,6 +76,11 @@ OTHER_BODIES: dict[str, Any] = {
     **ENCODERS,
     "/v1/chat/completions/{completion_id}": {"metadata": {"a": "b"}},
     FILES: {"file": "{}", "purpose": "batch"},
+    WEBHOOKS: webhook_body(WEBHOOKS),
+    **{
+        f"{WEBHOOKS}/{{webhook_endpoint_id}}{part}": webhook_body(f"{WEBHOOKS}/a{part}")
+        for part in ("", "/rotate_secret", "/test", "/replay")
+    },
 }
 """Bodies of routes that take neither a prompt nor messages."""
 

@@ -1,0 +1,192 @@
+"""Webhooks from a relay to a real server: each end is told of at least once, whatever dies, and an
+endpoint that fails harms nobody but itself."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import openai
+import pytest
+from redis import Redis
+from sqlalchemy import Engine, text
+from typer.testing import CliRunner
+
+from shardline.cli.commands import cli
+from shardline.contract.keys import ENDED
+from shardline.contract.tables import DONE_CHANNEL
+from shardline.contract.webhooks.targets import WebhookReach
+from shardline.store import webhooks
+from shardline.store.connection.notify import listening
+from shardline.store.webhooks import EndpointSecret, NewEndpoint
+from tests.integration.relay.relay_stack import RelayStack, relay_stack
+from tests.integration.relay.webhook_receiver import Webhook, WebhookReceiver, webhook_receiver
+from tests.integration.rows import cell, change, end, running, success
+from tests.polling import until
+
+REACH = WebhookReach.parse("0.0.0.0/0")
+
+
+@pytest.fixture
+def here(database_url: str, redis_url: str, tmp_path: Path) -> Iterator[RelayStack]:
+    with relay_stack(database_url, redis_url, tmp_path) as here:
+        here.variables = {
+            "SHARDLINE_WEBHOOK_NETWORKS": "127.0.0.1",
+            "SHARDLINE_WEBHOOK_TIMEOUT_S": "2",
+            "SHARDLINE_WEBHOOK_MAX_ATTEMPTS": "2",
+            "SHARDLINE_ENDED_STREAM_MAX": "1000",
+            "SHARDLINE_TIME_SCALE": "0.05",
+        }
+        yield here
+
+
+@pytest.fixture
+def receiver() -> Iterator[WebhookReceiver]:
+    with webhook_receiver() as receiver:
+        yield receiver
+
+
+def endpoint(engine: Engine, url: str, *names: str) -> EndpointSecret:
+    new = NewEndpoint(url=url, name=url[-8:], event_types=names or ("job.*",))
+    with engine.begin() as connection:
+        return webhooks.create(connection, new, reach=REACH)
+
+
+def ended_job(engine: Engine) -> UUID:
+    """A job of now that has just succeeded."""
+    claimed = running(engine)
+    assert end(engine, success(claimed))
+    return claimed.job_id
+
+
+def ids_of(found: list[Webhook]) -> list[str]:
+    return [one.headers["webhook-id"] for one in found]
+
+
+def row(engine: Engine, made: EndpointSecret) -> dict[str, Any]:
+    """The one delivery of an endpoint."""
+    query = text("SELECT * FROM webhook_deliveries WHERE endpoint_id = :id")
+    with engine.begin() as connection:
+        return dict(connection.execute(query, {"id": made.endpoint.id}).mappings().one())
+
+
+def test_a_relay_killed_between_send_and_record_sends_again_under_the_same_id(
+    here: RelayStack, receiver: WebhookReceiver
+) -> None:
+    made = endpoint(here.engine, f"{receiver.url}/hook")
+    relay = here.start_relay()
+
+    def die_first() -> tuple[int, Mapping[str, str]]:
+        receiver.answers.clear()
+        relay.kill()
+        return 200, {}
+
+    receiver.answers["/hook"] = die_first
+    job_id = ended_job(here.engine)
+    receiver.wait_for("/hook", 1)
+    here.start_relay()
+    first, second = receiver.wait_for("/hook", 2)
+    assert first.headers["webhook-id"] == second.headers["webhook-id"]
+    assert first.body == second.body
+    for one in (first, second):
+        event = one.unwrap(made.secret)
+        assert (event.type, event.data.id) == ("job.succeeded", str(job_id))
+    until(lambda: row(here.engine, made)["state"] == "delivered")
+    assert row(here.engine, made)["num_attempts"] == 2
+    assert len(receiver.taken) == 2
+
+
+def test_endpoints_that_fail_hang_or_move_harm_nobody_else_and_replays_arrive(
+    here: RelayStack, receiver: WebhookReceiver
+) -> None:
+    hung = threading.Event()
+
+    def hang() -> tuple[int, Mapping[str, str]]:
+        hung.wait()
+        return 200, {}
+
+    receiver.answers = {
+        "/hangs": hang,
+        "/fails": lambda: (500, {}),
+        "/gone": lambda: (410, {}),
+        "/moved": lambda: (302, {"Location": f"{receiver.url}/well"}),
+    }
+    paths = ("/well", "/hangs", "/fails", "/gone", "/moved")
+    made = {path: endpoint(here.engine, f"{receiver.url}{path}") for path in paths}
+    inside = endpoint(here.engine, "http://169.254.169.254/latest")
+    # What no door takes: a row by hand.
+    broken = endpoint(here.engine, "http://127.0.0.1/")
+    change(
+        here.engine,
+        "UPDATE webhook_endpoints SET url = 'http://[', secret = '?' WHERE id = :id",
+        id=broken.endpoint.id,
+    )
+    with listening(here.database_url, DONE_CHANNEL) as bell:
+        here.start_relay()
+        jobs = [ended_job(here.engine) for _ in range(6)]
+        words = ",".join(bell.hear(10) or ())
+        until(lambda: here.redis.xlen(ENDED) == 6)
+    assert str(jobs[0]) in words.split(",")
+    assert {UUID(entry[b"id"].decode()) for _, entry in stream(here.redis)} == set(jobs)
+
+    taken = receiver.wait_for("/well", 6)
+    assert {one.unwrap(made["/well"].secret).data.id for one in taken} == set(map(str, jobs))
+    with pytest.raises(openai.InvalidWebhookSignatureError):
+        taken[0].unwrap(made["/gone"].secret)
+    open_rows = (
+        "SELECT count(*) FROM webhook_deliveries WHERE endpoint_id = :id AND due_at IS NOT NULL"
+    )
+    for one in (made["/fails"], made["/moved"], made["/hangs"], inside, broken):
+        until(lambda one=one: cell(here.engine, open_rows, id=one.endpoint.id) == 0)
+    hung.set()
+    assert len(receiver.at("/well")) == 6, "no redirect was followed"
+    assert len(receiver.at("/fails")) == 12, "two attempts at each"
+    assert len(set(ids_of(receiver.at("/fails")))) == 6
+    errors = (
+        "SELECT string_agg(DISTINCT coalesce(error, ''), '|') FROM webhook_deliveries"
+        " WHERE endpoint_id = :id"
+    )
+    told = {
+        one.endpoint.url: cell(here.engine, errors, id=one.endpoint.id) for one in made.values()
+    }
+    assert told[f"{receiver.url}/fails"] == "it answered 500"
+    assert told[f"{receiver.url}/moved"] == "redirects are not followed"
+    assert told[f"{receiver.url}/hangs"] == "it did not answer within 2 s"
+    assert "no public address" in cell(here.engine, errors, id=inside.endpoint.id)
+
+    gone = "SELECT disabled_reason FROM webhook_endpoints WHERE id = :id"
+    assert "410" in cell(here.engine, gone, id=made["/gone"].endpoint.id)
+    assert len(receiver.at("/gone")) <= 4, "no more than were under way"
+
+    del receiver.answers["/fails"]
+    again = command(here, "replay", f"we_{made['/fails'].endpoint.id}", "--json")
+    assert again == [{"replayed": 6}]
+    assert set(ids_of(receiver.wait_for("/fails", 18)[12:])) == set(ids_of(taken_first(receiver)))
+    tried = command(
+        here, "test", f"we_{made['/fails'].endpoint.id}", "--json", "-e", "batch.failed"
+    )
+    assert tried[0]["status_code"] == 200
+    event = receiver.at("/fails")[18].unwrap(made["/fails"].secret)
+    assert (event.type, event.data.id[:6]) == ("batch.failed", "batch_")
+
+
+def taken_first(receiver: WebhookReceiver) -> list[Webhook]:
+    return receiver.at("/fails")[:12]
+
+
+def stream(redis: Redis) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    entries: Any = redis.xrange(ENDED)
+    return list(entries)
+
+
+def command(here: RelayStack, *arguments: str) -> list[Any]:
+    """Lines of JSON of `shardline webhooks`."""
+    ran = CliRunner().invoke(
+        cli, ["webhooks", *arguments], env={"SHARDLINE_DATABASE_URL": here.database_url}
+    )
+    assert ran.exit_code == 0, ran.output
+    return [json.loads(line) for line in ran.stdout.splitlines()]
