@@ -197,10 +197,15 @@ class CostList(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", ta
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="model"):
-    """A model that a stage has registered, or an adapter of it."""
+    """A model that a stage has registered, or an adapter of it: as OpenAI's and as Anthropic's
+    clients read it."""
 
     id: str
+    type: Literal["model"] = "model"
+    display_name: str
     created: int
+    created_at: datetime
+    lifecycle: Literal["active"] = "active"
     owned_by: Literal["shardline"]
     root: str
     """The model itself, also of an adapter."""
@@ -213,9 +218,12 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", t
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="list"):
-    """All registered models."""
+    """All registered models, on one page."""
 
     data: list[ModelCard]
+    has_more: Literal[False] = False
+    first_id: str | None
+    last_id: str | None
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):

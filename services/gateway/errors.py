@@ -36,6 +36,7 @@ from shardline.base.errors import (
 )
 from shardline.contract.ids import new_id
 from shardline.contract.job import Job, JobState
+from shardline.contract.request_parsing import shown
 
 log = structlog.get_logger(__name__)
 
@@ -268,13 +269,15 @@ def install(app: FastAPI) -> None:
         request.app.state.gateway.metrics.refused.labels(body_of(error).error.code).inc()
         return respond(error)
 
-    async def http(_request: Request, error: Exception) -> Response:
+    async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        body = openai_error(
-            str(error.detail),
-            "invalid_request_error",
-            CODES.get(error.status_code, "http"),
-        )
+        problem = str(error.detail)
+        if error.status_code in CODES:
+            # A client may have routes that this gateway does not: its caller learns which it was.
+            route = f"{request.method} {shown(request.url.path)}"
+            problem = f"{route}: there is no such route. GET /openapi.json has all"
+        code = CODES.get(error.status_code, "http")
+        body = openai_error(problem, "invalid_request_error", code)
         return json_response(body, status=error.status_code, headers=error.headers)
 
     async def gone(_request: Request, _error: Exception) -> Response:

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from services.gateway.bodies import Error
 from services.gateway.errors import KINDS
 from services.gateway.openai.bodies import OpenAiRequest
-from services.gateway.openai.neutral_fields import ANY_OBJECT, ANY_TEXT
+from services.gateway.openai.neutral_fields import ANY_NUMBER, ANY_OBJECT, ANY_TEXT
 from shardline.contract.job import JobRequest
 
 Kind = type[msgspec.Struct]
@@ -98,6 +98,8 @@ def neutral_schema(values: tuple[Any, ...]) -> Schema:
     """A field without effect that may have one of these values."""
     if ANY_OBJECT in values:
         return {"type": ["object", "null"]}
+    if ANY_NUMBER in values:
+        return {"type": ["number", "null"]}
     return {"type": ["string", "null"]} if ANY_TEXT in values else {"enum": [*values, None]}
 
 

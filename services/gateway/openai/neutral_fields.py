@@ -19,6 +19,8 @@ OFF = (False,)
 ON = (True,)
 ANY_TEXT = "any text"
 ANY_OBJECT = "any object"
+ANY_NUMBER = "any number"
+"""Of a setting whose own switch is off."""
 
 COMMON_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     # OpenAI's.
@@ -39,19 +41,46 @@ COMMON_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "vllm_xargs": ({},),
     "stop_regex": ([], ""),
+    "session_id": (ANY_TEXT,),
+    "truncation_side": ("left",),
+    "watermarking": OFF,
+    "stream_interval": (1,),
+    "logprob_token_ids": ([],),
+    "return_prompt_text": OFF,
+    "return_token_offsets": OFF,
+    "return_weight_versions": OFF,
+    "separate_reasoning": ON,
+    "stream_reasoning": ON,
     # llama.cpp's.
     "cache_prompt": (True, False),
     "id_slot": (-1,),
     "n_probs": (0,),
     "repeat_penalty": (1.0,),
+    "repeat_last_n": (ANY_NUMBER,),
     "typical_p": (1.0,),
+    "typ_p": (1.0,),
+    "top_n_sigma": (-1.0,),
     "dynatemp_range": (0.0,),
+    "dynatemp_exponent": (ANY_NUMBER,),
     "xtc_probability": (0.0,),
+    "xtc_threshold": (ANY_NUMBER,),
     "dry_multiplier": (0.0,),
+    "dry_base": (ANY_NUMBER,),
+    "dry_allowed_length": (ANY_NUMBER,),
+    "dry_penalty_last_n": (ANY_NUMBER,),
     "mirostat": (0,),
+    "mirostat_tau": (ANY_NUMBER,),
+    "mirostat_eta": (ANY_NUMBER,),
+    "min_keep": (0,),
     "grammar": ("",),
+    "lora": ([],),
+    "response_fields": ([],),
+    "reasoning_format": ("auto", "deepseek"),
+    "parse_tool_calls": ON,
+    "post_sampling_probs": OFF,
     "timings_per_token": OFF,
     "return_progress": OFF,
+    "return_tokens": OFF,
 }
 COMPLETION_NEUTRAL = {
     **COMMON_NEUTRAL,
@@ -84,8 +113,11 @@ def drop_neutral(
 
 
 def _is_any(value: Any, values: tuple[Any, ...]) -> bool:
-    return (ANY_TEXT in values and isinstance(value, str)) or (
-        ANY_OBJECT in values and isinstance(value, dict)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return (
+        (ANY_TEXT in values and isinstance(value, str))
+        or (ANY_OBJECT in values and isinstance(value, dict))
+        or (ANY_NUMBER in values and is_number)
     )
 
 
@@ -96,7 +128,7 @@ def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
 
 def _remedy(values: tuple[Any, ...]) -> str:
     allowed = " or ".join(
-        one if one in (ANY_TEXT, ANY_OBJECT) else msgspec.json.encode(one).decode()
+        one if one in (ANY_TEXT, ANY_OBJECT, ANY_NUMBER) else msgspec.json.encode(one).decode()
         for one in values
     )
     return f"Leave it out, or send {allowed}" if allowed else "Leave it out"

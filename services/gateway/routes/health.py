@@ -68,7 +68,9 @@ async def list_models(gateway: GatewayDep, _caller: ReadCaller) -> Response:
     """Every model that a stage has registered, and its adapters."""
     found = await gateway.client.pipelines()
     models = [await gateway.catalog.get(name) for name in await gateway.catalog.names()]
-    return json_response(ModelList(data=[_model(model, found) for model in models]))
+    cards = [_model(model, found) for model in models]
+    first_id, last_id = (cards[0].id, cards[-1].id) if cards else (None, None)
+    return json_response(ModelList(data=cards, first_id=first_id, last_id=last_id))
 
 
 @router.get(
@@ -118,7 +120,9 @@ def _readiness(pipelines: list[LivePipeline]) -> ModelReadiness:
 def _model(model: RegisteredModel, pipelines: list[LivePipeline]) -> ModelCard:
     return ModelCard(
         id=model.address,
+        display_name=model.address,
         created=int(model.updated_at.timestamp()),
+        created_at=model.updated_at,
         owned_by="shardline",
         root=model.name,
         parent=None if model.adapter is None else model.name,

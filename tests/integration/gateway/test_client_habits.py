@@ -157,3 +157,8 @@ async def test_an_echo_without_a_token_is_the_prompt_alone(
 async def test_a_method_without_a_route_has_a_code(http: httpx.AsyncClient) -> None:
     answer = await http.put(CHAT, json={})
     assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
+    compact = await http.post("/v1/responses/compact", json={})
+    assert compact.json()["error"]["message"].startswith("POST /v1/responses/compact: ")
+    nowhere = await http.get(f"/v1/%ff%ed%a0%80{'x' * 4000}")
+    assert (nowhere.status_code, nowhere.json()["error"]["code"]) == (404, "not_found")
+    assert len(nowhere.json()["error"]["message"]) < 300
