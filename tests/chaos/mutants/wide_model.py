@@ -5,21 +5,18 @@ tests.chaos.mutants.wide_model FOLDER`.
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 
 import torch
 
-from services.standalone.settings import CLERK
+from tests.chaos.stack.clerk_model import VOCAB_SIZE, with_tokenizer
 from tests.models import save_model
 
 WIDTH = 2816
 HIDDEN = 128
 """A single row of a multiple of 64 is run as it is."""
 NUM_LAYERS = 2
-VOCAB_SIZE = 896
-"""The tokenizer's."""
 
 
 def save(folder: Path) -> None:
@@ -33,13 +30,6 @@ def save(folder: Path) -> None:
         vocab_size=VOCAB_SIZE,
     )
     with_tokenizer(made, folder)
-
-
-def with_tokenizer(made: Path, folder: Path) -> None:
-    """Moves a saved model to a folder, with the demo model's tokenizer."""
-    for path in (*CLERK.glob("*token*"), *CLERK.glob("chat_template*")):
-        shutil.copy(path, made)
-    made.rename(folder)
 
 
 if __name__ == "__main__":

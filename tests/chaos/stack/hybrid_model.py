@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.chaos.mutants.wide_model import VOCAB_SIZE, with_tokenizer
+from tests.chaos.stack.clerk_model import VOCAB_SIZE, with_tokenizer
 from tests.models import save_model
 
 LAYERS = ["linear_attention", "full_attention", "full_attention"] * 3
