@@ -111,7 +111,7 @@ bench-peers: setup ## Shardline beside OpenVINO, vLLM and llama.cpp; writes docs
 bench-gpu: ## The engine on a GPU: products, graphs, attention, a chain with a core, as ratios: DEVICE= PYTHON_GPU= SIZE=1b KV_MIB=
 	@$(PYTHON_GPU) -m tests.benchmarks.gpu --device $(DEVICE) --size $(SIZE) $(if $(KV_MIB),--kv-mib $(KV_MIB))
 
-chaos: setup ## Faults under load, then a judgment: SEED= MINUTES= FAULTS= LOAD=users|lab DTYPE= STAGES= WORKERS= DEVICES= STREAMED_LAYERS= TP= ADAPTERS= MODEL=FOLDER CANVAS=no TIME_SCALE= INSECURE=
+chaos: setup ## Faults under load, then a judgment: SEED= MINUTES= FAULTS= LOAD=users|lab|encoders DTYPE= STAGES= WORKERS= DEVICES= STREAMED_LAYERS= TP= ADAPTERS= MODEL=FOLDER CANVAS=no TIME_SCALE= INSECURE=
 	$(PY) -m tests.chaos $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --faults "$(FAULTS)" --load $(LOAD) --time-scale $(TIME_SCALE) --dtype "$(DTYPE)" --stages $(STAGES) $(if $(WORKERS),--workers $(WORKERS)) $(if $(DEVICES),--devices "$(DEVICES)") $(if $(STREAMED_LAYERS),--streamed-layers $(STREAMED_LAYERS)) $(if $(TP),--tp $(TP)) $(if $(ADAPTERS),--adapters $(ADAPTERS)) $(if $(MODEL),--model "$(MODEL)") $(if $(INSECURE),--insecure) $(if $(filter no,$(CANVAS)),--no-canvas)
 
 chaos-compose: setup ## The same against `docker compose up`, with a Docker engine: SEED= MINUTES= FAULTS=

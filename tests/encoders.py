@@ -62,13 +62,21 @@ def save_encoder(folder: Path, name: str, *, normalizes: bool = True, longest: i
     if path.is_dir():
         return path
     save_drawn(path, lambda: tf.AutoModel.from_config(CONFIGS[name]()))
+    mode = POOLED.get(name, "mean_tokens")
+    save_modules(path, mode=mode, normalizes=normalizes, longest=longest)
+    return save_words(path)
+
+
+def save_modules(
+    path: Path, *, mode: str = "mean_tokens", normalizes: bool = True, longest: int
+) -> None:
+    """Adds what sentence-transformers has beside a model."""
     kinds = ["Transformer", "Pooling", *(["Normalize"] if normalizes else [])]
     modules = [
         {"idx": at, "name": str(at), "path": f"{at}_{kind}" if at else "",
          "type": f"sentence_transformers.models.{kind}"}
         for at, kind in enumerate(kinds)
     ]  # fmt: skip
-    mode = POOLED.get(name, "mean_tokens")
     _write(path / "modules.json", modules)
     _write(path / "1_Pooling/config.json", {f"pooling_mode_{mode}": True})
     _write(path / "sentence_bert_config.json", {"max_seq_length": longest})
@@ -76,7 +84,6 @@ def save_encoder(folder: Path, name: str, *, normalizes: bool = True, longest: i
         path / "config_sentence_transformers.json",
         {"prompts": {"query": "w7 w8 ", "document": ""}, "default_prompt_name": None},
     )
-    return save_words(path)
 
 
 def save_cross_encoder(folder: Path, name: str) -> Path:

@@ -216,6 +216,8 @@ def exact(tokens: Sequence[int], *, exactness: str = "a", is_exact: bool = True)
         "token_ids": list(tokens),
         "text": TEXT,
         "logprobs": None,
+        "embedding": None,
+        "score": None,
     }
 
 
@@ -229,6 +231,9 @@ def exact(tokens: Sequence[int], *, exactness: str = "a", is_exact: bool = True)
             {**exact(TOKENS), "logprobs": LOGPROBS},
             ["logprob_mismatches"],
             id="other log-probabilities",
+        ),
+        pytest.param(
+            0, {**exact(TOKENS), "embedding": [0.5]}, ["vector_mismatches"], id="another vector"
         ),
         pytest.param(1, exact(TOKENS[::-1]), [], id="another request"),
         pytest.param(0, exact(TOKENS[::-1], exactness="b"), [], id="another exactness"),
@@ -321,6 +326,8 @@ def test_a_cancelled_job_without_result_is_wrong_only_where_partials_are_given(
         "token_ids": list(TOKENS[:2]),
         "text": TEXT[:2],
         "logprobs": None,
+        "embedding": None,
+        "score": None,
         "exact": True,
     }
 

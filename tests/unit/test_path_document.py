@@ -115,7 +115,8 @@ OFF_THE_PATH = {
     "for other requests": """
         gateway/http/answers gateway/routes/costs gateway/routes/health
         gateway/routes/jobs gateway/routes/responses gateway/anthropic/error_form
-        gateway/routes/messages gateway/routes/tokens shardline/client/questions
+        gateway/routes/messages gateway/routes/tokens shardline/client/partial_inserts
+        shardline/client/questions
         shardline/client/requests gateway/turns shardline/store/statistics/costs
         shardline/store/dead_letters shardline/store/listing shardline/store/idempotency
         shardline/store/responses shardline/store/statistics/reports

@@ -22,7 +22,13 @@ UNITS_S = {"m": 60.0, "h": 3_600.0, "d": 86_400.0}
 MAX_WINDOW_S = 30 * UNITS_S["d"]
 MAX_PAGE = 100
 
-Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/decisions"]
+Endpoint = Literal[
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/decisions",
+]
 
 
 class ExpiresAfter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -13,10 +13,12 @@ import msgspec
 from msgspec import UNSET
 from msgspec.structs import asdict
 
-from services.gateway.batches.line_requests import CHATS, COMPLETIONS, RESPONSES
+from services.gateway.batches.line_requests import CHATS, COMPLETIONS, EMBEDDINGS, RESPONSES
 from services.gateway.catalog import system_fingerprint
 from services.gateway.context import Gateway
 from services.gateway.decisions.answers import decision_document
+from services.gateway.encoders.answers import vector_list
+from services.gateway.encoders.bodies import BASE64
 from services.gateway.errors import body_of, status_of
 from services.gateway.files.bodies import file_name
 from services.gateway.openai.bodies import (
@@ -211,8 +213,7 @@ def _answer(
     """The answer of the line's route. Raises the reason of an end without a completion."""
     if len(jobs) < max(1, line.num_jobs):
         raise NotFound(f"job {line.job_id} was deleted")
-    for job in jobs:
-        result_of(job)
+    results = [result_of(job) for job in jobs]
     first = jobs[0]
     address = address_of(first.model, first.params.adapter)
     model = models[address]
@@ -223,6 +224,10 @@ def _answer(
             raise model
         whole_response = ResponseAnswers(row=response, tokens=model.tokens).whole()
         return _answered(response_id(first.id), whole_response)
+    if batch.endpoint == EMBEDDINGS:
+        name = f"embd-{first.id}"
+        is_packed = line.options.get("encoding_format") == BASE64
+        return _answered(name, vector_list(name, address, results, is_packed=is_packed))
     if batch.endpoint not in (CHATS, COMPLETIONS):
         name = f"decision-{first.id}"
         questions: list[Question] = [

@@ -18,6 +18,9 @@ from msgspec.structs import replace as replace_fields
 from services.gateway.context import Gateway
 from services.gateway.decisions.answers import encoded_questions
 from services.gateway.decisions.requests import decision_request, question_jobs
+from services.gateway.encoders.answers import encoded_texts
+from services.gateway.encoders.bodies import BASE64, EmbeddingRequest
+from services.gateway.encoders.requests import TextOfRequest, embedded_texts, encoder_jobs
 from services.gateway.field_names import renaming
 from services.gateway.grammar_turns import has_grammar
 from services.gateway.http.json_body import Document, check_fields, decoded_bytes, read_object
@@ -29,14 +32,18 @@ from services.gateway.responses.requests import ResponseRequest, field_names, re
 from services.gateway.submit import prepare_all, take_tenant
 from shardline.base.errors import Invalid, Overloaded, ShardlineError, Unavailable
 from shardline.contract.batches.batch import line_id
+from shardline.contract.encoders.encoder import EncoderTask
 from shardline.contract.job import INTERACTIVE, JobRequest
+from shardline.contract.request_parsing import parse_fields
 from shardline.store.inserts import EncodedRequest, encode_choices
 from shardline_server.tokenize import RegisteredModel
+from shardline_server.tokenize.encoders.encoder_texts import check_task
 
 CHATS = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
 DECISIONS = "/v1/decisions"
+EMBEDDINGS = "/v1/embeddings"
 
 PRIORITY = 8
 """Of a line that names none: behind all that did not come in a batch."""
@@ -59,6 +66,8 @@ class LineRequest:
     """What a line asks for. `num_choices` are those of each prompt."""
 
     jobs: tuple[JobRequest, ...]
+    texts: tuple[TextOfRequest, ...] = ()
+    """Of an encoder, one for each job."""
     num_choices: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -96,12 +105,21 @@ def _completion(parse: Callable[[Document], tuple[OpenAiRequest, ...]], fields: 
     return LineRequest(jobs=jobs, num_choices=first.n, options=options)
 
 
+def _embedding(fields: Document) -> LineRequest:
+    asked = parse_fields(fields, EmbeddingRequest)
+    pairs = list(encoder_jobs(asked, embedded_texts(asked)))
+    options = {} if asked.encoding_format != BASE64 else {"encoding_format": BASE64}
+    texts = tuple(text for text, _ in pairs)
+    return LineRequest(jobs=tuple(job for _, job in pairs), texts=texts, options=options)
+
+
 PARSERS: Mapping[str, Callable[[Document], LineRequest]] = MappingProxyType(
     {
         CHATS: lambda fields: _completion(chat_choices, fields),
         COMPLETIONS: lambda fields: _completion(completion_choices, fields),
         RESPONSES: lambda fields: LineRequest(jobs=(response_request(fields),)),
         DECISIONS: lambda fields: LineRequest(jobs=tuple(question_jobs(decision_request(fields)))),
+        EMBEDDINGS: _embedding,
     }
 )
 """By the routes that a batch may be of."""
@@ -221,7 +239,10 @@ def _encode(one: LineRequest, model: RegisteredModel) -> Outcome:
     jobs = tuple(replace_fields(job, model=model.name, adapter=model.adapter) for job in one.jobs)
     first = jobs[0]
     try:
-        if first.question is not None:
+        if one.texts:
+            check_task(model.name, model.tokens.encoder, EncoderTask.EMBED)
+            request = encoded_texts(model, zip(one.texts, jobs, strict=True))
+        elif first.question is not None:
             request = encoded_questions(model, jobs)
         elif isinstance(first, ResponseRequest):
             with renaming(field_names(first.asked)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -14,6 +14,7 @@ from fastapi import Request, Response
 
 from services.gateway.context import Gateway
 from services.gateway.encoders.bodies import (
+    BASE64,
     Embedding,
     EmbeddingList,
     EmbeddingRequest,
@@ -130,8 +131,7 @@ class AnsweredTexts(Generic[RequestT]):
     @property
     def usage(self) -> TextUsage:
         """Counts the tokens of all texts."""
-        num = sum(one.usage.prompt_tokens for one in self.results)
-        return TextUsage(prompt_tokens=num, total_tokens=num)
+        return usage_of(self.results)
 
     @property
     def scores(self) -> list[float]:
@@ -142,17 +142,30 @@ class AnsweredTexts(Generic[RequestT]):
 def embedding_list(answered: AnsweredTexts[EmbeddingRequest]) -> EmbeddingList:
     """The vectors in the form that was asked for."""
     accepted = answered.accepted
-    is_packed = accepted.request.encoding_format == "base64"
-    vectors = [one.embedding or () for one in answered.results]
+    is_packed = accepted.request.encoding_format == BASE64
+    return vector_list(accepted.name, accepted.model.address, answered.results, is_packed=is_packed)
+
+
+def vector_list(
+    name: str, address: str, results: Sequence[Result], *, is_packed: bool
+) -> EmbeddingList:
+    """The vectors of results in their order, as numbers or in base64."""
+    vectors = [one.embedding or () for one in results]
     return EmbeddingList(
-        id=accepted.name,
+        id=name,
         data=tuple(
             Embedding(index=place, embedding=_base64(each) if is_packed else each)
             for place, each in enumerate(vectors)
         ),
-        model=accepted.model.address,
-        usage=answered.usage,
+        model=address,
+        usage=usage_of(results),
     )
+
+
+def usage_of(results: Sequence[Result]) -> TextUsage:
+    """Counts the tokens of all texts."""
+    num = sum(one.usage.prompt_tokens for one in results)
+    return TextUsage(prompt_tokens=num, total_tokens=num)
 
 
 def ranking(answered: AnsweredTexts[RerankRequest]) -> Ranking:
@@ -191,11 +204,17 @@ def score_list(answered: AnsweredTexts[ScoreRequest]) -> ScoreList:
 def _encoded(
     model: RegisteredModel, asked: EncoderRequest, texts: list[TextOfRequest]
 ) -> EncodedRequest:
-    """The rows of prepared jobs. Raises Invalid, naming the text."""
+    return encoded_texts(model, encoder_jobs(asked, texts))
+
+
+def encoded_texts(
+    model: RegisteredModel, jobs: Iterable[tuple[TextOfRequest, JobRequest]]
+) -> EncodedRequest:
+    """Returns the rows of prepared jobs. Raises Invalid, naming the text."""
     rows: list[JobRequest] = []
     tokenized: list[Tokenized] = []
     num_tokens = 0
-    for text, job in encoder_jobs(asked, texts):
+    for text, job in jobs:
         with renaming(text.names):
             prepared = model.tokens.prepare(prompt=job.prompt, params=job.params())
         num_tokens += len(prepared.prompt_ids)

@@ -11,6 +11,7 @@ from msgspec import UNSET, Meta, UnsetType
 from shardline.contract.job import INTERACTIVE_PRIORITY, JobRequest, Priority, TokenId
 
 MAX_TEXTS = 2048
+BASE64 = "base64"
 
 Texts = Annotated[tuple[str, ...], Meta(min_length=1, max_length=MAX_TEXTS)]
 Inputs = Annotated[

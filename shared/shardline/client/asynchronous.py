@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Self, Unpack, overload
+from typing import Literal, Self, Unpack, overload
 from uuid import UUID
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
@@ -18,6 +18,7 @@ from shardline.client.database import reachable
 from shardline.client.decisions import AnyQuestion, Input, decisions_of, question_requests
 from shardline.client.fields import JobFields
 from shardline.client.job_reader import JobReader
+from shardline.client.partial_inserts import Outcomes, insert_some, skips
 from shardline.client.query_batcher import QueryBatcher
 from shardline.client.questions import (
     Answer,
@@ -90,18 +91,42 @@ class AsyncClient(BaseClient[AsyncEngine]):
         request = request_of(model, prompt, fields, self.tenant)
         return (await self._ask(questions.insert([request]), session))[0]
 
+    @overload
     async def submit_many(
         self,
         requests: Iterable[AnyRequest],
         *,
         n: int = 1,
+        on_error: Literal["raise"] = "raise",
         session: AsyncSession | AsyncConnection | None = None,
-    ) -> Ids:
+    ) -> Ids: ...
+
+    @overload
+    async def submit_many(
+        self,
+        requests: Iterable[AnyRequest],
+        *,
+        n: int = 1,
+        on_error: Literal["skip"],
+        session: AsyncSession | AsyncConnection | None = None,
+    ) -> Outcomes: ...
+
+    async def submit_many(
+        self,
+        requests: Iterable[AnyRequest],
+        *,
+        n: int = 1,
+        on_error: Literal["raise", "skip"] = "raise",
+        session: AsyncSession | AsyncConnection | None = None,
+    ) -> Ids | Outcomes:
         """Store all of them in one transaction, or none; ids in the same order. Each request has
-        `n` choices, whose ids stand side by side.
+        `n` choices, whose ids stand side by side. With `on_error="skip"` what can be stored is,
+        and of each other request its error stands in place of an id.
 
         A type checker knows the fields of `JobRequest(model=…, …)`, not those of a mapping.
         """
+        if skips(on_error):
+            return await self._ask(insert_some(requests, self.tenant, n), session)
         return await self._ask(questions.insert(checked(requests, self.tenant), n), session)
 
     async def decide(

@@ -45,13 +45,18 @@ def insert(requests: Sequence[JobRequest], n: int = 1) -> Question[Ids]:
     request side by side. Raises Invalid, Conflict."""
     if n == 1:
         return lambda connection: [one.job_id for one in jobs.insert_jobs(connection, requests)]
-    check_n(n)
-    if len(requests) * n > MAX_REQUESTS:
-        raise Invalid("n", f"it makes over {MAX_REQUESTS} jobs", "Send them in several calls")
+    check_number(len(requests), n)
     encoded = [encode_choices(choices_of(request, n)) for request in requests]
     return lambda connection: [
         job_id for one in insert_all(connection, encoded) for job_id in (one.job_id, *one.others)
     ]
+
+
+def check_number(num_requests: int, n: int) -> None:
+    """Raises Invalid for choices that are more jobs than one call may store."""
+    check_n(n)
+    if num_requests * n > MAX_REQUESTS:
+        raise Invalid("n", f"it makes over {MAX_REQUESTS} jobs", "Send them in several calls")
 
 
 def get_many(ids: Iterable[JobId]) -> Question[Jobs]:

@@ -3,7 +3,7 @@ database."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -33,18 +33,29 @@ def checked(requests: Iterable[AnyRequest], tenant: str) -> list[JobRequest]:
     """Many requests, each a JobRequest or its fields. Raises Invalid, naming the place of the first
     wrong one."""
     found: list[JobRequest] = []
+    for place, one in enumerate(_outcomes(requests, tenant)):
+        if isinstance(one, Invalid):
+            raise Invalid(f"requests[{place}].{one.field}", one.problem, one.remedy) from one
+        found.append(one)
+    return found
+
+
+def checked_each(requests: Iterable[AnyRequest], tenant: str) -> list[JobRequest | Invalid]:
+    """Many requests as `checked` takes them; the error of a wrong one stands in its place. Raises
+    Invalid for too many."""
+    return list(_outcomes(requests, tenant))
+
+
+def _outcomes(requests: Iterable[AnyRequest], tenant: str) -> Iterator[JobRequest | Invalid]:
     for place, request in enumerate(requests):
         if place == MAX_REQUESTS:
             raise Invalid(
                 "requests", f"there are more than {MAX_REQUESTS}", "Send them in several calls"
             )
         try:
-            found.append(_checked(request, tenant))
+            yield _checked(request, tenant)
         except Invalid as error:
-            raise Invalid(
-                f"requests[{place}].{error.field}", error.problem, error.remedy
-            ) from error
-    return found
+            yield error
 
 
 def _checked(request: AnyRequest, tenant: str) -> JobRequest:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Self, Unpack, overload
+from typing import Literal, Self, Unpack, overload
 from uuid import UUID
 
 from sqlalchemy import Connection, Engine
@@ -20,6 +20,7 @@ from shardline.client.decisions import AnyQuestion, Input, decisions_of, questio
 from shardline.client.ends import SyncEnds
 from shardline.client.fields import JobFields
 from shardline.client.job_stream import JobStream
+from shardline.client.partial_inserts import Outcomes, insert_some, skips
 from shardline.client.questions import (
     Answer,
     Decisions,
@@ -82,18 +83,42 @@ class Client(BaseClient[Engine]):
         request = request_of(model, prompt, fields, self.tenant)
         return self._ask(questions.insert([request]), session)[0]
 
+    @overload
     def submit_many(
         self,
         requests: Iterable[AnyRequest],
         *,
         n: int = 1,
+        on_error: Literal["raise"] = "raise",
         session: Session | Connection | None = None,
-    ) -> Ids:
+    ) -> Ids: ...
+
+    @overload
+    def submit_many(
+        self,
+        requests: Iterable[AnyRequest],
+        *,
+        n: int = 1,
+        on_error: Literal["skip"],
+        session: Session | Connection | None = None,
+    ) -> Outcomes: ...
+
+    def submit_many(
+        self,
+        requests: Iterable[AnyRequest],
+        *,
+        n: int = 1,
+        on_error: Literal["raise", "skip"] = "raise",
+        session: Session | Connection | None = None,
+    ) -> Ids | Outcomes:
         """Store all of them in one transaction, or none; ids in the same order. Each request has
-        `n` choices, whose ids stand side by side.
+        `n` choices, whose ids stand side by side. With `on_error="skip"` what can be stored is,
+        and of each other request its error stands in place of an id.
 
         A type checker knows the fields of `JobRequest(model=…, …)`, not those of a mapping.
         """
+        if skips(on_error):
+            return self._ask(insert_some(requests, self.tenant, n), session)
         return self._ask(questions.insert(checked(requests, self.tenant), n), session)
 
     def decide(

@@ -18,6 +18,7 @@ from tests.chaos.judge.choices import torn_choices
 from tests.chaos.judge.decisions import changed_decisions
 from tests.chaos.judge.emissions import stale_deltas
 from tests.chaos.judge.responses import torn_responses
+from tests.chaos.judge.texts import torn_texts
 from tests.chaos.load.journal import Asked, Watched
 from tests.chaos.load.load import Load
 from tests.chaos.load.target import Target
@@ -147,6 +148,7 @@ def _broken_promises(
         *torn_responses(target.database_url, target.journal.responses()),
         *invalid_calls(target.database_url),
         *changed_decisions(target.database_url),
+        *torn_texts(target.database_url, target.journal.texts(), expected),
         *audit.stale_writes(target.database_url),
         *stale_deltas(target.database_url, target.redis_url, ids, lease_s=lease_s),
     ]

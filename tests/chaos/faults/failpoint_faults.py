@@ -13,6 +13,7 @@ import psutil
 
 from shardline_server.failpoints import Point
 from tests.chaos.faults.arming import arm
+from tests.chaos.load.workload import Workload
 
 TAIL = "tail"
 """Stands for the place of the last stage, which only the stack knows."""
@@ -22,6 +23,7 @@ class Hurtable(Protocol):
     """What these faults need of a stack under test."""
 
     failpoints: Path
+    workload: Workload
 
     @property
     def num_stages(self) -> int:
@@ -52,7 +54,9 @@ class KillAt:
         return True
 
     def missing(self, target: Hurtable) -> str | None:
-        """A single stage binds nobody and has no tail of its own."""
+        """A single stage binds nobody and has no tail of its own; encoders say no tokens."""
+        if self.point in (Point.MID_DECODE, Point.AFTER_EMIT) and not target.workload.generates:
+            return "encoders say no tokens"
         if target.num_stages == 1 and (self.forms or self.who == TAIL):
             return "a pipeline of one stage has no stage behind the head"
         return None

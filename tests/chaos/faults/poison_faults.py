@@ -16,7 +16,7 @@ from shardline_server.failpoints import Point
 from tests.chaos.faults.arming import Arming, arm
 from tests.chaos.faults.fault import Broken, Fault, NotInjected
 from tests.chaos.load.journal import Asked
-from tests.chaos.load.requests import INSERT, request, row
+from tests.chaos.load.requests import INSERT, row
 from tests.chaos.load.workload import PLAIN
 from tests.chaos.stack.local_target import LocalTarget
 
@@ -65,7 +65,9 @@ class Poison:
         return self.num_crashes > 0
 
     def missing(self, target: LocalTarget) -> str | None:
-        """A pipeline of one stage is its head."""
+        """A pipeline of one stage is its head, and encoders have no logits."""
+        if self.point is Point.NAN_LOGITS and not target.workload.generates:
+            return "encoders have no logits"
         if target.num_stages == 1 and not self.is_at_head and self.point is Point.MID_PREFILL:
             return "a pipeline of one stage has no stage behind the head"
         return None
@@ -144,7 +146,7 @@ def _submit(target: LocalTarget, seed: int) -> tuple[UUID, float]:
     """First in its line; committed when it returns, with Postgres's time of it."""
     job_id = uuid4()
     fields = {
-        **request(NUMBER),
+        **target.workload.requests[NUMBER],
         **PLAIN.fields,
         "seed": seed,
         "max_crashes": MAX_CRASHES,

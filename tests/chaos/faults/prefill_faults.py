@@ -62,5 +62,9 @@ def _first_tokens(target: LocalTarget, ids: list[UUID]) -> list[float]:
 
 
 FAULTS: tuple[Fault, ...] = (
-    Simple(kind="prefill: a short prompt behind long ones", inject=short_behind_long),
+    Simple(
+        kind="prefill: a short prompt behind long ones",
+        inject=short_behind_long,
+        why_not=lambda target: None if target.workload.generates else "texts are one step each",
+    ),
 )

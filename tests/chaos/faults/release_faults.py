@@ -38,6 +38,7 @@ STRANGE = (
     " WHERE id = ANY(%s) AND (state, crashes) <> ('queued', 0)"
 )
 CANCEL = "UPDATE jobs SET cancel_requested_at = now() WHERE id = ANY(%s)"
+PARAMS = ("max_tokens", "ignore_eos", "temperature")
 NUMBER = 0
 """A greedy request of either set, with a text."""
 
@@ -47,7 +48,7 @@ def newer_door(target: LocalTarget, rng: random.Random) -> None:
     the job without it, end it, or die of it."""
     heads = {name: pid for name, pid in target.pids().items() if name.startswith("stage-0")}
     request = target.workload.requests[NUMBER]
-    params = {name: request[name] for name in ("max_tokens", "ignore_eos", "temperature")}
+    params = {name: request[name] for name in PARAMS if name in request}
     asked = [
         Asked(id=uuid4(), number=NUMBER, door="next release", ends=ENDS, promised=True)
         for _ in range(NUM_JOBS)
@@ -61,7 +62,7 @@ def newer_door(target: LocalTarget, rng: random.Random) -> None:
                 "metadata": json.dumps(MARK),
             }
             values |= {"params": json.dumps({**params, **UNKNOWN}), "prompt": request["prompt"]}
-            connection.execute(PREPARED, {**values, "max_tokens": request["max_tokens"]})
+            connection.execute(PREPARED, {**values, "max_tokens": request.get("max_tokens", 1)})
             target.journal.ask(each)
     hold(LEASES * target.times.lease_s)
     now = target.pids()

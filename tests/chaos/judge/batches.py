@@ -12,10 +12,13 @@ from typing import Any
 import psycopg
 from psycopg.rows import dict_row
 
+from tests.chaos.judge.bits import vector_of
 from tests.chaos.load.batches.batcher import lines_of
 from tests.chaos.load.batches.sent_batch import (
     CHATS,
     COMPLETIONS,
+    DECISIONS,
+    EMBEDDINGS,
     ENDS,
     MARK,
     RESPONSES,
@@ -30,7 +33,8 @@ DOOR = "batches"
 JOBS = """
 SELECT metadata ->> 'batch' AS batch, (metadata ->> 'line')::int AS line,
     (metadata ->> 'number')::int AS number, jobs.id, state, coalesce(choice_index, 0) AS place,
-    results.text, results.token_ids, jobs.params -> 'tools' IS NOT NULL AS has_tools
+    results.text, results.token_ids, results.embedding,
+    jobs.params -> 'tools' IS NOT NULL AS has_tools
 FROM jobs LEFT JOIN results ON results.job_id = jobs.id WHERE metadata ->> 'asked_by' = %s
 ORDER BY jobs.id
 """
@@ -171,7 +175,7 @@ class BatchTrial:
         }
         if document["request_counts"] != wanted:
             yield "mistold", f"it counts {document['request_counts']}, and has {wanted}"
-        if self.batch.endpoint in (CHATS, COMPLETIONS, RESPONSES):
+        if self.batch.endpoint != DECISIONS:
             used = sum(one["response"]["body"]["usage"]["total_tokens"] for one in output)
             if document["usage"]["total_tokens"] != used:
                 told = document["usage"]["total_tokens"]
@@ -186,6 +190,10 @@ class BatchTrial:
             yield "mistold", f"{one['custom_id']} has {len(rows)} jobs: {str(one)[:300]}"
             return
         (row,) = rows
+        if self.batch.endpoint == EMBEDDINGS:
+            told = vector_of(answered["body"]["data"][0]["embedding"], None)
+            if told != vector_of(row["embedding"], None):
+                yield "vector_mismatches", f"{one['custom_id']} has another vector than its job"
         text, tokens = _said(self.batch.endpoint, answered["body"])
         if text is not None and not row["has_tools"] and text != row["text"]:
             yield "text_mismatches", f"{one['custom_id']} says {text!r}, its job {row['text']!r}"

@@ -4,6 +4,7 @@ against those of the undisturbed run. Knows no server.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from uuid import UUID
@@ -51,6 +52,10 @@ def _in_result(job_id: UUID, row: Row, expected: Expected) -> Iterator[Finding]:
         yield from _logprobs(job_id, row["logprobs"], list(expected.logprobs)[:end], "the result")
     if row["exact"] and expected.decision is not None and not is_partial:
         yield from _decision(job_id, row["decision"], expected.decision)
+    if row["exact"] and expected.vector is not None and not is_partial:
+        vector = vector_of(row["embedding"], row["score"])
+        if vector != expected.vector:
+            yield _changed("vector", "its vector is not that of the undisturbed pass", job_id)
     if not is_partial and row["adapter"] != expected.adapter:
         yield _changed(
             "adapter", f"its adapter was {row['adapter']}, not {expected.adapter}", job_id
@@ -80,6 +85,13 @@ def _decision(job_id: UUID, got: Any, wanted: Sequence[Any]) -> Iterator[Finding
         yield _changed("decision", f"its numbers are {got}, not {list(wanted)}", job_id)
 
 
+def vector_of(embedding: Sequence[float] | None, score: float | None) -> Sequence[float] | None:
+    """What a row or an answer has of a text or a pair; each bit of a float32 counts."""
+    if embedding is not None:
+        return tuple(array("f", embedding))
+    return None if score is None else (score,)
+
+
 def _changed(what: str, how: str, job_id: UUID) -> Finding:
     return Finding(invariant="I2", count=f"{what}_mismatches", what=how, job_id=job_id)
 
@@ -92,7 +104,12 @@ def unequal(rows: Sequence[tuple[int, Row]]) -> Iterator[Finding]:
         if row["state"] != "succeeded" or not row["exact"]:
             continue
         first = firsts.setdefault((number, row["exactness"]), row)
-        for what, name in (("token", "token_ids"), ("text", "text"), ("logprob", "logprobs")):
+        for what, name in (
+            ("token", "token_ids"),
+            ("text", "text"),
+            ("logprob", "logprobs"),
+            ("vector", "embedding"),
+        ):
             if row[name] != first[name]:
                 place = first_difference(row[name] or (), first[name] or ())
                 yield _changed(

@@ -21,6 +21,7 @@ from celery import Celery
 from celery.states import REVOKED, SUCCESS
 from psycopg.rows import dict_row
 
+from tests.chaos.judge.bits import vector_of
 from tests.chaos.load.canvas import DOOR, ERRBACK, canvas_app, followers, kind_of
 from tests.chaos.load.canvas_app import CALLS
 from tests.chaos.load.journal import Asked
@@ -35,6 +36,7 @@ BEFORE_S = 10.0
 
 JOBS = """
 SELECT id, state, extract(epoch FROM jobs.created_at)::float8 AS created_s, token_ids, text,
+    embedding, score, choice,
     extract(epoch FROM finished_at)::float8 AS finished_s
 FROM jobs LEFT JOIN results ON results.job_id = jobs.id
 WHERE jobs.id = ANY(%s) AND finished_at IS NOT NULL
@@ -141,7 +143,13 @@ def _wrong_result(row: Row, app: Celery) -> Iterator[str]:
 
 
 def _is_completion(row: Row, value: Any) -> bool:
-    return (value["token_ids"], value["text"]) == (row["token_ids"], row["text"])
+    if (value["token_ids"], value["text"]) != (row["token_ids"], row["text"]):
+        return False
+    if row["embedding"] is None and row["choice"] is not None:
+        return True
+    return vector_of(value.get("embedding"), value.get("score")) == vector_of(
+        row["embedding"], row["score"]
+    )
 
 
 def _rows(database_url: str, asked: Sequence[Asked]) -> dict[UUID, Row]:

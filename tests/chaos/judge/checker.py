@@ -30,6 +30,7 @@ SELECT jobs.id, state, jobs.fence, error, results.token_ids, results.text, resul
     results.fence AS result_fence, results.exact, results.finish_reason,
     results.provenance #>> '{adapter,fingerprint}' AS adapter,
     results.provenance ->> 'exactness' AS exactness, results.tool_calls,
+    results.embedding, results.score,
     jobs.params -> 'tools' IS NOT NULL AS has_tools,
     CASE WHEN choice IS NOT NULL THEN jsonb_build_array(
         choice, probability, confidence, score, probabilities, label_mass) END AS decision

@@ -35,6 +35,7 @@ from tests.chaos.load.canvas_worker import CanvasWorker
 from tests.chaos.load.chooser import Chooser, Customer, Customers
 from tests.chaos.load.decider import Decider
 from tests.chaos.load.doors import PATIENCE_S, gateway_client
+from tests.chaos.load.encoders.embedder import Embedder, Scorer
 from tests.chaos.load.journal import Asked, Journal
 from tests.chaos.load.keeper import Keeper
 from tests.chaos.load.limit_prober import LimitProber
@@ -126,13 +127,14 @@ def crowd(
         _cancel, target, client, random.Random(f"{seed} canceller"), stopping, drained
     )
     people["poisoner"] = partial(_poison, target, random.Random(f"{seed} poisoner"), drained)
-    people["limit prober"] = LimitProber(
-        doors=LimitProber.doors_of(target.urls),
-        journal=target.journal,
-        stopping=stopping,
-        drained=drained,
-        rng=random.Random(f"{seed} limit prober"),
-    ).run
+    if target.workload.generates:
+        people["limit prober"] = LimitProber(
+            doors=LimitProber.doors_of(target.urls),
+            journal=target.journal,
+            stopping=stopping,
+            drained=drained,
+            rng=random.Random(f"{seed} limit prober"),
+        ).run
     people["dead letters"] = partial(_look_at_dead_letters, target, drained)
     worker = None if target.results is None else _canvas_worker(target, target.results, drained)
     if worker is not None:
@@ -176,7 +178,7 @@ def _callers(
     target: Target, stopping: threading.Event, drained: threading.Event, seed: int
 ) -> dict[str, Work]:
     """Those of OpenAI's routes: who stream completions, who follow responses, and who want whole
-    answers."""
+    answers; of encoders, who want vectors and scores."""
     ends: dict[str, Any] = {"stopping": stopping, "drained": drained}
 
     def customers(name: str, *kinds: type[Customer]) -> Work:
@@ -189,6 +191,8 @@ def _callers(
         each = [kind(**told, rng=rng) for kind in kinds]
         return Customers(urls=target.urls, customers=each, rng=rng, **ends).run
 
+    if not target.workload.generates:
+        return {"embedder": customers("embedder", Embedder, Scorer)}
     caller = Caller(
         urls=target.urls,
         journal=target.journal,

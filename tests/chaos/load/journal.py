@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
@@ -113,6 +113,16 @@ class ResponseHeard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TextsHeard:
+    """What a door answered of several texts or pairs."""
+
+    numbers: Sequence[int]
+    """Of their requests."""
+    vectors: Sequence[Sequence[float]]
+    """A score is a vector of one number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
     """How far accepted jobs had come at one moment."""
 
@@ -131,6 +141,7 @@ class Journal:
         self._asked: dict[UUID, Asked] = {}
         self._watched: list[Watched] = []
         self._responses: list[ResponseHeard] = []
+        self._texts: list[TextsHeard] = []
         self._findings: list[Finding] = []
 
     def ask(self, asked: Asked) -> Asked:
@@ -173,6 +184,16 @@ class Journal:
         """All that were read by their events."""
         with self._changed:
             return list(self._responses)
+
+    def hear_texts(self, texts: TextsHeard) -> None:
+        """A door has answered."""
+        with self._changed:
+            self._texts.append(texts)
+
+    def texts(self) -> list[TextsHeard]:
+        """All that doors answered of texts."""
+        with self._changed:
+            return list(self._texts)
 
     def streamed(self) -> None:
         """A reader has seen something new."""

@@ -3,6 +3,7 @@ no judgment."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,6 +13,7 @@ from uuid import uuid4
 import msgspec
 
 from shardline.client import Client
+from shardline.contract.job import Result
 from tests.chaos.load.journal import Asked
 from tests.chaos.load.target import Target
 
@@ -38,6 +40,8 @@ class Expected:
     decision: Sequence[Any] | None = None
     """The numbers of a question's answer, in the order of `Decision`; None: unknown, or it is
     none."""
+    vector: Sequence[float] | None = None
+    """Of a text, in float32, or the score of a pair; None: unknown, or there is none."""
     adapter: str | None = None
     """The fingerprint in its provenance; None: it had none."""
 
@@ -79,7 +83,14 @@ def undisturbed(target: Target, compared: Compared = Compared.BITS) -> list[Expe
                 text=result.text,
                 logprobs=logprobs,
                 decision=decision,
+                vector=_vector(result) if has_bits else None,
                 adapter=adapter,
             )
         )
     return None if compared is Compared.NOTHING else found
+
+
+def _vector(result: Result) -> Sequence[float] | None:
+    if result.embedding is not None:
+        return tuple(array("f", result.embedding))
+    return (result.score,) if result.decision is None and result.score is not None else None

@@ -48,6 +48,7 @@ class LoadName(StrEnum):
 
     LAB = "lab"
     USERS = "users"
+    ENCODERS = "encoders"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,12 @@ class Workload:
     @property
     def is_users(self) -> bool:
         """Then producers repeat, cancel and come back."""
-        return self.name is LoadName.USERS
+        return self.name is not LoadName.LAB
+
+    @property
+    def generates(self) -> bool:
+        """Whether its models say tokens."""
+        return self.name is not LoadName.ENCODERS
 
     def draw(self, rng: random.Random) -> int:
         """The number of any request."""
@@ -111,10 +117,11 @@ def lab() -> Workload:
 def of_users(models: Sequence[Speaks]) -> Workload:
     """See `users`."""
     names = tuple(model.name for model in models)
-    return Workload(name=LoadName.USERS, requests=users(models), models=names, dress=_dress)
+    return Workload(name=LoadName.USERS, requests=users(models), models=names, dress=dress_of_user)
 
 
-def _dress(rng: random.Random) -> Dress:
+def dress_of_user(rng: random.Random) -> Dress:
+    """Keys, priorities, delays and deadlines as they come."""
     fields: dict[str, Any] = {"metadata": MARK, "priority": rng.choice(PRIORITIES)}
     ends = SUCCEEDED
     if rng.random() < KEYED:

@@ -78,6 +78,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     logprob_mismatches: int = 0
     decision_mismatches: int = 0
     """Questions whose numbers are not those of the undisturbed pass, or of an equal question."""
+    vector_mismatches: int = 0
+    """Vectors and scores with other bits than the undisturbed pass."""
     invalid_calls: int = 0
     """Replies that had to call a tool and did not, or not by its schema."""
     adapter_mismatches: int = 0

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,11 @@ from services.standalone.settings import CLERK as CLERK_FOLDER
 from services.standalone.settings import StandaloneSettings
 from shardline.base.config import Times
 from shardline.contract.job import MAX_CRASHES
+from tests.chaos.load.encoders.texts import of_encoders
 from tests.chaos.load.requests import MODEL
 from tests.chaos.load.target import ResultBackend
 from tests.chaos.load.users import CLERK, SCRIBE
-from tests.chaos.load.workload import LoadName, adapter_names, lab, of_users
+from tests.chaos.load.workload import LoadName, Workload, adapter_names, lab, of_users
 from tests.chaos.network.hop_net import HopNet
 from tests.chaos.network.proxy import Proxy
 from tests.chaos.shims.clock import Clock
@@ -40,6 +41,13 @@ from tests.chaos.stack.options import FLEET_MIB, KV_MIB, KV_OFFLOAD_MIB, SMALL_K
 from tests.repository import REPOSITORY
 from tests.stack import Stack
 
+WORKLOADS: Mapping[LoadName, Callable[[], Workload]] = MappingProxyType(
+    {
+        LoadName.LAB: lab,
+        LoadName.USERS: lambda: of_users([CLERK, SCRIBE]),
+        LoadName.ENCODERS: of_encoders,
+    }
+)
 DEBUG = {"enable-debug-command": "local"}
 PLAIN = "?sslmode=disable&gssencmode=disable"
 SECOND_KV_MIB: Mapping[str, int] = MappingProxyType(
@@ -77,8 +85,8 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
     failpoints = folder / FAILPOINTS
     kv_mib = folder / "kv_mib"
     failpoints.mkdir()
-    is_users = options.load is LoadName.USERS
-    workload = of_users([CLERK, SCRIBE]) if is_users else lab()
+    is_users = options.load is not LoadName.LAB
+    workload = WORKLOADS[options.load]()
     kv_mib.write_text(str(SMALL_KV_MIB[options.dtype] if is_users else KV_MIB))
     with ExitStack() as ending:
         ending.callback(_keep_logs, folder)
@@ -86,7 +94,7 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
         disk = Disk(folder / "disk")
         stage_preload = ending.enter_context(_preloaded(clock, disk))
         model = folder / "model" / MODEL
-        shutil.copytree(options.model or CLERK_FOLDER, model)
+        _first_model(options, model)
         servers = _serve(ending, folder / SERVERS, composed_redis() if is_users else {})
         results = _results(ending, folder / RESULTS) if is_users and options.canvas else None
         hop_net = _hop_net(ending, options)
@@ -177,7 +185,7 @@ def _shape(options: Options) -> Mapping[str, str]:
     all_cores = {"SHARDLINE_STAGE_CORES": str(len(usable_cores()))}
     if options.workers is not None:
         cores = {} if devices else all_cores
-        is_users = options.load is LoadName.USERS
+        is_users = options.load is not LoadName.LAB
         memory = {"SHARDLINE_MEMORY_MIB": str(FLEET_MIB[options.dtype])} if is_users else {}
         return {"SHARDLINE_WORKERS": str(options.workers), **cores, **memory, **ranks, **devices}
     if devices:
@@ -253,12 +261,23 @@ def _unlike(ending: ExitStack, stack: Stack, options: Options) -> list[FleetWork
 def _second(ending: ExitStack, folder: Path, options: Options, shared: Mapping[str, str]) -> Stack:
     """One pipeline of one stage, on the same Postgres and Redis, with another model."""
     model = folder / "model" / SCRIBE.name
-    _run("second_model", str(model))
+    if options.load is LoadName.ENCODERS:
+        _run("encoder_models", "score", str(model))
+    else:
+        _run("second_model", str(model))
     kv_mib = SECOND_KV_MIB[options.dtype]
     own = {"SHARDLINE_MODEL": str(model), "SHARDLINE_STAGES": "1", "SHARDLINE_KV_MIB": str(kv_mib)}
     return _stack(
         ending, folder / "second", **{**shared, **own, **_adapters(model, options.adapters)}
     )
+
+
+def _first_model(options: Options, model: Path) -> None:
+    """Of its own: it may be damaged."""
+    if options.load is LoadName.ENCODERS and options.model is None:
+        _run("encoder_models", "embed", str(model))
+    else:
+        shutil.copytree(options.model or CLERK_FOLDER, model)
 
 
 def _adapters(model: Path, num: int) -> Mapping[str, str]:

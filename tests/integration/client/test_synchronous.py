@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal, cast
 from uuid import UUID, uuid4
 
 import pytest
@@ -102,6 +102,30 @@ def test_one_wrong_request_among_many_stores_none(client: Client) -> None:
         )
     assert caught.value.field == "requests[1].top_p"
     assert num_jobs(client) == 0
+
+
+def test_wrong_requests_among_many_are_skipped_where_the_caller_says_so(client: Client) -> None:
+    one: dict[str, Any] = {"model": "clerk", "prompt": "a", "idempotency_key": "k"}
+    requests: list[dict[str, Any]] = [
+        one,
+        {"model": "clerk", "prompt": "a", "top_p": 2},
+        {**one, "prompt": "b"},
+        {"model": "clerk", "prompt": "a", "tenant": "nobody"},
+        {"model": "clerk", "prompt": "c"},
+    ]
+    first, wrong, other, foreign, last = client.submit_many(requests, on_error="skip")
+    assert [isinstance(each, UUID) for each in (first, last)] == [True, True]
+    assert isinstance(other, Conflict)
+    assert [each.field for each in (wrong, foreign) if isinstance(each, Invalid)] == [
+        "top_p",
+        "tenant",
+    ]
+    assert num_jobs(client) == 2
+    choices = client.submit_many([requests[4], requests[1]], n=2, on_error="skip")
+    assert [isinstance(each, Invalid) for each in choices] == [False, False, True, True]
+    assert client.submit_many([], on_error="skip") == []
+    with pytest.raises(Invalid):
+        client.submit_many([one], on_error=cast(Literal["skip"], "ignore"))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 import transformers as tf
 from celery import Celery
 from openai import BadRequestError, OpenAI
+from openai.types import Batch
 from sqlalchemy import Engine, text
 
 from shardline.client import Client
@@ -109,6 +110,52 @@ def test_every_door_has_the_same_vector(stack: Stack, client: Client, database: 
         rows = connection.execute(query, {"ids": ids}).all()
     assert [row.text for row in rows] == [""] * len(ids)
     assert bits(row.embedding for row in rows) == bits([wanted]) * len(ids)
+
+
+def test_lines_of_a_batch_have_the_same_vectors(openai: OpenAI) -> None:
+    asked: list[dict[str, Any]] = [
+        {"input": list(TEXTS)},
+        {"input": TEXTS[1], "encoding_format": "base64"},
+        {"input": [[3, 9, 4], [3, 10, 11, 12, 13, 4]]},
+        {"input": ["w9", ""]},
+        {"input": "w9", "dimensions": 8},
+    ]
+    lines = [
+        {"custom_id": f"{place}", "method": "POST", "url": "/v1/embeddings",
+         "body": {"model": NAME, **body}}
+        for place, body in enumerate(asked)
+    ]  # fmt: skip
+    content = "\n".join(map(json.dumps, lines)).encode()
+    file = openai.files.create(file=("in.jsonl", content), purpose="batch")
+    batch = openai.batches.create(
+        input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h"
+    )
+    batch = until(lambda: ended(openai, batch.id))
+
+    answers = read_lines(openai, batch.output_file_id)
+    alone = [openai.post("/embeddings", body={"model": NAME, **each}, cast_to=object)
+             for each in asked[:3]]  # fmt: skip
+    bodies = [each["response"]["body"] for each in answers]
+    for found, expected in zip(bodies, alone, strict=True):
+        assert {**found, "id": None} == {**cast(dict[str, Any], expected), "id": None}
+    fields = [
+        each["response"]["body"]["error"]["param"]
+        for each in read_lines(openai, batch.error_file_id)
+    ]
+    assert fields == ["input[1]", "dimensions"]
+    used = sum(each["usage"]["prompt_tokens"] for each in bodies)
+    assert batch.usage is not None
+    assert (batch.status, batch.usage.input_tokens) == ("completed", used)
+
+
+def ended(openai: OpenAI, batch_id: str) -> Batch | None:
+    batch = openai.batches.retrieve(batch_id)
+    return None if batch.completed_at is None else batch
+
+
+def read_lines(openai: OpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    assert file_id is not None
+    return [json.loads(line) for line in openai.files.content(file_id).text.splitlines()]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tests.chaos.load.callers import openai_form
+from tests.chaos.load.encoders.texts import is_pair
 from tests.chaos.load.requests import Request
 from tests.chaos.load.responder import is_chat, response_form
 from tests.chaos.load.workload import Workload, is_completion
@@ -28,6 +29,7 @@ CHATS = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
 DECISIONS = "/v1/decisions"
+EMBEDDINGS = "/v1/embeddings"
 
 
 class BatchKind(StrEnum):
@@ -82,6 +84,11 @@ def _decision_form(request: Request) -> dict[str, Any]:
     return body
 
 
+def _embedding_form(request: Request) -> dict[str, Any]:
+    body = dict(request)
+    return {"input": body.pop("prompt"), **body}
+
+
 def _completion_form(request: Request) -> dict[str, Any]:
     _, body = openai_form(request)
     return {**body, "return_token_ids": True}
@@ -103,6 +110,7 @@ FORMS: Mapping[str, LineForm] = MappingProxyType(
         ),
         RESPONSES: LineForm(is_chat, response_form),
         DECISIONS: LineForm(lambda request: "question" in request, _decision_form),
+        EMBEDDINGS: LineForm(lambda request: not is_pair(request), _embedding_form),
     }
 )
 
@@ -164,9 +172,10 @@ class SentBatch:
 
 
 def draw_batch(workload: Workload, rng: random.Random, kind: BatchKind) -> SentBatch:
-    """One of this kind, for any of the routes."""
+    """One of this kind, for any of the routes that the models have."""
     name = f"{rng.getrandbits(64):016x}"
-    endpoint = rng.choice(sorted(FORMS))
+    endpoints = (CHATS, COMPLETIONS, DECISIONS, RESPONSES)
+    endpoint = rng.choice(endpoints if workload.generates else (EMBEDDINGS,))
     lines = list(_lines(workload, rng, kind, endpoint, name))
     if kind is BatchKind.REFUSED:
         # No two lines may have one custom_id.
