@@ -22,8 +22,3 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
                 error.args = (f"{error.field}: {error.problem}. {error.remedy}",)
                 break
         raise
-
-
-def flat_tool_names(num_tools: int) -> dict[str, str]:
-    """Returns the names for fields of tools at doors where a tool is its function."""
-    return {f"tools[{place}].function": f"tools[{place}]" for place in range(num_tools)}

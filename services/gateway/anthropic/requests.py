@@ -12,7 +12,7 @@ import msgspec
 
 from services.gateway.anthropic import bodies
 from services.gateway.errors import ThreadUnsupported
-from services.gateway.field_names import flat_tool_names, renaming
+from services.gateway.field_names import renaming
 from services.gateway.http.json_body import Document
 from services.gateway.openai.bodies import ChatCompletionRequest
 from services.gateway.openai.neutral_fields import drop_neutral
@@ -60,7 +60,7 @@ class MessageRequest(ChatCompletionRequest, frozen=True, kw_only=True):
                 f"tools[{place}].function.parameters": f"tools[{place}].input_schema"
                 for place in range(len(self.tools))
             },
-            **flat_tool_names(len(self.tools)),
+            **{f"tools[{place}].function": f"tools[{place}]" for place in range(len(self.tools))},
         }
 
 

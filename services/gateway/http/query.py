@@ -1,15 +1,18 @@
-"""Queries of routes that read them themselves: known names only, each once. Knows no parameter."""
+"""Queries of routes that read them themselves: known names only, each once; and ids in paths. Knows
+no parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, TypeVar
+from uuid import UUID
 
 import msgspec
 from fastapi import Request
 
-from shardline.base.errors import Invalid
+from shardline.base.errors import Invalid, NotFound
+from shardline.contract.ids import parse_id
 from shardline.contract.request_parsing import invalid_from
 
 QueryT = TypeVar("QueryT", bound=msgspec.Struct)
@@ -27,6 +30,15 @@ def described(kind: type[msgspec.Struct]) -> Mapping[str, Mapping[str, Any]]:
         one = next(one for one in schema.get("anyOf", [schema]) if one.get("type") != "null")
         found[name] = schemas.get(one.get("$ref"), one)
     return found
+
+
+def path_id(text: str, prefix: str) -> UUID:
+    """Reads the id in a path, with its prefix or without. Raises NotFound where nothing can have
+    it: clients take that for an answer."""
+    try:
+        return parse_id(text.removeprefix(prefix))
+    except Invalid as error:
+        raise NotFound(f"nothing has the id {text[:64]!r}") from error
 
 
 def query(request: Request, kind: type[QueryT]) -> QueryT:

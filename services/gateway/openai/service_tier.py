@@ -8,12 +8,13 @@ from typing import Literal
 
 from shardline.contract.job import DEFAULT_PRIORITY, INTERACTIVE_PRIORITY
 
-ServiceTier = Literal["auto", "default", "flex", "priority", "scale"]
+ServiceTier = Literal["auto", "default", "fast", "flex", "priority", "scale"]
 
 PRIORITIES: Mapping[str, int] = MappingProxyType(
     {
         "auto": INTERACTIVE_PRIORITY,
         "default": INTERACTIVE_PRIORITY,
+        "fast": 1,
         "flex": DEFAULT_PRIORITY,
         "priority": 1,
         "scale": INTERACTIVE_PRIORITY,
@@ -21,7 +22,12 @@ PRIORITIES: Mapping[str, int] = MappingProxyType(
 )
 """Of a request that names no `priority`. `flex` waits with the jobs that nobody waits for."""
 
+STANDS_FOR: Mapping[ServiceTier, ServiceTier] = MappingProxyType(
+    {"auto": "default", "fast": "priority"}
+)
+
 
 def tier_used(asked: ServiceTier) -> ServiceTier:
-    """Returns what the answer says: the tier itself, of `auto` the one that it stands for."""
-    return "default" if asked == "auto" else asked
+    """Returns what the answer says: the tier itself, of `auto` and `fast` the one that they stand
+    for."""
+    return STANDS_FOR.get(asked, asked)

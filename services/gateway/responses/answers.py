@@ -8,6 +8,7 @@ from uuid import UUID
 import msgspec
 
 from services.gateway.openai.responses import LogprobTexts
+from services.gateway.openai.service_tier import tier_used
 from services.gateway.responses.documents import (
     IncompleteDetails,
     InputDetails,
@@ -19,8 +20,8 @@ from services.gateway.responses.documents import (
 )
 from services.gateway.responses.output import ResponseOutput
 from services.gateway.responses.output_items import ItemStatus, OutputItem
-from services.gateway.responses.request_fields import StoredOptions
-from services.gateway.responses.tools import flat_choice, flat_tool
+from services.gateway.responses.request_fields import KeptOptions
+from services.gateway.responses.tools import flat_choice, flat_tools
 from shardline.contract.job import MAX_TOKENS, FinishReason, Job, JobState, Usage, address_of
 from shardline.store.responses import ResponseRow
 from shardline_server.tokenize import Tokens
@@ -46,9 +47,9 @@ class ResponseAnswers:
         return self.row.job
 
     @property
-    def options(self) -> StoredOptions:
+    def options(self) -> KeptOptions:
         """What was asked for and the job does not say. A later release may have written more."""
-        return msgspec.convert(self.row.options, StoredOptions)
+        return msgspec.convert(self.row.options, KeptOptions)
 
     def output(self, first_number: int = 0) -> ResponseOutput:
         """The output's items and events, before its first token."""
@@ -64,6 +65,7 @@ class ResponseAnswers:
             logprob_texts=LogprobTexts(self.tokens.token_texts(params, prompt_ids))
             if has_logprobs
             else None,
+            namespaces=self.options.namespaces,
             first_number=first_number,
         )
 
@@ -138,7 +140,7 @@ class ResponseAnswers:
             prompt_cache_key=options.prompt_cache_key,
             reasoning=options.reasoning,
             safety_identifier=options.safety_identifier,
-            service_tier=options.service_tier,
+            service_tier=tier_used(options.service_tier),
             store=options.store,
             temperature=params.temperature,
             top_p=params.top_p,
@@ -146,7 +148,7 @@ class ResponseAnswers:
             frequency_penalty=params.frequency_penalty,
             text=options.text,
             tool_choice=flat_choice(params.tool_choice),
-            tools=[flat_tool(tool) for tool in params.tools],
+            tools=flat_tools(params.tools, options.namespaces),
             top_logprobs=options.top_logprobs,
             truncation=options.truncation,
             usage=usage,

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from uuid import UUID
 
+from msgspec import UNSET
+
 from services.gateway.responses.input_items import (
     InputCall,
     InputCallOutput,
@@ -26,6 +28,7 @@ from services.gateway.responses.output_items import (
     OutputText,
     ReasoningItem,
 )
+from services.gateway.responses.tools import joined_name
 from shardline.base.errors import Invalid
 from shardline.contract.chat import FunctionCall, Message, ToolCall
 
@@ -112,7 +115,8 @@ def _turn_message(turn: Sequence[AnyItem]) -> Message:
         if isinstance(item, InputReasoning | ReasoningItem):
             reasoning += [part.text for part in item.content or item.summary]
         elif isinstance(item, InputCall | CallItem):
-            function = FunctionCall(name=item.name, arguments=item.arguments)
+            name = joined_name(item.namespace or None, item.name)
+            function = FunctionCall(name=name, arguments=item.arguments)
             calls.append(ToolCall(id=item.call_id, function=function))
         elif isinstance(item, InputMessage):
             texts.append(text_of(item.content))
@@ -158,6 +162,7 @@ def _listed(place: str, item: InputItem) -> ListedItem:
             status="completed",
             call_id=item.call_id,
             name=item.name,
+            namespace=item.namespace or UNSET,
             arguments=item.arguments,
         )
     return ListedCallOutput(

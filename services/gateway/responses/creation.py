@@ -20,6 +20,7 @@ from services.gateway.context import Gateway
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, PreviousNotFound, json_response
 from services.gateway.field_names import renaming
 from services.gateway.guard import Caller
+from services.gateway.http.query import path_id
 from services.gateway.http.sse import EventStream
 from services.gateway.openai.completion_response import abandon, ended_job
 from services.gateway.patient_reading import read_patiently
@@ -41,7 +42,6 @@ from services.gateway.responses.response_events import response_events, whole
 from services.gateway.submit import AcceptedJob, read_jobs, store_jobs
 from shardline.base.errors import Conflict, ContextExceeded, Invalid, NotFound, Unavailable
 from shardline.contract.chat import Message
-from shardline.contract.ids import parse_id
 from shardline.contract.job import address_of
 from shardline.store.inserts import Tokenized, encode_request
 from shardline.store.responses import EncodedResponse, NewResponse, ResponseRow, encode_response
@@ -127,9 +127,8 @@ async def stored_answers(gateway: Gateway, text: str, caller: Caller) -> Respons
 
 
 async def stored_row(gateway: Gateway, text: str, caller: Caller) -> ResponseRow:
-    """The row of a stored response of the caller's tenant. Raises NotFound, and Invalid for what is
-    no id."""
-    job_id = parse_id(text.removeprefix(PREFIX), "response_id")
+    """The row of a stored response of the caller's tenant. Raises NotFound."""
+    job_id = path_id(text, PREFIX)
     row = await gateway.client.response(job_id)
     if row is None or not _is_open_to(row, caller.tenant):
         raise NotFound(f"no response has the id {response_id(job_id)}")

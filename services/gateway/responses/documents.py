@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from services.gateway.openai.service_tier import ServiceTier
 from services.gateway.responses.output_items import OutputItem
-from services.gateway.responses.request_fields import ReasoningOptions, TextOptions, Tier
-from services.gateway.responses.tools import ResponseTool, ResponseToolChoice
+from services.gateway.responses.request_fields import ReasoningOptions, TextOptions
+from services.gateway.responses.tools import AnyTool, ResponseToolChoice
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
@@ -72,7 +73,7 @@ class ResponseDocument(
     prompt_cache_key: str | None
     reasoning: ReasoningOptions
     safety_identifier: str | None
-    service_tier: Tier
+    service_tier: ServiceTier
     store: bool
     temperature: float
     top_p: float
@@ -80,7 +81,7 @@ class ResponseDocument(
     frequency_penalty: float
     text: TextOptions
     tool_choice: ResponseToolChoice
-    tools: list[ResponseTool]
+    tools: list[AnyTool]
     top_logprobs: int
     truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None

@@ -77,6 +77,7 @@ class InputCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
 
     call_id: CallId
     name: Annotated[str, Meta(min_length=1, max_length=256)]
+    namespace: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     arguments: str
 
 

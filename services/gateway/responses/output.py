@@ -7,11 +7,13 @@ Postgres alone, goes on with those that would have come.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 from uuid import UUID
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from services.gateway.openai.bodies import ContentLogprob
@@ -26,10 +28,13 @@ from services.gateway.responses.output_items import (
     OutputText,
     ReasoningItem,
 )
+from services.gateway.responses.tools import JOINT
 from shardline.contract.chat import ReplyDelta, ToolCallDelta
 from shardline.contract.job import TokenLogprob
 from shardline_server.replies import ReplyParser
 from shardline_server.tokenize import CompletionText
+
+NO_NAMESPACES: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,6 +60,7 @@ class ResponseOutput:
         replies: ReplyParser,
         with_reasoning: bool = True,
         logprob_texts: LogprobTexts | None = None,
+        namespaces: Mapping[str, str] = NO_NAMESPACES,
         first_number: int = 0,
     ) -> None:
         self.items: list[OutputItem] = []
@@ -66,6 +72,7 @@ class ResponseOutput:
         self._replies = replies
         self._with_reasoning = with_reasoning
         self._logprob_texts = logprob_texts
+        self._namespaces = namespaces
         self._logprobs: list[ContentLogprob] = []
         """Of tokens that have settled no text yet."""
         self._open: OpenItem | None = None
@@ -154,11 +161,14 @@ class ResponseOutput:
 
     def _begin_call(self, call: ToolCallDelta) -> None:
         item_id = self._new_id("fc")
+        name = call.name or ""
+        namespace = self._namespaces.get(name)
         item = CallItem(
             id=item_id,
             status="in_progress",
             call_id=call.id or f"call_{item_id.removeprefix('fc_')}",
-            name=call.name or "",
+            name=name if namespace is None else name.removeprefix(namespace + JOINT),
+            namespace=UNSET if namespace is None else namespace,
             arguments="",
         )
         self._begin(item, call.index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from services.gateway.openai.bodies import ContentLogprob
 from services.gateway.responses.input_items import ReasoningText, SummaryText
@@ -46,6 +47,7 @@ class CallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
     status: ItemStatus
     call_id: str
     name: str
+    namespace: str | UnsetType = UNSET
     arguments: str
 
 

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from services.gateway.openai.service_tier import ServiceTier
 from services.gateway.responses.input_items import Items
-from services.gateway.responses.tools import ResponseToolChoice, ResponseTools
+from services.gateway.responses.tools import ResponseToolChoice, ResponseTools, namespaces_of
 from shardline.contract.job import MAX_TOKENS, NumLogprobs, ReasoningEffort
 from shardline.contract.structured_output import StructuredOutput
 
@@ -24,7 +25,6 @@ Includable = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 ]
-Tier = Literal["auto", "default", "flex", "priority", "scale"]
 ShortText = Annotated[str, Meta(max_length=512)]
 
 
@@ -71,9 +71,11 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the model thinks. Its reasoning always comes whole, so a `summary` adds nothing."""
 
+    context: Literal["auto"] | None = None
     effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    mode: Literal["standard"] | None = None
 
 
 class StreamedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,7 +93,7 @@ class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cache_key: ShortText | None = None
     reasoning: ReasoningOptions = ReasoningOptions()
     safety_identifier: ShortText | None = None
-    service_tier: Tier = "auto"
+    service_tier: ServiceTier = "auto"
     store: bool = True
     """False: no request finds the response afterwards. Its job is kept like every other."""
     text: TextOptions = TextOptions()
@@ -101,25 +103,37 @@ class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
     user: ShortText | None = None
 
 
+class KeptOptions(StoredOptions, frozen=True, kw_only=True):
+    """All that is kept beside a job."""
+
+    namespaces: dict[str, str] = {}
+    """Of functions that have one, by their names in the job."""
+
+
 class ResponseFields(StoredOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All of a request but what `JobRequest` has."""
 
+    client_metadata: dict[str, Any] = {}
+    """Without effect: Codex tells of itself."""
     input: str | Items
     instructions: str | None = None
     """Of this response alone: the next one does not have them."""
     max_output_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
     parallel_tool_calls: bool = True
     previous_response_id: Annotated[str, Meta(max_length=64)] | None = None
+    prompt_cache_options: dict[str, Any] = {}
+    """Without effect: equal beginnings are found without being marked."""
     prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
     stream: bool = False
     stream_options: StreamedOptions = StreamedOptions()
     tool_choice: ResponseToolChoice = "auto"
     tools: ResponseTools = ()
 
-    def options(self) -> StoredOptions:
+    def options(self) -> KeptOptions:
         """Returns what is kept of it."""
         names = StoredOptions.__struct_fields__
-        return StoredOptions(**{name: getattr(self, name) for name in names})
+        values = {name: getattr(self, name) for name in names}
+        return KeptOptions(**values, namespaces=namespaces_of(self.tools))
 
     @property
     def has_logprobs(self) -> bool:

@@ -7,14 +7,15 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.field_names import flat_tool_names, renaming
+from services.gateway.field_names import renaming
 from services.gateway.http.json_body import Document
+from services.gateway.openai.service_tier import PRIORITIES
 from services.gateway.responses.conversation import messages_of
 from services.gateway.responses.input_items import InputItem, InputMessage
 from services.gateway.responses.request_fields import ResponseFields
-from services.gateway.responses.tools import choice_of
+from services.gateway.responses.tools import choice_of, functions_of, places_of
 from shardline.base.errors import Invalid
-from shardline.contract.job import INTERACTIVE_PRIORITY, JobRequest
+from shardline.contract.job import JobRequest
 from shardline.contract.request_parsing import check_request, invalid_from, parse_fields
 from shardline.contract.tool_choice import callable_tools
 
@@ -58,7 +59,7 @@ def response_request(document: Document) -> ResponseRequest:
             raise Invalid(name, "it is not supported here", remedy)
     own = {name: fields.pop(name) for name in [*fields] if name in ResponseFields.__struct_fields__}
     asked = _asked(own)
-    fields.setdefault("priority", INTERACTIVE_PRIORITY)
+    fields.setdefault("priority", PRIORITIES[asked.service_tier])
     job = parse_fields({**fields, **_renamed(asked)}, JobRequest)
     if job.structured_outputs is not None and asked.text.structured() is not None:
         problem = "structured_outputs says what the text must be"
@@ -68,7 +69,7 @@ def response_request(document: Document) -> ResponseRequest:
     values |= {
         "messages": messages,
         "structured_outputs": asked.text.structured() or job.structured_outputs,
-        "tools": tuple(tool.tool() for tool in asked.tools),
+        "tools": functions_of(asked.tools),
         "tool_choice": None if asked.tool_choice == "auto" else choice_of(asked.tool_choice),
         "parallel_tool_calls": asked.parallel_tool_calls,
         "reasoning_effort": asked.reasoning.effort,
@@ -90,7 +91,7 @@ def response_request(document: Document) -> ResponseRequest:
 
 def field_names(asked: ResponseFields) -> Mapping[str, str]:
     """Returns the names that this request has for fields of its job."""
-    names = {**FIELD_NAMES, **flat_tool_names(len(asked.tools))}
+    names = {**FIELD_NAMES, **places_of(asked.tools)}
     if asked.text.structured() is not None:
         names["structured_outputs.json"] = "text.format.schema"
         names["structured_outputs"] = "text.format"

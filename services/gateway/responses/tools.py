@@ -1,13 +1,16 @@
-"""Tools and their choice in the flat form of OpenAI's responses, and as jobs have them. The API's
-description is made from these types."""
+"""Tools and their choice in the flat form of OpenAI's responses, and as jobs have them: there a
+function of a namespace has one name of both. The API's description is made from these types."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
+from shardline.base.errors import Invalid
 from shardline.contract.chat import FunctionDefinition, Tool
 from shardline.contract.tool_choice import (
     MAX_TOOLS,
@@ -18,7 +21,11 @@ from shardline.contract.tool_choice import (
     ToolChoice,
 )
 
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]+$", max_length=64)]
+MAX_NAME_CHARS = 64
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]+$", max_length=MAX_NAME_CHARS)]
+
+JOINT = "__"
+"""Between a namespace and a name, as the model reads and writes them."""
 
 
 class ResponseTool(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function"):
@@ -41,6 +48,14 @@ class ResponseTool(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
         )
 
 
+class NamespaceTool(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="namespace"):
+    """Functions under one name. The model is told of each alone."""
+
+    name: Name
+    description: str | None = None
+    tools: Annotated[tuple[ResponseTool, ...], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
 class ChosenFunction(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function"):
     """The model must call this function, once."""
 
@@ -56,7 +71,8 @@ class AllowedFunctions(
     tools: Annotated[tuple[ChosenFunction, ...], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
-ResponseTools = Annotated[tuple[ResponseTool, ...], Meta(max_length=MAX_TOOLS)]
+AnyTool = ResponseTool | NamespaceTool
+ResponseTools = Annotated[tuple[AnyTool, ...], Meta(max_length=MAX_TOOLS)]
 ResponseToolChoice = Literal["none", "auto", "required"] | ChosenFunction | AllowedFunctions
 
 
@@ -72,8 +88,70 @@ def choice_of(choice: ResponseToolChoice) -> ToolChoice:
     return choice
 
 
-def flat_tool(tool: Tool) -> ResponseTool:
-    """Returns a job's tool as an answer repeats it."""
+def joined_name(namespace: str | None, name: str) -> str:
+    """Returns a function's name as a job has it."""
+    return name if namespace is None else f"{namespace}{JOINT}{name}"
+
+
+def functions_of(tools: Iterable[AnyTool]) -> tuple[Tool, ...]:
+    """Returns all functions as a job has them. Raises Invalid for too many, or a name too long."""
+    found: list[Tool] = []
+    for place, namespace, tool in _functions(tools):
+        name = joined_name(namespace, tool.name)
+        if len(name) > MAX_NAME_CHARS:
+            problem = f"with its namespace it has {len(name)} characters, {MAX_NAME_CHARS} at most"
+            raise Invalid(f"{place}.name", problem, "Shorten one of the two")
+        found.append(replace(tool, name=name).tool())
+    if len(found) > MAX_TOOLS:
+        problem = f"they are {len(found)} functions, {MAX_TOOLS} at most"
+        raise Invalid("tools", problem, "Send fewer")
+    return tuple(found)
+
+
+def places_of(tools: Iterable[AnyTool]) -> dict[str, str]:
+    """Returns where a request has each function, by its place in a job."""
+    places = [place for place, _, _ in _functions(tools)]
+    return {f"tools[{number}].function": place for number, place in enumerate(places)}
+
+
+def namespaces_of(tools: Iterable[AnyTool]) -> dict[str, str]:
+    """Returns the namespaces of functions that have one, by the functions' names in a job."""
+    return {
+        joined_name(namespace, tool.name): namespace
+        for _, namespace, tool in _functions(tools)
+        if namespace is not None
+    }
+
+
+def flat_tools(tools: Iterable[Tool], namespaces: Mapping[str, str]) -> list[AnyTool]:
+    """Returns a job's tools as an answer repeats them."""
+    found: list[AnyTool] = []
+    for tool in tools:
+        flat = _flat_tool(tool)
+        namespace = namespaces.get(flat.name)
+        if namespace is None:
+            found.append(flat)
+            continue
+        flat = replace(flat, name=flat.name.removeprefix(namespace + JOINT))
+        before = found[-1] if found else None
+        if isinstance(before, NamespaceTool) and before.name == namespace:
+            found[-1] = replace(before, tools=(*before.tools, flat))
+        else:
+            found.append(NamespaceTool(name=namespace, tools=(flat,)))
+    return found
+
+
+def _functions(tools: Iterable[AnyTool]) -> Iterator[tuple[str, str | None, ResponseTool]]:
+    """Each function with its place and its namespace."""
+    for place, tool in enumerate(tools):
+        if isinstance(tool, ResponseTool):
+            yield f"tools[{place}]", None, tool
+            continue
+        for inner, one in enumerate(tool.tools):
+            yield f"tools[{place}].tools[{inner}]", tool.name, one
+
+
+def _flat_tool(tool: Tool) -> ResponseTool:
     function = tool.function
     return ResponseTool(
         name=function.name,

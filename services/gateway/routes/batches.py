@@ -9,6 +9,7 @@ from fastapi import APIRouter, Path, Request, Response
 
 from services.gateway.batches.bodies import (
     BATCH_ID,
+    PREFIX,
     BatchDocument,
     BatchList,
     BatchQuery,
@@ -19,7 +20,7 @@ from services.gateway.batches.creation import create
 from services.gateway.context import GatewayDep
 from services.gateway.errors import json_response
 from services.gateway.guard import CancelCaller, ReadCaller, SubmitCaller
-from services.gateway.http.query import described, query
+from services.gateway.http.query import described, path_id, query
 from services.gateway.schemas import GUARDED, answer, errors, json_body, parameters
 from shardline.store import batches
 
@@ -74,7 +75,7 @@ async def list_batches(request: Request, gateway: GatewayDep, caller: ReadCaller
 @router.get(ONE, responses={200: answer("The batch", BatchDocument)})
 async def get_batch(batch_id: BatchIdPath, gateway: GatewayDep, caller: ReadCaller) -> Response:
     """A batch. Its output can be read while it runs."""
-    wanted = partial(batches.get_batch, batch_id=batch_id_of(batch_id), tenant=caller.tenant)
+    wanted = partial(batches.get_batch, batch_id=path_id(batch_id, PREFIX), tenant=caller.tenant)
     return json_response(BatchDocument.of(await gateway.client.ask(wanted)))
 
 
@@ -84,7 +85,7 @@ async def cancel_batch(
 ) -> Response:
     """Cancel what of a batch has not ended; what is done stays. One that has ended stays as it
     is."""
-    wanted = partial(batches.cancel_batch, batch_id=batch_id_of(batch_id), tenant=caller.tenant)
+    wanted = partial(batches.cancel_batch, batch_id=path_id(batch_id, PREFIX), tenant=caller.tenant)
     row = await gateway.client.ask(wanted)
     gateway.batches_due.set()
     return json_response(BatchDocument.of(row))

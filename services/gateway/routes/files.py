@@ -12,6 +12,7 @@ from services.gateway.context import GatewayDep
 from services.gateway.errors import json_response
 from services.gateway.files.bodies import (
     FILE_ID,
+    PREFIX,
     DeletedFile,
     FileList,
     FileQuery,
@@ -24,7 +25,7 @@ from services.gateway.files.contents import MEDIA, chunks, content_response
 from services.gateway.files.upload_form import FORM
 from services.gateway.files.uploads import upload
 from services.gateway.guard import CancelCaller, ReadCaller, SubmitCaller
-from services.gateway.http.query import described, query
+from services.gateway.http.query import described, path_id, query
 from services.gateway.schemas import GUARDED, Content, answer, errors, parameters
 from shardline.store import files
 
@@ -82,14 +83,14 @@ async def list_files(request: Request, gateway: GatewayDep, caller: ReadCaller) 
 @router.get(ONE, responses={200: answer("The file", UploadedFile)})
 async def get_file(file_id: FileIdPath, gateway: GatewayDep, caller: ReadCaller) -> Response:
     """A file, without its content."""
-    wanted = partial(files.get_file, file_id=file_id_of(file_id), tenant=caller.tenant)
+    wanted = partial(files.get_file, file_id=path_id(file_id, PREFIX), tenant=caller.tenant)
     return json_response(UploadedFile.of(await gateway.client.ask(wanted)))
 
 
 @router.delete(ONE, responses={200: answer("It is gone", DeletedFile), **errors(409)})
 async def delete_file(file_id: FileIdPath, gateway: GatewayDep, caller: CancelCaller) -> Response:
     """Delete a file. Of a batch's output the lines stay jobs until their retention passes."""
-    wanted = file_id_of(file_id)
+    wanted = path_id(file_id, PREFIX)
     await gateway.client.ask(partial(files.delete_file, file_id=wanted, tenant=caller.tenant))
     return json_response(DeletedFile(id=file_name(wanted), deleted=True))
 
@@ -97,7 +98,7 @@ async def delete_file(file_id: FileIdPath, gateway: GatewayDep, caller: CancelCa
 @router.get(f"{ONE}/content", responses={200: answer("The content", CONTENT)})
 async def get_content(file_id: FileIdPath, gateway: GatewayDep, caller: ReadCaller) -> Response:
     """The content of a file."""
-    wanted = partial(files.get_file, file_id=file_id_of(file_id), tenant=caller.tenant)
+    wanted = partial(files.get_file, file_id=path_id(file_id, PREFIX), tenant=caller.tenant)
     file = await gateway.client.ask(wanted)
     pieces = chunks(gateway, file) if file.part is None else output_lines(gateway, file)
     return await content_response(pieces)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Annotated, Any
-from uuid import UUID
 
 import msgspec
 from fastapi import APIRouter, Path, Request, Response
@@ -13,7 +12,7 @@ from services.gateway.context import Gateway, GatewayDep
 from services.gateway.errors import json_response
 from services.gateway.guard import CancelCaller, ReadCaller, SubmitCaller
 from services.gateway.http.json_body import read_object
-from services.gateway.http.query import described, query_of
+from services.gateway.http.query import described, path_id, query_of
 from services.gateway.openai.stored_answers import PREFIX, message_page, stored_answer
 from services.gateway.openai.stored_bodies import (
     CompletionList,
@@ -58,7 +57,7 @@ async def list_completions(request: Request, gateway: GatewayDep, caller: ReadCa
         model=asked.model,
         metadata=metadata,
         limit=asked.limit,
-        after=None if asked.after is None else _id(asked.after, "after"),
+        after=None if asked.after is None else parse_id(asked.after.removeprefix(PREFIX), "after"),
         is_ascending=asked.order == "asc",
     )
     data = [await stored_answer(gateway, one) for one in found]
@@ -76,7 +75,7 @@ async def get_completion(
     completion_id: IdPath, gateway: GatewayDep, caller: ReadCaller
 ) -> Response:
     """A stored completion."""
-    found = await gateway.client.get_stored(_id(completion_id), tenant=caller.tenant)
+    found = await gateway.client.get_stored(path_id(completion_id, PREFIX), tenant=caller.tenant)
     return json_response(await stored_answer(gateway, found))
 
 
@@ -90,7 +89,7 @@ async def list_messages(
 ) -> Response:
     """The messages that a stored completion was asked with."""
     asked = query_of(request.query_params.multi_items(), MessageQuery)
-    found = await gateway.client.get_stored(_id(completion_id), tenant=caller.tenant)
+    found = await gateway.client.get_stored(path_id(completion_id, PREFIX), tenant=caller.tenant)
     page = message_page(
         found, limit=asked.limit, after=asked.after, is_ascending=asked.order == "asc"
     )
@@ -107,7 +106,8 @@ async def change_completion(
 ) -> Response:
     """Replace a stored completion's metadata."""
     metadata = await _metadata(gateway, request)
-    found = await gateway.client.change_stored(_id(completion_id), metadata, tenant=caller.tenant)
+    wanted = path_id(completion_id, PREFIX)
+    found = await gateway.client.change_stored(wanted, metadata, tenant=caller.tenant)
     return json_response(await stored_answer(gateway, found))
 
 
@@ -116,7 +116,7 @@ async def delete_completion(
     completion_id: IdPath, gateway: GatewayDep, caller: CancelCaller
 ) -> Response:
     """Delete a stored completion from these routes; its job stays until its retention passes."""
-    wanted = _id(completion_id)
+    wanted = path_id(completion_id, PREFIX)
     await gateway.client.forget_stored(wanted, tenant=caller.tenant)
     return json_response(DeletedCompletion(id=f"{PREFIX}{wanted}", deleted=True))
 
@@ -149,7 +149,3 @@ def _filters(params: QueryParams) -> tuple[dict[str, str], list[tuple[str, str]]
     if len(metadata) > MAX_FILTERS:
         raise Invalid("metadata", f"there are more than {MAX_FILTERS} keys", "Send fewer")
     return metadata, others
-
-
-def _id(text: str, field: str = "id") -> UUID:
-    return parse_id(text.removeprefix(PREFIX), field)

@@ -162,3 +162,27 @@ async def test_a_method_without_a_route_has_a_code(http: httpx.AsyncClient) -> N
     nowhere = await http.get(f"/v1/%ff%ed%a0%80{'x' * 4000}")
     assert (nowhere.status_code, nowhere.json()["error"]["code"]) == (404, "not_found")
     assert len(nowhere.json()["error"]["message"]) < 300
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/files/file-x"),
+        ("GET", "/v1/files/x/content"),
+        ("DELETE", "/v1/files/file-x"),
+        ("GET", "/v1/batches/batch_x"),
+        ("POST", "/v1/batches/batch_x/cancel"),
+        ("GET", "/v1/chat/completions/chatcmpl-x"),
+        ("GET", "/v1/chat/completions/chatcmpl-x/messages"),
+        ("DELETE", "/v1/chat/completions/chatcmpl-x"),
+        ("GET", "/v1/responses/resp_x"),
+        ("DELETE", "/v1/responses/resp_x"),
+        ("POST", "/v1/responses/resp_x/cancel"),
+        ("GET", "/v1/responses/resp_x/input_items"),
+    ],
+)
+async def test_an_id_that_nothing_can_have_is_not_found(
+    http: httpx.AsyncClient, method: str, path: str
+) -> None:
+    answer = await http.request(method, path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")

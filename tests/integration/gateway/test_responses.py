@@ -72,6 +72,7 @@ async def test_a_whole_answer_has_all_that_openais_client_reads(
             top_logprobs=2,
         )
     assert (answer.status, answer.error, answer.incomplete_details) == ("completed", None, None)
+    assert answer.service_tier == "default"
     assert answer.instructions == "Add."
     assert answer.metadata == {"order": "17"}
     (item,) = answer.output

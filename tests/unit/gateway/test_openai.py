@@ -11,6 +11,7 @@ from services.gateway.http.json_body import read_object
 from services.gateway.openai.choice_requests import chat_choices, completion_choices
 from services.gateway.openai.neutral_fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL
 from services.gateway.openai.requests import chat_request, completion_request
+from services.gateway.responses.requests import response_request
 from shardline.base.errors import Invalid
 from shardline.contract.chat import Message
 from shardline.contract.choices import choice_seed
@@ -26,6 +27,7 @@ def nested(depth: int) -> list[Any]:
 
 TEXT: dict[str, Any] = {"model": "clerk", "prompt": "a"}
 CHAT: dict[str, Any] = {"model": "clerk", "messages": [{"role": "user", "content": "a"}]}
+RESPONSE: dict[str, Any] = {"model": "clerk", "input": "a"}
 
 
 def test_the_fields_of_a_completion_become_ours() -> None:
@@ -81,10 +83,11 @@ def test_prompts_times_n_are_choices_with_one_id_and_seeds_that_follow() -> None
 
 
 def test_a_service_tier_is_a_priority_unless_the_request_names_one() -> None:
-    tiers = ("auto", "default", "flex", "priority")
-    found = [chat_request({**CHAT, "service_tier": tier}).priority for tier in tiers]
-    assert found == [3, 3, 5, 1]
-    assert chat_request({**CHAT, "service_tier": "flex", "priority": 2}).priority == 2
+    tiers = ("auto", "default", "flex", "priority", "fast")
+    for parse, fields in ((chat_request, CHAT), (response_request, RESPONSE)):
+        found = [parse({**fields, "service_tier": tier}).priority for tier in tiers]
+        assert found == [3, 3, 5, 1, 1]
+        assert parse({**fields, "service_tier": "flex", "priority": 2}).priority == 2
 
 
 def test_a_hint_changes_no_request() -> None:
@@ -112,7 +115,7 @@ def test_a_hint_changes_no_request() -> None:
         ({"length_penalty": 2.0}, "length_penalty", "send 1.0"),
         ({"best_of": 3, "n": 2}, "best_of", "send 1"),
         ({"best_of": True}, "best_of", "send 1"),
-        ({"service_tier": "fast"}, "service_tier", "docs/jobs.md"),
+        ({"service_tier": "faster"}, "service_tier", "docs/jobs.md"),
         ({"store": "yes"}, "store", "send false"),
         ({"suffix": "x"}, "suffix", "Leave it out"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "docs/jobs.md"),
@@ -237,6 +240,21 @@ def test_what_changes_nothing_is_taken_as_if_it_were_left_out(fields: dict[str, 
     plain = chat_request(CHAT)
     request = chat_request({**CHAT, **fields})
     assert (request.params(), request.metadata) == (plain.params(), plain.metadata)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt_cache_options": {"mode": "explicit", "ttl": "30m"}},
+        {"prompt_cache_retention": "24h"},
+        {"reasoning": {"context": "auto", "mode": "standard", "summary": "auto"}},
+        {"text": {"verbosity": "medium"}},
+    ],
+)
+def test_what_changes_nothing_of_a_response_is_taken_too(fields: dict[str, Any]) -> None:
+    plain = response_request(RESPONSE)
+    request = response_request({**RESPONSE, **fields})
+    assert (request.params(), request.messages) == (plain.params(), plain.messages)
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from uuid import UUID
 
 import msgspec
 import pytest
 
 from services.gateway.openai.responses import LogprobTexts
-from services.gateway.responses.events import ResponseEvent
-from services.gateway.responses.output import ResponseOutput
+from services.gateway.responses.events import ArgumentsDone, ResponseEvent
+from services.gateway.responses.output import NO_NAMESPACES, ResponseOutput
 from services.gateway.responses.output_items import CallItem, MessageItem, ReasoningItem
 from shardline.contract.chat import FunctionDefinition, Tool
 from shardline.contract.job import MAX_TOKENS, SamplingParams, TokenLogprob
@@ -34,12 +34,15 @@ def tokens() -> Tokens:
     return Tokens.from_row(clerk_row())
 
 
-def output(tokens: Tokens, replies: ReplyParser) -> ResponseOutput:
+def output(
+    tokens: Tokens, replies: ReplyParser, namespaces: Mapping[str, str] = NO_NAMESPACES
+) -> ResponseOutput:
     return ResponseOutput(
         JOB,
         completion=tokens.completion(PARAMS, MAX_TOKENS, (1,)),
         replies=replies,
         logprob_texts=LogprobTexts(tokens.token_texts(PARAMS, (1,))),
+        namespaces=namespaces,
         first_number=2,
     )
 
@@ -92,3 +95,14 @@ def test_calls_and_reasoning_are_items_of_their_own(tokens: Tokens) -> None:
     assert [one.id for one in made.items] == [
         f"{prefix}_{JOB}_{place}" for place, prefix in enumerate(["rs", "msg", "fc", "fc"])
     ]
+
+
+def test_a_call_of_a_namespaces_function_has_both_names(tokens: Tokens) -> None:
+    tool = Tool(function=FunctionDefinition(name="crm__f", parameters={"type": "object"}))
+    reader = ReplyParser("hermes", job_id=JOB, tools=[tool])
+    made = output(tokens, reader, {"crm__f": "crm"})
+    found = events(made, tokens.tokenizer.encode(CALLS.replace('"f"', '"crm__f"')).ids, [])
+    calls = [item for item in made.items if isinstance(item, CallItem)]
+    assert [(call.namespace, call.name) for call in calls] == [("crm", "f")] * 2
+    done = [event.name for event in found if isinstance(event, ArgumentsDone)]
+    assert done == ["f", "f"]

@@ -1,0 +1,78 @@
+"""Functions of a namespace: one name in the job, two at the door, there and back."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import pytest
+
+from services.gateway.responses.conversation import listed, messages_of
+from services.gateway.responses.output_items import CallItem
+from services.gateway.responses.requests import items_of, response_request
+from services.gateway.responses.tools import flat_tools
+from shardline.base.errors import Invalid
+
+ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+LOOK = {"type": "function", "name": "look"}
+SPACE = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [ADD, LOOK]}
+CALL = {
+    "type": "function_call",
+    "call_id": "c-1",
+    "namespace": "crm",
+    "name": "add",
+    "arguments": "{}",
+}
+OUTPUT = {"type": "function_call_output", "call_id": "c-1", "output": "done"}
+ASKED: dict[str, Any] = {"model": "clerk", "input": "a", "tools": [LOOK, SPACE]}
+
+
+def test_functions_of_a_namespace_have_one_name_in_the_job_and_are_shown_as_they_came() -> None:
+    request = response_request(ASKED)
+    assert [tool.function.name for tool in request.tools] == ["look", "crm__add", "crm__look"]
+    kept = request.asked.options().namespaces
+    assert kept == {"crm__add": "crm", "crm__look": "crm"}
+    shown = msgspec.to_builtins(flat_tools(request.tools, kept))
+    assert [(tool["type"], tool["name"]) for tool in shown] == [
+        ("function", "look"),
+        ("namespace", "crm"),
+    ]
+    assert [tool["name"] for tool in shown[1]["tools"]] == ["add", "look"]
+
+
+def test_a_call_that_comes_back_has_the_name_that_the_model_knows() -> None:
+    request = response_request({**ASKED, "input": [{"role": "user", "content": "a"}, CALL, OUTPUT]})
+    assert request.messages is not None
+    (call,) = request.messages[1].tool_calls or ()
+    assert call.function.name == "crm__add"
+    item = listed(uuid4(), items_of(request.asked))[1]
+    assert isinstance(item, CallItem)
+    assert (item.namespace, item.name) == ("crm", "add")
+    assert messages_of([item])[0].tool_calls == (call,)
+
+
+@pytest.mark.parametrize(
+    ("tools", "field"),
+    [
+        ([{**SPACE, "name": "n" * 60}], "tools[0].tools[0].name"),
+        ([LOOK, {**SPACE, "tools": [ADD, ADD]}], "tools[1].tools[1].name"),
+        ([{**LOOK, "name": "crm__look"}, SPACE], "tools[1].tools[1].name"),
+        ([{**SPACE, "tools": []}], "tools[0].tools"),
+        ([{**SPACE, "tools": [SPACE]}], "tools[0].tools[0].type"),
+        ([{**SPACE, "name": f"n{place}", "tools": [LOOK] * 1} for place in range(129)], "tools"),
+        (
+            [
+                {**SPACE, "tools": [{**LOOK, "name": f"f{place}"} for place in range(100)]},
+                {**SPACE, "name": "b", "tools": [{**LOOK, "name": f"f{n}"} for n in range(29)]},
+            ],
+            "tools",
+        ),
+    ],
+)
+def test_a_wrong_function_of_a_namespace_is_named_where_it_stands(
+    tools: list[dict[str, Any]], field: str
+) -> None:
+    with pytest.raises(Invalid) as caught:
+        response_request({**ASKED, "tools": tools})
+    assert caught.value.field == field
