@@ -145,9 +145,7 @@ class Relay:
             Retention(context, days=settings.retention_days, is_default=is_default),
             webhooks,
             WebhookKeeper(context, settings),
-            EndedStream(
-                context, database_url=url, redis=self._redis, max_entries=settings.ended_stream_max
-            ),
+            self._ended_stream(context),
             listener(channel=JOBS_CHANNEL, wakes={"": (outbox, preparer)}),
             listener(channel=LEASES_CHANNEL, wakes={"": (sweeper,)}),
             listener(channel=TASKS_CHANNEL, wakes={"": (finisher,), WEBHOOKS: (webhooks,)}),
@@ -200,6 +198,11 @@ class Relay:
     def cancel(self, task_ids: Iterable[str], *, running: bool) -> int:
         """Cancel jobs soon, for Celery's revoke; returns how many ids were taken."""
         return self._canceller.cancel(task_ids, running=running)
+
+    def _ended_stream(self, context: LoopContext) -> EndedStream:
+        url = self._settings.database_url.get_secret_value()
+        size = self._settings.ended_stream_max
+        return EndedStream(context, database_url=url, redis=self._redis, max_entries=size)
 
     def _submit(self, request: Context) -> SubmissionResult:
         began_s = monotonic_s()

@@ -110,6 +110,7 @@ NO_ITEMS = {
     "services.gateway.http.sse.disconnected": "one request's",
     "services.relay.statistics.growth.Growth": "sizes of tables",
     "services.relay.notices.ended_stream.EndedStream": "ids alone, written as they come",
+    "services.relay.notices.webhook_sender.WebhookSender._send": "one webhook's; fails alone",
     "services.relay.notices.webhook_keeper.WebhookKeeper": "moves rows by times and states",
     "services.relay.notify_listener.NotifyListener": "a word that it does not know wakes no loop",
     "services.relay.retention.Retention": (

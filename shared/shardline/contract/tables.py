@@ -56,7 +56,7 @@ JOBS_CHANNEL = "shardline_jobs"
 LEASES_CHANNEL = "shardline_leases"
 """NOTIFY, empty payload: leases were ended before their time, for relays to sweep."""
 DONE_CHANNEL = "shardline_done"
-"""NOTIFY for anybody: jobs ended; the payload is their ids, joined by commas, at most 200. A
+"""NOTIFY, for anybody: jobs ended; the payload is their ids, joined by commas, at most 200. A
 transaction that ends more rings more often."""
 TASKS_CHANNEL = "shardline_tasks"
 """NOTIFY: jobs ended. Empty payload: their Celery tasks are to be settled; WEBHOOKS: their webhooks

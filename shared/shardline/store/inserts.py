@@ -35,6 +35,7 @@ Tokenized = tuple[Sequence[int], int]
 """A request's prompt ids and max_tokens, of a door that validated and tokenized it already."""
 
 INSERT_FAILED = text("""
+-- Those that are new.
 WITH failed AS (
     INSERT INTO jobs (id, model, prompt, metadata, error, state, finished_at)
     SELECT id, model, prompt, metadata, error, 'failed', now()

@@ -1,6 +1,7 @@
 """What webhook endpoints are to hear, as doors see it: listed, replayed, tried. Sends nothing.
 
-`tenant` None is anybody's. Locks: rows of `webhook_deliveries`, in order of id.
+`tenant` None is anybody's.
+Locks: rows of `webhook_deliveries`, in order of id.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ WITH wanted AS (
             ELSE state <> 'pending' AND id = ANY(CAST(:ids AS uuid[])) END
     ORDER BY created_at, id LIMIT :max_rows
 ),
+-- No relay records them meanwhile.
 locked AS (
     SELECT id FROM webhook_deliveries WHERE id IN (SELECT id FROM wanted) AND state <> 'pending'
     ORDER BY id FOR UPDATE

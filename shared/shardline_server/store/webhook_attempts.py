@@ -44,10 +44,12 @@ due AS (
         ORDER BY due_at, id LIMIT greatest(room.number, 0)
     ) AS waiting ORDER BY waiting.place LIMIT :max_rows
 ),
+-- What another relay takes at this moment is its own.
 locked AS (
     SELECT id FROM webhook_deliveries WHERE id IN (SELECT id FROM due) AND due_at <= now()
     FOR UPDATE SKIP LOCKED
 ),
+-- Ours for a while.
 claimed AS (
     UPDATE webhook_deliveries SET due_at = now() + make_interval(secs => :lease_s),
         num_attempts = num_attempts + 1
@@ -62,10 +64,12 @@ FROM claimed JOIN webhook_endpoints ON webhook_endpoints.id = endpoint_id
 """)
 
 RECORD = text("""
+-- What the relay has.
 WITH outcomes AS (
     SELECT * FROM jsonb_to_recordset(CAST(:outcomes AS jsonb)) AS outcomes(
         id uuid, attempt int, state text, status_code int, error text, pause_s float8)
 ),
+-- Deliveries that wait for it: of an attempt that another one has followed only a success counts.
 locked AS (
     SELECT webhook_deliveries.id FROM webhook_deliveries JOIN outcomes USING (id)
     WHERE webhook_deliveries.state = 'pending'
@@ -83,18 +87,21 @@ WHERE webhook_deliveries.id = locked.id AND webhook_deliveries.state = 'pending'
 
 # A success ends the silence, a failure begins it. One that was disabled stays so.
 JUDGE = text("""
+-- What came of each endpoint's attempts.
 WITH seen AS (
     SELECT endpoint_id, bool_or(is_success) AS is_success, bool_or(is_gone) AS is_gone
     FROM jsonb_to_recordset(CAST(:outcomes AS jsonb)) AS outcomes(
         endpoint_id uuid, is_success bool, is_gone bool)
     GROUP BY endpoint_id
 ),
+-- Endpoints that it changes: one that takes all that it is sent is not written.
 locked AS (
     SELECT webhook_endpoints.id FROM webhook_endpoints JOIN seen ON seen.endpoint_id = id
     WHERE disabled_at IS NULL AND (
         NOT is_success OR is_gone OR failing_since IS NOT NULL)
     ORDER BY webhook_endpoints.id FOR UPDATE OF webhook_endpoints
 ),
+-- Why each is to be disabled, or null.
 judged AS (
     SELECT locked.id, is_success,
         CASE WHEN is_gone THEN :gone

@@ -70,7 +70,7 @@ async def test_what_an_endpoint_was_sent_is_listed_in_pages_and_replayed(
             "UPDATE webhook_deliveries SET state = 'dead', due_at = NULL, ended_at = now()"
         )
     route = f"/v1/webhook_endpoints/{made.id}"
-    pages = []
+    pages: list[Any] = []
     after: dict[str, str] = {}
     while not pages or pages[-1]["has_more"]:
         reply = await http.get(

@@ -194,7 +194,7 @@ def test_a_claim_ends_with_its_lease_and_only_a_success_counts_after_that(
 def test_an_endpoint_that_fails_for_days_is_disabled_until_its_owner_enables_it(
     engine: Engine, waiting: EndpointSecret
 ) -> None:
-    wanted = {"endpoint_id": waiting.endpoint.id, "tenant": "default"}
+    wanted: Any = {"endpoint_id": waiting.endpoint.id, "tenant": "default"}
     one, two, *_ = claimed_attempts(engine)
     assert record(engine, one, "pending") == []
     change(engine, "UPDATE webhook_endpoints SET failing_since = now() - interval '4 days'")
@@ -215,7 +215,7 @@ def test_an_endpoint_that_fails_for_days_is_disabled_until_its_owner_enables_it(
 def test_what_nobody_takes_is_given_up_replayed_and_forgotten(
     engine: Engine, waiting: EndpointSecret
 ) -> None:
-    wanted = {"endpoint_id": waiting.endpoint.id, "tenant": "default"}
+    wanted: Any = {"endpoint_id": waiting.endpoint.id, "tenant": "default"}
     change(engine, "UPDATE webhook_deliveries SET due_at = now() - interval '4 days'")
     with engine.begin() as connection:
         assert webhook_attempts.give_up(connection, patience_s=3 * DAY_S) == 6
@@ -240,7 +240,7 @@ def test_what_nobody_takes_is_given_up_replayed_and_forgotten(
 def test_two_secrets_sign_during_a_rotation_and_no_third_one(
     engine: Engine, waiting: EndpointSecret
 ) -> None:
-    wanted = {"endpoint_id": waiting.endpoint.id, "tenant": "default"}
+    wanted: Any = {"endpoint_id": waiting.endpoint.id, "tenant": "default"}
     with engine.begin() as connection:
         new = webhooks.rotate(connection, grace_s=DAY_S, **wanted)
         with pytest.raises(Conflict, match="two secrets"):
@@ -266,7 +266,7 @@ def test_wrong_endpoints_are_refused_and_a_tenant_has_only_so_many(engine: Engin
         {"name": "a\0"},
         {"url": "http://10.0.0.1/"},
     ):
-        good = {"url": URL, "name": "a", "event_types": ("job.*",)}
+        good: Any = {"url": URL, "name": "a", "event_types": ("job.*",)}
         with engine.begin() as connection, pytest.raises(Invalid):
             webhooks.create(connection, NewEndpoint(**{**good, **fields}), reach=PUBLIC)
     made = [make(engine) for _ in range(MAX_ENDPOINTS)]

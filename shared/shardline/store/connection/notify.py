@@ -1,5 +1,8 @@
 """LISTEN and NOTIFY: a bell, whose words are hints. One that is missed costs its listener a poll,
-never a job."""
+never a job.
+
+Locks: an advisory one of a listener that leads, as long as it listens.
+"""
 
 from __future__ import annotations
 
