@@ -358,8 +358,9 @@ BEGIN
         num_in := coalesce(num_in, 0);
         num_out := coalesce(num_out, 0);
         IF is_shared AND num_in + num_out > 0 THEN
-            INSERT INTO share_changes (model, tenant_id, tokens)
-            VALUES (OLD.model, OLD.tenant_id, num_in + num_out);
+            INSERT INTO share_changes (model, tenant_id, tokens, most)
+            VALUES (OLD.model, OLD.tenant_id, num_in + num_out,
+                cardinality(OLD.prompt_ids) + OLD.max_tokens);
         END IF;
         INSERT INTO quota_changes (quota_id, queued, bytes, open_tokens, open_money,
             spent_tokens, spent_money, at_second, tokens)

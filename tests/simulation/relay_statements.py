@@ -13,7 +13,7 @@ from shardline.contract.tables import JOBS_CHANNEL
 from shardline.store import jobs
 from shardline.store.connection import notify
 from shardline.store.statistics import reports
-from shardline_server.store import outbox, sweeps
+from shardline_server.store import fair_shares, outbox, sweeps
 from shardline_server.store.outbox import MAX_BATCH, MAX_DOUBLINGS, WINDOW_MIN, WINDOW_PER_SEAT
 from tests.simulation.rows import Job, Rows, Tables, Twin
 
@@ -24,6 +24,11 @@ from tests.simulation.rows import Job, Rows, Tables, Twin
 def take_turn(_tables: Tables) -> Rows:
     """Nobody else stamps at this moment."""
     return [{"is_ours": True}]
+
+
+def has_rivals(_tables: Tables) -> Rows:
+    """There is one tenant."""
+    return [{"has_rivals": False}]
 
 
 def stamp(tables: Tables, *, resend_s: float) -> Rows:
@@ -178,6 +183,7 @@ def ring(tables: Tables, *, channel: str, words: Collection[str]) -> Rows:
 
 TWINS: Mapping[Executable, Twin] = {
     outbox.TAKE_TURN: take_turn,
+    fair_shares.HAS_RIVALS: has_rivals,
     outbox.STAMP: stamp,
     outbox.UNSTAMP: unstamp,
     outbox.UNSTAMP_SENT: unstamp_sent,

@@ -56,7 +56,7 @@ def lock_claimable(
     if row is None or row.epoch != epoch:
         return []
     return [
-        {"id": job.id, "fence": job.fence, "params": job.params}
+        {"id": job.id, "fence": job.fence, "params": job.params, "is_limited": False}
         for job in tables.select(ids)
         if _is_claimable(tables, job, row, _exactness(job, **of_head), exact_wait_s)
         and (job.crashes == 0 or with_quarantined)

@@ -220,7 +220,7 @@ partial_index(
     "jobs_to_prepare", jobs.c.created_at, where="state = 'queued' AND prepared_at IS NULL"
 )
 # not_before last: delayed jobs are passed over inside the index.
-_TO_SEND = ("model", "priority", "created_at", "id", "not_before")
+_TO_SEND = ("model", "priority", "tenant_id", "created_at", "id", "not_before")
 partial_index("jobs_to_send", *(jobs.c[name] for name in _TO_SEND), where=_WAITING)
 _SENT = "state = 'queued' AND sent_at IS NOT NULL"
 partial_index("jobs_sent", jobs.c.model, jobs.c.priority, where=_SENT)

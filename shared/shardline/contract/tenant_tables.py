@@ -151,6 +151,11 @@ tenant_shares = Table(
     Column("model", Text, primary_key=True),
     Column("tenant_id", Text, primary_key=True),
     Column("served", Double, nullable=False),
+    # What its jobs on the way will take, as far as `ratio` tells: the part of the most that its
+    # jobs could take that they took of late.
+    Column("in_flight", Double, nullable=False),
+    Column("ratio", Double, nullable=False),
+    created("seen_at"),
 )
 
 share_changes = Table(
@@ -160,4 +165,5 @@ share_changes = Table(
     Column("model", Text, nullable=False),
     Column("tenant_id", Text, nullable=False),
     Column("tokens", BigInteger, nullable=False),
+    Column("most", BigInteger, nullable=False),
 )

@@ -19,7 +19,10 @@ from shardline.contract.job import JobState, SamplingParams, TokenLogprob
 from shardline.store.connection.encoding import Key, dump, dump_keys, load_logprobs, load_params
 from shardline_server.store.ends import End, end_queued
 from shardline_server.store.forward_compatibility import sort_rows
+from shardline_server.store.running_limits import IS_LIMITED, over_limit
 
+LIMIT_WAIT_S = 1.0
+"""Until a job is sent again that its tenant's limit of running jobs kept back."""
 LATER_WAIT_S = 15.0
 """Until a job of a later release is sent again."""
 
@@ -42,7 +45,8 @@ LACKS_EXACT_ROWS = f"""(jobs.params @> '{{"exact": true}}'
 # Locked by a separate statement: the next one must see what the last holder committed while we
 # waited.
 LOCK_CLAIMABLE = text(f"""
-SELECT jobs.id, jobs.fence, jobs.params FROM jobs JOIN pipelines ON pipelines.id = :pipeline
+SELECT jobs.id, jobs.fence, jobs.params, {IS_LIMITED} AS is_limited
+FROM jobs JOIN pipelines ON pipelines.id = :pipeline
 WHERE jobs.id = ANY(CAST(:ids AS uuid[])) AND jobs.state = 'queued' AND jobs.prepared_at IS NOT NULL
     AND jobs.cancel_requested_at IS NULL AND jobs.not_before <= now()
     AND (jobs.deadline_at IS NULL OR jobs.deadline_at > now())
@@ -187,7 +191,8 @@ def claim(
     taken with `exact` false; one that is longer than the pipeline's KV, or asks for exact rows that
     it lacks, is never taken; without `with_quarantined` none that an engine died under, also since
     the caller asked `crashes.quarantined`. A row that this release does not understand is left for
-    a later head, or ends `failed` if none would: see `readable`."""
+    a later head, or ends `failed` if none would: see `readable`. What is over the limit of a
+    tenant's running jobs is sent again."""
     head = {
         "pipeline": claimant.pipeline,
         "epoch": claimant.epoch,
@@ -200,7 +205,10 @@ def claim(
         "with_quarantined": with_quarantined,
     }
     locked = connection.execute(LOCK_CLAIMABLE, {**head, **wanted}).all()
-    readable = _readable(connection, locked)
+    over = over_limit(connection, [row.id for row in locked if row.is_limited])
+    if over:
+        connection.execute(DEFER, {"ids": list(over), "wait_s": LIMIT_WAIT_S})
+    readable = _readable(connection, [row for row in locked if row.id not in over])
     if not readable:
         return []
     values = {**asdict(claimant), **head, "ids": readable, "lease_s": lease_s}

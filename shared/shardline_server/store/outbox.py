@@ -1,5 +1,5 @@
 """Which jobs are due to be sent to heads, in Postgres's order and within a window. Knows no Redis:
-relays publish.
+relays publish. Within a priority tenants have equal shares of tokens, by their weights.
 
 Locks: the advisory lock STAMP_LOCK, then rows of `jobs` with SKIP LOCKED; `unstamp` locks as it
 writes.
@@ -13,22 +13,32 @@ from uuid import UUID
 
 from sqlalchemy import Connection, text
 
+from shardline.store.waiting_lines import LINES, MAX_LINES
+from shardline_server.store.fair_shares import balance
+
 WINDOW_MIN = 64
 WINDOW_PER_SEAT = 4
 MAX_BATCH = 128
+MAX_PARTIES = 32
+"""Tenants with jobs in one batch of a window: those that have had the least."""
 MAX_DOUBLINGS = 4
 """A message is sent again after 1, 2, 4, 8, then always 16 times `resend_s`."""
 
 STAMP_LOCK = 7_305_793_412
 """Advisory lock: relays stamp one after the other, so that together they keep to the window."""
 
-TAKE_TURN = text(f"SELECT pg_try_advisory_xact_lock({STAMP_LOCK})")
+# What is planned for thousands of tenants is not worth compiling for those that there are.
+TAKE_TURN = text(f"""
+SELECT pg_try_advisory_xact_lock({STAMP_LOCK}), set_config('jit', 'off', true)
+""")
 
 # The inner LIMIT is a literal, so that the planner walks the index in order instead of sorting the
 # backlog.
 STAMP = text(f"""
+-- Each model, priority and tenant with jobs to send, by one step in jobs_to_send.
+WITH RECURSIVE {LINES},
 -- The seats of live pipelines, by model.
-WITH seats AS (
+seats AS (
     SELECT model, sum(seats) AS seats FROM pipelines WHERE lease_until > now() GROUP BY model
 ),
 -- What each window still takes; a model without a pipeline has a small one, so that its queue is
@@ -43,25 +53,71 @@ windows AS MATERIALIZED (
     FROM models CROSS JOIN generate_series(0, 9) AS priorities(priority)
     LEFT JOIN seats ON seats.model = models.name
 ),
--- The oldest jobs that wait for each window, numbered from 1.
-oldest AS (
-    SELECT windows.num_free, first.id, windows.priority, first.created_at,
+-- The tenants that wait for each window, with what is behind them: those that have had the least
+-- for their weight have their turns.
+parties AS MATERIALIZED (
+    SELECT windows.*, line.tenant_id, weight, coalesce(ratio, 1) AS ratio,
+        (coalesce(served, 0) + coalesce(in_flight, 0)) / weight AS had,
+        count(*) OVER places > 1 AS has_rivals,
         row_number() OVER (
-            PARTITION BY windows.model, windows.priority ORDER BY first.created_at, first.id
-        ) AS number
-    FROM windows CROSS JOIN LATERAL (
-        SELECT id, created_at FROM jobs
-        WHERE state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL
-            AND jobs.model = windows.model AND jobs.priority = windows.priority
-            AND not_before <= now() AND cancel_requested_at IS NULL
-        ORDER BY created_at, id LIMIT {MAX_BATCH}
-    ) AS first
+            places ORDER BY (coalesce(served, 0) + coalesce(in_flight, 0)) / weight, line.tenant_id
+        ) AS place
+    FROM windows JOIN (SELECT * FROM lines LIMIT {MAX_LINES}) AS line USING (model, priority)
+    JOIN tenants ON tenants.id = line.tenant_id
+    LEFT JOIN tenant_shares
+        ON tenant_shares.model = windows.model AND tenant_shares.tenant_id = line.tenant_id
     WHERE windows.num_free > 0
+    WINDOW places AS (PARTITION BY windows.model, windows.priority)
+),
+-- How many more jobs of a tenant may run, where that has a limit.
+rooms AS MATERIALIZED (
+    SELECT tenant_id, greatest(max_running - (
+        SELECT count(*) FROM (
+            SELECT FROM jobs WHERE jobs.tenant_id = quotas.tenant_id AND state = 'running'
+            UNION ALL
+            SELECT FROM jobs WHERE state = 'queued' AND sent_at IS NOT NULL
+                AND jobs.tenant_id = quotas.tenant_id
+        ) AS taken
+    ), 0) AS room
+    FROM quotas WHERE key_name = '' AND max_running IS NOT NULL
+),
+-- The oldest jobs of each of them, with the virtual time at which each would begin, were they alone
+-- or not.
+oldest AS (
+    SELECT parties.model, parties.priority, parties.num_free, parties.tenant_id, first.*,
+        CASE WHEN has_rivals THEN had + (sum(num_tokens) OVER behind - num_tokens) / weight
+            ELSE 0 END AS begins,
+        row_number() OVER behind AS number_of_tenant
+    FROM parties CROSS JOIN LATERAL (
+        SELECT id, created_at, deadline_at,
+            CASE WHEN parties.has_rivals THEN (cardinality(prompt_ids) + max_tokens) * ratio
+                ELSE 0 END AS num_tokens
+        FROM jobs
+        WHERE state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL
+            AND jobs.model = parties.model AND jobs.priority = parties.priority
+            AND jobs.tenant_id = parties.tenant_id
+            AND not_before <= now() AND cancel_requested_at IS NULL
+        ORDER BY model, priority, tenant_id, created_at, id LIMIT {MAX_BATCH}
+    ) AS first
+    WHERE parties.place <= {MAX_PARTIES}
+    WINDOW behind AS (
+        PARTITION BY parties.model, parties.priority, parties.tenant_id
+        ORDER BY deadline_at, created_at, id
+    )
+),
+-- In the order of their windows, numbered from 1.
+numbered AS (
+    SELECT oldest.*, row_number() OVER (
+        PARTITION BY model, priority ORDER BY begins, deadline_at, created_at, id
+    ) AS number
+    FROM oldest LEFT JOIN rooms USING (tenant_id)
+    WHERE room IS NULL OR number_of_tenant <= room
 ),
 -- Those that fit into their window, urgent ones first.
-due AS (
-    SELECT id FROM oldest WHERE number <= num_free
-    ORDER BY priority, created_at, id LIMIT {MAX_BATCH}
+due AS MATERIALIZED (
+    SELECT id, row_number() OVER (ORDER BY priority, number, created_at, id) AS turn
+    FROM numbered WHERE number <= num_free
+    ORDER BY turn LIMIT {MAX_BATCH}
 ),
 -- Sent long ago and claimed by nobody, so the message may be lost: each time the wait doubles.
 unclaimed AS (
@@ -83,7 +139,9 @@ stamped AS (
     FROM locked WHERE jobs.id = locked.id AND state = 'queued'
     RETURNING jobs.id, model, priority, num_sends, traceparent, created_at
 )
-SELECT id, model, priority, num_sends, traceparent FROM stamped ORDER BY priority, created_at, id
+SELECT stamped.id, model, priority, num_sends, traceparent
+FROM stamped LEFT JOIN due ON due.id = stamped.id
+ORDER BY priority, coalesce(turn, 0), created_at, stamped.id
 """)  # noqa: S608 (constants of ours)
 
 UNSTAMP = text("""
@@ -117,6 +175,7 @@ def stamp_due(connection: Connection, *, resend_s: float) -> list[Send]:
     and those sent long ago and never claimed. Empty also while another relay is stamping."""
     if not connection.scalar(TAKE_TURN):
         return []
+    balance(connection)
     return [
         Send(
             job_id=row.id,

@@ -210,3 +210,20 @@ def test_a_tenant_without_quotas_waits_for_nobody(engine: Engine) -> None:
 def test_a_wrong_limit_is_refused(engine: Engine, limits: dict[str, Any]) -> None:
     with pytest.raises(Invalid):
         limit(engine, **limits)
+
+
+def test_no_more_jobs_run_than_a_tenant_may_however_many_heads_claim(engine: Engine) -> None:
+    limit(engine, max_running=3)
+    limit(engine, key_name="k", max_running=1)
+    ids = accepted(accept(engine, 6)) + accepted(accept(engine, 2, key="k"))
+    with ThreadPoolExecutor(4) as heads:
+        claimed = [
+            one for found in heads.map(lambda _: claim(engine, ids), range(4)) for one in found
+        ]
+    running = "SELECT count(*) FROM jobs WHERE state = 'running'"
+    assert len(claimed) == cell(engine, running) == 3
+    assert cell(engine, f"{running} AND key_name = 'k'") <= 1
+    end(engine, success(claimed[0]))
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE jobs SET not_before = now()"))
+    assert len(claim(engine, ids)) == 1

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, text
 
+from shardline.store.waiting_lines import LINES, MAX_LINES
+
 MAX_COUNTED = 100_000
 """Jobs of one count: this many means at least."""
 MAX_SIZED = 1_000
@@ -42,18 +44,20 @@ SELECT (SELECT count(*) FROM arrived) AS num_arrived, (SELECT count(*) FROM wait
 
 # A job waits from when it may run: since it came, its delay is over, or it was given back.
 OLDEST_QUEUED = text(f"""
+WITH RECURSIVE {LINES}
 SELECT name AS model, extract(epoch FROM now() - (
     SELECT min(greatest(created_at, not_before, requeued_at)) FROM (
         SELECT created_at, not_before, requeued_at FROM jobs
         WHERE state = 'queued' AND sent_at IS NOT NULL AND jobs.model = name
         UNION ALL
-        -- The first of each priority: an index has them in order.
-        SELECT first.* FROM generate_series(0, 9) AS level CROSS JOIN LATERAL (
+        -- The first of each priority and tenant: an index has them in order.
+        SELECT first.* FROM (SELECT * FROM lines LIMIT {MAX_LINES}) AS line CROSS JOIN LATERAL (
             SELECT created_at, not_before, requeued_at FROM jobs
             WHERE state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL
-                AND jobs.model = name AND priority = level AND not_before <= now()
-            ORDER BY created_at LIMIT {MAX_AGED}
-        ) AS first
+                AND jobs.model = line.model AND jobs.priority = line.priority
+                AND jobs.tenant_id = line.tenant_id AND not_before <= now()
+            ORDER BY model, priority, tenant_id, created_at LIMIT {MAX_AGED}
+        ) AS first WHERE line.model = name
     ) AS waiting
 )) AS seconds
 FROM models

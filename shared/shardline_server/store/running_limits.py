@@ -1,0 +1,48 @@
+"""How many jobs of a tenant or an API key may run at once: what is over that stays queued. Relays
+send about as many as there is room for; this is where it holds.
+
+Locks: rows of `quota_use` of these tenants, in order of id, after the rows of `jobs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from uuid import UUID
+
+from sqlalchemy import Connection, text
+
+# In the list of columns of a statement over `jobs`.
+IS_LIMITED = """EXISTS (
+        SELECT FROM quotas WHERE quotas.tenant_id = jobs.tenant_id AND max_running IS NOT NULL
+            AND quotas.key_name IN ('', coalesce(jobs.key_name, ''))
+    )"""
+
+LOCK = text("""
+SELECT FROM quota_use JOIN quotas ON quotas.id = quota_use.quota_id
+WHERE max_running IS NOT NULL AND tenant_id IN (
+    SELECT tenant_id FROM jobs WHERE id = ANY(CAST(:ids AS uuid[])))
+ORDER BY quota_id FOR UPDATE OF quota_use
+""")
+OVER = text("""
+SELECT DISTINCT id FROM (
+    SELECT jobs.id, max_running - (
+            SELECT count(*) FROM jobs AS others
+            WHERE others.tenant_id = quotas.tenant_id AND others.state = 'running'
+                AND (quotas.key_name = '' OR others.key_name = quotas.key_name)
+        ) AS room,
+        row_number() OVER (PARTITION BY quotas.id ORDER BY priority, jobs.created_at, jobs.id)
+            AS number
+    FROM jobs JOIN quotas ON quotas.tenant_id = jobs.tenant_id AND max_running IS NOT NULL
+        AND quotas.key_name IN ('', coalesce(jobs.key_name, ''))
+    WHERE jobs.id = ANY(CAST(:ids AS uuid[]))
+) AS numbered WHERE number > room
+""")
+
+
+def over_limit(connection: Connection, ids: Sequence[UUID]) -> set[UUID]:
+    """Those of these locked jobs that must not run now. Until COMMIT nobody else claims jobs of
+    their tenants."""
+    if not ids:
+        return set()
+    connection.execute(LOCK, {"ids": list(ids)})
+    return set(connection.scalars(OVER, {"ids": list(ids)}))
