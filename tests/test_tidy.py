@@ -32,7 +32,13 @@ from tests.sources import (
 STORES = (Path("shared/shardline/store"), Path("shared/shardline_server/store"))
 TABLES = [
     ROOT / f"shared/shardline/contract/{name}.py"
-    for name in ("tables", "table_parts", "fleet_tables", "webhooks/webhook_tables")
+    for name in (
+        "tables",
+        "table_parts",
+        "fleet_tables",
+        "tenant_tables",
+        "webhooks/webhook_tables",
+    )
 ]
 
 FILE_LINES_MAX = 400

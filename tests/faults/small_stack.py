@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, cycle
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from shardline.contract.job import MAX_CRASHES, Job, JobState
 from shardline.contract.keys import INTAKE
 from shardline.contract.queues import INTAKE_QUEUE, SUBMIT_TASK
 from shardline.store.connection.database import connect
+from tests.chaos.load.workload import Workload, lab
 from tests.polling import until
 from tests.stack import Stack, is_running
 
@@ -71,6 +72,7 @@ class Hurt:
     stack: Stack
     failpoints: Path
     num_stages: int = 2
+    workload: Workload = field(default_factory=lab)
 
     @property
     def urls(self) -> Mapping[str, str]:

@@ -24,7 +24,7 @@ from tests.chaos.load.load import Load
 from tests.chaos.load.target import Target
 from tests.chaos.load.undisturbed import Compared, Expected, undisturbed
 from tests.chaos.report.finding import Finding
-from tests.chaos.report.report import Report, achieved, kinds
+from tests.chaos.report.report import Report, Struck, achieved, kinds
 from tests.chaos.stack.local_start import local_target
 from tests.chaos.stack.options import Options
 
@@ -111,15 +111,18 @@ def _hurt(
         kv_blocks_leaked=num_leaked,
         worst_recovery_s=max((each.recovery_s or 0.0 for each in storm.struck), default=0.0),
         in_faults_s=sum(each.took_s for each in storm.struck),
-        between_faults_s=sum(
-            max(each.recovery_s or 0.0, each.ended_s or 0.0) for each in storm.struck
-        ),
+        between_faults_s=_between_s(storm.struck),
         rss_growth_mb=memory.worst_mb,
         useful_tokens_per_s=num_tokens / took_s,
         streams_read=len(readers),
         streams_rejoined=sum(each.num_joins > 1 for each in readers),
         struck=storm.struck,
     )
+
+
+def _between_s(struck: Sequence[Struck]) -> float:
+    """What recoveries took, together."""
+    return sum(max(each.recovery_s or 0.0, each.ended_s or 0.0) for each in struck)
 
 
 def _connections(target: Target) -> list[Finding]:

@@ -127,10 +127,11 @@ def test_lines_of_a_batch_have_the_same_vectors(openai: OpenAI) -> None:
     ]  # fmt: skip
     content = "\n".join(map(json.dumps, lines)).encode()
     file = openai.files.create(file=("in.jsonl", content), purpose="batch")
-    batch = openai.batches.create(
+    created = openai.batches.create(
         input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h"
     )
-    batch = until(lambda: ended(openai, batch.id))
+    batch = until(lambda: ended(openai, created.id))
+    assert batch is not None
 
     answers = read_lines(openai, batch.output_file_id)
     alone = [openai.post("/embeddings", body={"model": NAME, **each}, cast_to=object)

@@ -28,7 +28,7 @@ OUTPUT = {"type": "function_call_output", "call_id": "c-1", "output": "done"}
 ASKED: dict[str, Any] = {"model": "clerk", "input": "a", "tools": [LOOK, SPACE]}
 
 
-def test_functions_of_a_namespace_have_one_name_in_the_job_and_are_shown_as_they_came() -> None:
+def test_functions_of_a_namespace_are_shown_as_they_came() -> None:
     request = response_request(ASKED)
     assert [tool.function.name for tool in request.tools] == ["look", "crm__add", "crm__look"]
     kept = request.asked.options().namespaces
