@@ -44,6 +44,7 @@ def trial(
     jobs: tuple[int, ...] = (1, 2),
     failed: int = 1,
     early: str = answer(1),
+    began_at: int | None = 1,
 ) -> list[str]:
     """What is found of a batch of two good lines and a broken one."""
     sent = SentBatch(
@@ -57,6 +58,7 @@ def trial(
         document={
             "id": NAME,
             "status": "completed",
+            "in_progress_at": began_at,
             "request_counts": {"total": 3, "completed": 2, "failed": failed},
             "usage": {"total_tokens": 6},
         },
@@ -86,6 +88,7 @@ def test_a_batch_with_one_outcome_for_each_line_is_no_finding() -> None:
         pytest.param({"lines": (1, 2)}, "lost", id="a line is no row"),
         pytest.param({"jobs": (1, 1, 2)}, "duplicated", id="a line has two jobs"),
         pytest.param({"jobs": (1,)}, "lost", id="a line has no job"),
+        pytest.param({"began_at": None}, "duplicated", id="lines of what never began"),
         pytest.param({"failed": 2}, "mistold", id="a line is counted twice"),
         pytest.param({"output": (answer(1, "b"), answer(2))}, "text_mismatches", id="other text"),
         pytest.param({"early": answer(1, "b")}, "retracted", id="a line changed while it ran"),

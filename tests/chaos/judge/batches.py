@@ -101,9 +101,10 @@ class BatchTrial:
         if status not in ENDS[batch.kind]:
             yield "lost", f"it is {status}: {batch.document['errors']}"
             return
-        if batch.kind is BatchKind.REFUSED:
-            if self.lines or self.jobs:
-                yield "duplicated", "its file is none, and has rows"
+        if batch.document["in_progress_at"] is None:
+            # Its file is none, or it was cancelled before that was known.
+            if self.lines or self.jobs or any(batch.files.values()):
+                yield "duplicated", "it never began, and has rows or files"
             return
         yield from self._in_rows()
         outcomes = {

@@ -23,7 +23,7 @@ FILES = "/v1/files"
 BATCHES = "/v1/batches"
 PATIENCE_S = 20.0
 LOOK_S = 0.5
-NUM_OPEN = 3
+NUM_OPEN = 2
 """Beside one that expires, which takes a minute."""
 KINDS = (
     BatchKind.PLAIN,

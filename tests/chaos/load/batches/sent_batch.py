@@ -204,7 +204,7 @@ def _lines(
         num_choices = 1
         if endpoint in (CHATS, COMPLETIONS) and rng.random() < CHOOSES:
             body["n"] = num_choices = NUM_CHOICES
-        if kind is BatchKind.EXPIRING and rng.random() < DELAYED:
+        if kind is BatchKind.EXPIRING and (place == 1 or rng.random() < DELAYED):
             body["delay_s"] = FAR_S
         yield SentLine(
             custom_id=custom_id,
