@@ -7,6 +7,7 @@ a queue onto itself waits for it.
 
 from __future__ import annotations
 
+import json
 from queue import Empty
 from typing import Any
 
@@ -44,9 +45,30 @@ return false
 """
 
 
+class PlainQoS(redis.QoS):
+    """Puts an unacknowledged message back whatever it holds: its consumer refuses it, with the
+    reason. kombu would decode its values here, and one that cannot be decoded would end every
+    worker at its start."""
+
+    def restore_by_tag(self, tag: str, client: Any = None, leftmost: bool = False) -> None:
+        """Moves the message from the unacknowledged ones to its queue, in one transaction."""
+
+        def restore(pipe: Any) -> None:
+            noted = pipe.hget(self.unacked_key, tag)
+            pipe.multi()
+            self._remove_from_indices(tag, pipe)
+            if noted:
+                message, exchange, routing_key = json.loads(noted)
+                self.channel._do_restore_message(message, exchange, routing_key, pipe, leftmost)  # noqa: SLF001 (as kombu's own does)
+
+        with self.channel.conn_or_acquire(client) as connected:
+            connected.transaction(restore, self.unacked_key)
+
+
 class AtomicChannel(redis.Channel):
     """Takes a message and notes it as unacknowledged in the same moment."""
 
+    QoS = PlainQoS
     _in_poll: Any
     _brpop_sent_at: Any
 

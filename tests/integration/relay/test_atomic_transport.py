@@ -15,6 +15,7 @@ from kombu.entity import Queue
 from kombu.messaging import Consumer
 from redis import Redis
 
+from services.relay.celery import atomic_transport
 from services.relay.celery.atomic_transport import WAIT_S, AtomicTransport
 from tests.polling import until
 
@@ -96,24 +97,52 @@ def test_a_message_of_lower_priority_alone_is_received(redis_url: str) -> None:
     assert received(redis_url, 1) == ["later"]
 
 
-def test_a_worker_killed_with_a_message_in_its_hands_leaves_it_to_the_next(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    send(redis_url, "one")
+def take_and_die(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a worker does that is killed between a message's receipt and its delivery."""
 
     def die(*_: object) -> None:
         raise Killed
 
-    with consuming(redis_url, die) as connection:
-        monkeypatch.setattr(connection.transport, "_deliver", die)
+    with monkeypatch.context() as patched, consuming(redis_url, die) as connection:
+        patched.setattr(atomic_transport, "failpoint", die)
         with pytest.raises(Killed):
             until(lambda: connection.drain_events(timeout=10))
-        assert left(redis_url) == (0, 1)
-        # As after a kill: the channel puts nothing back when it is closed.
-        monkeypatch.setattr(
+        # The channel puts nothing back when it is closed.
+        patched.setattr(
             connection.default_channel.qos, "restore_unacked_once", lambda *_, **__: None
         )
+
+
+def test_a_worker_killed_with_a_message_in_its_hands_leaves_it_to_the_next(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send(redis_url, "one")
+    take_and_die(redis_url, monkeypatch)
+    assert left(redis_url) == (0, 1)
     assert received(redis_url, 1) == ["one"]
+    assert left(redis_url) == (0, 0)
+
+
+def test_a_message_that_no_worker_can_read_ends_none_that_starts(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send(redis_url, "bad", headers={"of": "no uuid"})
+    with Redis.from_url(redis_url) as redis:
+        envelope: Any = redis.lindex(QUEUE, 0)
+        unreadable = json.dumps({"__type__": "uuid", "__value__": {"hex": 5}})
+        redis.lset(QUEUE, 0, envelope.decode().replace('"no uuid"', unreadable))
+    take_and_die(redis_url, monkeypatch)
+    assert left(redis_url) == (0, 1)
+
+    with consuming(redis_url, lambda *_: None) as connection:
+
+        def is_back() -> bool:
+            with suppress(TimeoutError):
+                connection.drain_events(timeout=WAIT_S / 2)
+            return False
+
+        with pytest.raises(AttributeError, match="replace"):
+            until(is_back, timeout_s=30)
     assert left(redis_url) == (0, 0)
 
 
