@@ -96,6 +96,7 @@ OFF_THE_PATH = {
         gateway/grammar_turns
     """,
     "for a long answer": """gateway/http/event_loop""",
+    "for a request that is refused": """gateway/field_names""",
     "for a chat, not for a prompt": """
         shardline_server/tokenize/chat_format stage/jobs/chat_replies
     """,

@@ -52,7 +52,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """vLLM's and SGLang's: each chunk has its choice's usage so far."""
+    """vLLM's and SGLang's: each chunk has its choice's usage so far, if `include_usage` is set."""
 
 
 class OpenAiRequest(JobRequest, frozen=True, kw_only=True):

@@ -99,7 +99,8 @@ class ResponseParts:
 
     def counted(self, chunk: msgspec.Struct, num_output: int) -> msgspec.Struct:
         """Returns a chunk with the usage until its end, if it was asked for."""
-        if not self.request.stream_options.continuous_usage_stats:
+        options = self.request.stream_options
+        if not (options.include_usage and options.continuous_usage_stats):
             return chunk
         usage = Usage(prompt_tokens=len(self.prompt_ids), completion_tokens=num_output)
         return replace(chunk, usage=CompletionUsage.of(usage))

@@ -161,6 +161,12 @@ async def test_each_chunk_has_the_usage_so_far_if_it_is_asked_for(
         assert chunk["usage"]["completion_tokens"] == num_output
     assert final["usage"]["completion_tokens"] == num_output == len(sequence.output_ids)
 
+    # As in vLLM, whose field it is, it says nothing alone.
+    body["stream_options"] = {"continuous_usage_stats": True}
+    with head.serving():
+        lines = (await http.post(path, json=body)).text
+    assert '"usage"' not in lines
+
 
 async def test_a_chat_stream_begins_with_the_role(http: httpx.AsyncClient, head: TinyHead) -> None:
     with head.serving():
