@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterable
 from functools import partial
 
-import redis
 import structlog
 from celery import Celery
 from celery.app.task import Context
@@ -112,13 +111,13 @@ class Relay:
         publisher = _publisher(settings)
         self._has_backend = settings.result_backend is not None
         self._ends_app = make_ends_app(settings)
-        self._results = CeleryResults(
-            context, backend_app=self._ends_app if keeps_results(settings) else None
-        )
+        backend_app = self._ends_app if keeps_results(settings) else None
+        self._results = CeleryResults(context, backend_app=backend_app)
         outbox = Outbox(context, publisher=publisher, redis=self._redis)
         preparer = Preparer(context, outbox=outbox, results=self._results)
         sweeper = Sweeper(context, results=self._results)
-        blocking = _blocking_redis(settings)
+        blocking_s = settings.times.poll_s + REDIS_TIMEOUT_S
+        blocking = redis_client(settings.redis_url, timeout_s=blocking_s)
         self._canceller = Canceller(context, results=self._results)
         ends = TaskEnds(self._ends_app, has_backend=self._has_backend)
         task_results = TaskResults(context, ends)
@@ -232,11 +231,6 @@ class Relay:
             return Submission(id=job_id, document=document_of(request), task=task)
         except Invalid as error:
             return Submission(id=job_id, document=given, task=task, refused=error)
-
-
-def _blocking_redis(settings: RelaySettings) -> redis.Redis:
-    """For a command that waits for as long as a poll."""
-    return redis_client(settings.redis_url, timeout_s=settings.times.poll_s + REDIS_TIMEOUT_S)
 
 
 def _publisher(settings: RelaySettings) -> Celery:
