@@ -55,6 +55,10 @@ OFF_THE_PATH = {
     "where ranks divide a stage": """
         stage/engine/ranked_runner stage/ranks/group stage/ranks/messages
     """,
+    "for a tenant with quotas, or with rivals": """
+        shardline/store/limits shardline/store/waiting_lines
+        shardline_server/store/fair_shares shardline_server/store/running_limits
+    """,
     "for encoders": """
         gateway/routes/encoders shardline/client/vectors shardline_server/tokenize/folder
         shardline/contract/encoders/encoder shardline_server/tokenize/encoders/encoder_texts

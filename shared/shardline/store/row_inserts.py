@@ -48,7 +48,7 @@ limited AS MATERIALIZED (
     SELECT each.* FROM (SELECT jsonb_agg(one) AS ones FROM measured HAVING count(*) > 0) AS all_of
     CROSS JOIN LATERAL shardline_reserve_each(all_of.ones) AS each
 ),
--- Those that no quota holds back.
+-- The others become rows.
 inserted AS (
 INSERT INTO jobs (
     id, tenant_id, model, prompt, messages, prompt_ids, params, seed, priority, idempotency_key,

@@ -22,6 +22,7 @@ FORGET_S = 60.0
 BALANCE = text(f"""
 -- What ended since the last look.
 WITH RECURSIVE gone AS (DELETE FROM share_changes RETURNING model, tenant_id, tokens, most),
+-- By tenant: tokens, and the part of the most that they could have been.
 had AS (
     SELECT model, tenant_id, sum(tokens) AS tokens,
         sum(tokens)::float8 / greatest(sum(most), 1) AS ratio,
@@ -31,6 +32,7 @@ had AS (
 ),
 -- Each model, priority and tenant with jobs to send, by one step in jobs_to_send.
 {LINES},
+-- Who waits for a model, in any line.
 waiting AS (
     SELECT DISTINCT model, tenant_id FROM (SELECT * FROM lines LIMIT {MAX_LINES}) AS few
 ),
@@ -41,6 +43,7 @@ rivals AS (
     SELECT model, tenant_id FROM tenant_shares
     WHERE seen_at > now() - make_interval(secs => {FORGET_S})
 ),
+-- The models that several wait for.
 contested AS MATERIALIZED (
     SELECT model FROM rivals GROUP BY model HAVING count(*) > 1
 ),
@@ -55,6 +58,7 @@ flying AS (
             AND model IN (SELECT model FROM contested)
     ) AS sent GROUP BY 1, 2
 ),
+-- What each of them has had, and has on the way.
 standing AS (
     SELECT rivals.model, rivals.tenant_id, weight, waiting.tenant_id IS NOT NULL AS is_waiting,
         coalesce(flying.tokens, 0) * now.ratio AS in_flight, now.ratio,
@@ -71,6 +75,7 @@ floors AS (
         min((served + in_flight) / weight) FILTER (WHERE is_waiting) AS least
     FROM standing GROUP BY model
 ),
+-- Where they stand now.
 kept AS (
     INSERT INTO tenant_shares (model, tenant_id, served, in_flight, ratio, seen_at)
     SELECT model, tenant_id, CASE WHEN is_waiting AND served IS NOT NULL THEN served
