@@ -78,14 +78,12 @@ def _hurt(
     storm.findings += [*leaks, *memory.findings()]
     storm.findings += growth.in_redis(target.redis_url, target.database_url, before_bytes)
     load.stop()
-    storm.findings += _connections(target)
+    storm.findings += [*_connections(target), *torn_batches(target.database_url, load.batches())]
     held = load.held()
-    batches = load.batches()
-    lines = line_jobs(target.database_url, batches)
+    lines = line_jobs(target.database_url, load.batches())
     asked = [*target.journal.everything(), *held, *lines]
     readers = target.journal.readers()
     storm.findings += _broken_promises(target, asked, readers, expected)
-    storm.findings += torn_batches(target.database_url, batches)
     by_state, num_tokens = achieved(
         target.database_url, [each.id for each in asked if each.door != "calm"]
     )
@@ -104,7 +102,7 @@ def _hurt(
         succeeded=by_state["succeeded"],
         failed_expected=sum(by_state[state] for state in ("cancelled", "expired", "failed")),
         held_back=len(held),
-        batches=sum(each.has_ended for each in batches),
+        batches=sum(each.has_ended for each in load.batches()),
         batch_lines=len(lines),
         followed=canvases.num_jobs,
         followed_loosely=canvases.num_excused,
