@@ -83,16 +83,20 @@ class GatewayClient(AsyncClient):
         return await self._ask(question)
 
     async def insert(
-        self, requests: Sequence[EncodedRequest]
+        self, requests: Sequence[EncodedRequest], *, may_repeat: bool
     ) -> Sequence[StoredRequest | ShardlineError]:
         """Store requests in one transaction; for each its row, or why it has none. Raises Invalid
-        for a row against a rule of the table, and Unavailable: then none is stored."""
-        has_one_row_each = not any(
+        for a row against a rule of the table, and Unavailable: then none is stored.
+
+        `may_repeat`: an id or key among them may be there already. Rows that are new, one for each
+        request, take one statement, which needs no BEGIN and no COMMIT.
+        """
+        is_one_statement = not may_repeat and not any(
             request.others or isinstance(request, EncodedResponse) for request in requests
         )
         return await self._ask(
             partial(insert_with_responses, requests=requests),
-            pool=self._autocommitted if has_one_row_each else None,
+            pool=self._autocommitted if is_one_statement else None,
         )
 
     async def get(self, job_id: JobId, *, tenant: str | None = None) -> Job:

@@ -25,6 +25,8 @@ class PendingInsert:
 
     model: str
     request: EncodedRequest
+    is_named: bool
+    """Its id or key is the caller's: it may be a repeat."""
     stored: asyncio.Future[StoredRequest] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -49,9 +51,11 @@ class InsertBatcher:
         if self._task is not None:
             await cancel_and_wait(self._task)
 
-    async def insert(self, model: str, request: EncodedRequest) -> StoredRequest:
+    async def insert(
+        self, model: str, request: EncodedRequest, *, is_named: bool = True
+    ) -> StoredRequest:
         """The row of a request, once it is committed. Raises Invalid, Conflict, Unavailable."""
-        waiting = PendingInsert(model=model, request=request)
+        waiting = PendingInsert(model=model, request=request, is_named=is_named)
         self._waiting.append(waiting)
         self._has_work.set()
         return await waiting.stored
@@ -75,7 +79,9 @@ class InsertBatcher:
 
     async def _store(self, batch: Sequence[PendingInsert]) -> None:
         try:
-            outcomes = await self._client.insert([one.request for one in batch])
+            outcomes = await self._client.insert(
+                [one.request for one in batch], may_repeat=any(one.is_named for one in batch)
+            )
         except Unavailable as error:
             _fail(batch, error)
         except asyncio.CancelledError:

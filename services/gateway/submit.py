@@ -107,7 +107,7 @@ async def store_jobs(
     if len(jobs) > 1:
         body.room.add_decoded(encoded.num_bytes)
     encoded = replace(encoded, key_name=body.key_name)
-    stored = await gateway.insert_batcher.insert(model.name, encoded)
+    stored = await gateway.insert_batcher.insert(model.name, encoded, is_named=is_named)
     failpoint(Point.GATEWAY_INSERTED)
     accepted = tuple(
         AcceptedJob(
