@@ -26,7 +26,10 @@ ONLY_SHOWN = {
     "services/relay/celery/celery_request.py": (
         "Celery's `eta` and `expires`, which are times of its sender's clock"
     ),
-    "shared/shardline/base/clock.py": "the moments of steps in `shardline trace`",
+    "services/relay/notices/webhook_client.py": (
+        "the header `webhook-timestamp`, which receivers compare with their clocks"
+    ),
+    "shared/shardline/base/clock.py": "what `shardline trace` shows and `doctor` compares",
     "shared/shardline/contract/ids.py": (
         "the first bits of a job's id; order is Postgres's created_at"
     ),

@@ -8,10 +8,11 @@ MAX_LINES = 1_000
 
 # No other index has this order, so that no plan reads more than a row of each line.
 _LINE = """SELECT model, priority, tenant_id FROM jobs
-    WHERE state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL {rule}
+    WHERE state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL{rule}
     ORDER BY model, priority, tenant_id LIMIT 1"""
 _NEXT = _LINE.format(
-    rule="AND (model, priority, tenant_id) > (lines.model, lines.priority, lines.tenant_id)"
+    rule="""
+        AND (model, priority, tenant_id) > (lines.model, lines.priority, lines.tenant_id)"""
 )
 
 LINES = f"""lines AS (
