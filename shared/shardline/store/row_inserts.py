@@ -23,12 +23,12 @@ INSERT = text(f"""
 -- The requests of one statement, as `_row` writes them. Times arrive as seconds from now: only
 -- Postgres's clock counts.
 WITH new AS (
-    SELECT * FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS new(
+    SELECT * FROM ROWS FROM (jsonb_to_recordset(CAST(:rows AS jsonb)) AS (
         id uuid, tenant_id text, model text, prompt text, messages jsonb, prompt_ids int[],
         params jsonb, seed bigint, priority smallint, idempotency_key text, metadata jsonb,
         traceparent text, delay_s float8, deadline_s float8, flexible text, max_tokens int,
         max_crashes int, choice_of uuid, choice_index smallint, stored jsonb, number int,
-        key_name text)
+        key_name text)) WITH ORDINALITY AS new
 ),
 -- What those of tenants with quotas may take: the others have no row here.
 measured AS (
@@ -48,7 +48,8 @@ limited AS MATERIALIZED (
     SELECT each.* FROM (SELECT jsonb_agg(one) AS ones FROM measured HAVING count(*) > 0) AS all_of
     CROSS JOIN LATERAL shardline_reserve_each(all_of.ones) AS each
 ),
--- The others become rows.
+-- The others become rows, in the order in which they came: two statements with the same ids or keys
+-- wait for each other, and never both.
 inserted AS (
 INSERT INTO jobs (
     id, tenant_id, model, prompt, messages, prompt_ids, params, seed, priority, idempotency_key,
@@ -66,6 +67,7 @@ SELECT
 FROM new
 WHERE NOT EXISTS (
     SELECT FROM limited WHERE limited.number = new.number AND limited.excess IS NOT NULL)
+ORDER BY ordinality
 ON CONFLICT DO NOTHING RETURNING id
 )
 SELECT id, NULL::int AS number, NULL::jsonb AS excess FROM inserted
