@@ -3,6 +3,7 @@ of claims."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from uuid import UUID
 
@@ -39,13 +40,17 @@ def stamp(tables: Tables, *, resend_s: float) -> Rows:
         key=lambda job: job.order,
     )
     due = _within_window(tables, queued)
+    turns = {job.id: turn for turn, job in enumerate(due, 1)}
     lost = [
         job
         for job in queued
         if job.sent_s is not None
         and job.sent_s <= now_s - resend_s * 2 ** min(max(job.num_sends - 1, 0), MAX_DOUBLINGS)
     ]
-    stamped = sorted((job for job in due + lost if job.cancel_s is None), key=lambda job: job.order)
+    stamped = sorted(
+        (job for job in due + lost if job.cancel_s is None),
+        key=lambda job: (job.priority, turns.get(job.id, 0), job.order),
+    )
     for job in stamped:
         job.sent_s = now_s
         job.num_sends = job.num_sends + 1
@@ -85,6 +90,12 @@ def unstamp_sent(tables: Tables) -> int:
     return len(sent[:MAX_BATCH])
 
 
+def _urgency(job: Job) -> tuple[int, float, tuple[int, float, int]]:
+    """The order of one tenant's jobs: those without a deadline come last of their priority."""
+    deadline_s = math.inf if job.deadline_s is None else job.deadline_s
+    return job.priority, deadline_s, job.order
+
+
 def _within_window(tables: Tables, queued: Sequence[Job]) -> list[Job]:
     seats: dict[str, int] = {}
     for row in tables.pipelines.values():
@@ -92,7 +103,7 @@ def _within_window(tables: Tables, queued: Sequence[Job]) -> list[Job]:
             seats[row.model] = seats.get(row.model, 0) + row.seats
     room: dict[tuple[str, int], int] = {}
     due = []
-    for job in queued:
+    for job in sorted(queued, key=_urgency):
         line = (job.model, job.priority)
         if line not in room:
             num_out = sum(
