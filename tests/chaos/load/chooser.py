@@ -116,4 +116,6 @@ class Chooser(Customer):
         if len(first["choices"]) != n:
             self.complain("lost", f"{n} choices were asked for: {len(first['choices'])} came")
         if first != again:
-            self.complain("text_mismatches", f"{first['id']} asked for again: {again['id']}")
+            other = {name: (first.get(name), again.get(name)) for name in {*first, *again}}
+            unlike = {name: pair for name, pair in other.items() if pair[0] != pair[1]}
+            self.complain("text_mismatches", f"{first['id']} asked for again: {unlike}")
