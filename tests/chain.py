@@ -21,8 +21,8 @@ from services.stage.engine.memory import Limits
 from services.stage.engine.tensors import name_of, tensor_of, view_of
 from services.stage.hop import Frame, Kind
 from services.stage.model.model_info import ModelInfo
+from shardline.contract.fleet.split import even_split
 from shardline.contract.job import FinishReason, SamplingParams
-from shardline.contract.split import even_split
 from shardline_scheduler.events import NewTokens, SequenceFailed, SequenceFinished
 from shardline_scheduler.offload import NO_OFFLOAD, OffloadTerms
 from shardline_scheduler.scheduler import Scheduler

@@ -19,7 +19,7 @@ from services.stage.hop.sockets import Sockets
 from services.stage.hop.wiring import Wiring
 from services.stage.hop.zeromq import ZeroMqHop
 from shardline.base.config import Times
-from shardline.contract.lanes import MAX_LANES
+from shardline.contract.fleet.lanes import MAX_LANES
 from shardline_scheduler.events import Event, SequenceFailed, SequenceFinished
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.scheduler_config import SchedulerConfig

@@ -35,7 +35,7 @@ TABLES = [
     for name in (
         "tables",
         "table_parts",
-        "fleet_tables",
+        "fleet/fleet_tables",
         "tenant_tables",
         "webhooks/webhook_tables",
     )

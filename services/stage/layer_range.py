@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from services.stage.settings import StageSettings
 from shardline.base.errors import Invalid
-from shardline.contract.joined_layers import JoinedLayers
-from shardline.contract.split import parse_range, split_of
+from shardline.contract.fleet.joined_layers import JoinedLayers
+from shardline.contract.fleet.split import parse_range, split_of
 
 
 def layers_of(

@@ -16,8 +16,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from services.standalone.settings import StandaloneSettings
 from shardline.base.errors import Invalid
-from shardline.contract.joined_layers import JoinedLayers, joined_layers
-from shardline.contract.split import split_of
+from shardline.contract.fleet.joined_layers import JoinedLayers, joined_layers
+from shardline.contract.fleet.split import split_of
 from shardline_fleet.gguf import read_config
 from shardline_fleet.planner import Plan
 from shardline_server.host.cores import PREFIX, parse_cores, show_cores

@@ -24,7 +24,7 @@ from services.stage.hop import Kind, Receiver, Sender
 from services.stage.hop.wiring import Wiring
 from services.stage.pipeline.pace import NUM_STEPS, Pace
 from services.stage.settings import StageSettings
-from shardline.contract.lanes import lanes_for
+from shardline.contract.fleet.lanes import lanes_for
 from shardline_scheduler.events import NewTokens, SequenceFinished
 from shardline_scheduler.offload import OffloadTerms
 from shardline_scheduler.scheduler import Scheduler

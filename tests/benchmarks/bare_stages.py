@@ -30,8 +30,8 @@ from services.stage.hop.zeromq import ZeroMqHop
 from services.stage.model.model_info import ModelInfo
 from services.stage.settings import StageSettings
 from shardline.base.config import Times
-from shardline.contract.lanes import MAX_LANES
-from shardline.contract.split import even_split, parse_split
+from shardline.contract.fleet.lanes import MAX_LANES
+from shardline.contract.fleet.split import even_split, parse_split
 from shardline_scheduler.step_times import bubble_share
 from shardline_server.host.threads import run_in_fresh_thread
 from tests.chaos.network.proxy import Proxy

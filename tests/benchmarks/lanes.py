@@ -30,7 +30,7 @@ from services.stage.engine.engine import Engine, FollowerEngine
 from services.stage.engine.head_engine import HeadEngine
 from services.stage.hop import Kind
 from services.stage.pipeline.pace import Pace
-from shardline.contract.lanes import lanes_for
+from shardline.contract.fleet.lanes import lanes_for
 from shardline_scheduler.events import Event, SequenceFinished
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.scheduler_config import SchedulerConfig

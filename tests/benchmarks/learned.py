@@ -30,7 +30,7 @@ import msgspec
 from typing_extensions import override
 
 from shardline.base.errors import Invalid
-from shardline.contract.split import even_split
+from shardline.contract.fleet.split import even_split
 from shardline_fleet.planner import ModelCosts
 from shardline_fleet.planner.prediction import StageAssignment
 from shardline_fleet.simulator.agenda import Agenda

@@ -33,7 +33,7 @@ from services.stage.hop import Frame, Kind
 from services.stage.model.model_info import ModelInfo
 from services.standalone.demo.clerk.model import FOLDER
 from services.standalone.demo.clerk.tasks import examples
-from shardline.contract.split import even_split
+from shardline.contract.fleet.split import even_split
 from shardline_scheduler.kv_blocks import blocks_for
 
 BUDGET = 1024

@@ -28,7 +28,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from services.standalone.settings import CLERK
-from shardline.contract.split import even_split
+from shardline.contract.fleet.split import even_split
 from shardline_fleet.planner import DeviceProfile, ModelCosts
 from shardline_fleet.planner.fleet import share_memory
 from shardline_fleet.planner.prediction import StageAssignment

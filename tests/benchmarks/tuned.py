@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from shardline.contract.split import even_split
+from shardline.contract.fleet.split import even_split
 from shardline_fleet.planner import ModelCosts
 from shardline_fleet.simulator.fleet_file import FleetFile
 from shardline_fleet.simulator.tuning import Candidate, Setting, Trial, Tuner, TuningGoal

@@ -22,8 +22,8 @@ from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
 from services.stage.model.cpu_parts import CpuPart, parse_parts
 from services.stage.model.model_info import ModelInfo
+from shardline.contract.fleet.split import even_split
 from shardline.contract.job import SamplingParams
-from shardline.contract.split import even_split
 from tests.adapters import save_adapter
 from tests.chain import MAX_BUDGET, MAX_OPEN, generate, load_chain, requests, with_adapters
 from tests.conformance.test_architectures import BUDGET, NUM_NEW, prompts, reference

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardline.contract.lanes import MAX_LANES, lanes_for
+from shardline.contract.fleet.lanes import MAX_LANES, lanes_for
 
 
 @pytest.mark.parametrize(

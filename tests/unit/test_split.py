@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.base.errors import Invalid
-from shardline.contract.joined_layers import joined_layers
-from shardline.contract.split import even_split, parse_split, split_of
+from shardline.contract.fleet.joined_layers import joined_layers
+from shardline.contract.fleet.split import even_split, parse_split, split_of
 
 
 @given(st.integers(1, 200), st.data())

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 from fastapi import Request, Response
 
 from services.gateway.context import Gateway
@@ -33,6 +32,7 @@ from services.gateway.errors import (
     json_response,
     respond,
 )
+from services.gateway.groups.group_rows import MAX_PROMPT_TOKENS, encoded_group
 from services.gateway.groups.job_group import JobGroup, result_of, wait_for_group
 from services.gateway.guard import Caller
 from services.gateway.request_body import request_body
@@ -40,12 +40,9 @@ from services.gateway.submit import read_jobs
 from shardline.base.errors import Invalid, ShardlineError
 from shardline.contract.decision import Choice, Predicate, Question
 from shardline.contract.job import Job, JobRequest, Result
-from shardline.store.inserts import EncodedRequest, Tokenized, encode_choices
+from shardline.store.inserts import EncodedRequest
 from shardline_server.failpoints import Point, failpoint
 from shardline_server.tokenize import RegisteredModel
-
-MAX_PROMPT_TOKENS = 1 << 20
-"""Of all questions of a request: each job's row has its whole prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,21 +97,13 @@ async def _store(gateway: Gateway, request: Request, caller: Caller) -> Accepted
 
 def encoded_questions(model: RegisteredModel, jobs: Sequence[JobRequest]) -> EncodedRequest:
     """The rows of prepared jobs. Raises Invalid, naming the question."""
-    rows: list[JobRequest] = []
-    tokenized: list[Tokenized] = []
-    num_tokens = 0
-    for place, job in enumerate(jobs):
-        with naming(place):
-            prepared = model.tokens.prepare(
-                prompt=job.prompt, messages=job.messages, params=job.params()
-            )
-        num_tokens += len(prepared.prompt_ids)
-        if num_tokens > MAX_PROMPT_TOKENS:
-            problem = f"the first {place + 1} have over {MAX_PROMPT_TOKENS} tokens with their input"
-            raise Invalid("questions", problem, "Ask them in several requests")
-        rows.append(msgspec.structs.replace(job, model=model.name, adapter=model.adapter))
-        tokenized.append((prepared.prompt_ids, prepared.max_tokens))
-    return encode_choices(rows, tokenized)
+    named = ((naming(place), job) for place, job in enumerate(jobs))
+    return encoded_group(model, named, _too_many_tokens)
+
+
+def _too_many_tokens(num_questions: int) -> Invalid:
+    problem = f"the first {num_questions} have over {MAX_PROMPT_TOKENS} tokens with their input"
+    return Invalid("questions", problem, "Ask them in several requests")
 
 
 def decision_document(

@@ -31,6 +31,7 @@ from services.gateway.encoders.bodies import (
 from services.gateway.encoders.requests import TextOfRequest, encoder_jobs
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, json_response, respond
 from services.gateway.field_names import renaming
+from services.gateway.groups.group_rows import MAX_PROMPT_TOKENS, encoded_group
 from services.gateway.groups.job_group import JobGroup, result_of, wait_for_group
 from services.gateway.guard import Caller
 from services.gateway.http.json_body import Document
@@ -41,15 +42,13 @@ from shardline.base.errors import Invalid, ShardlineError
 from shardline.contract.encoders.encoder import EncoderTask
 from shardline.contract.job import JobRequest, Result
 from shardline.contract.request_parsing import parse_fields
-from shardline.store.inserts import EncodedRequest, Tokenized, encode_choices
+from shardline.store.inserts import EncodedRequest
 from shardline_server.failpoints import Point, failpoint
 from shardline_server.tokenize import RegisteredModel
 from shardline_server.tokenize.encoders.encoder_texts import check_task
 
 RequestT = TypeVar("RequestT", bound=EncoderRequest)
 
-MAX_PROMPT_TOKENS = 1 << 20
-"""Of all texts of a request."""
 TEXTS_PER_PLACE = 16
 """A text is one step of one stage: it takes a place among requests for so much less time than a
 completion."""
@@ -95,7 +94,7 @@ class EncoderDoor(Generic[RequestT]):
             gateway.admission.take_places(request, caller.tenant, num_places, field=self.field)
             model = await gateway.catalog.get(asked.address)
             check_task(model.name, model.tokens.encoder, self.task)
-            encoded = await asyncio.to_thread(_encoded, model, asked, texts)
+            encoded = await asyncio.to_thread(encoded_texts, model, encoder_jobs(asked, texts))
             body.room.add_decoded(encoded.num_bytes)
             encoded = replace(encoded, key_name=caller.key_name)
             stored = await gateway.insert_batcher.insert(model.name, encoded)
@@ -201,29 +200,17 @@ def score_list(answered: AnsweredTexts[ScoreRequest]) -> ScoreList:
     )
 
 
-def _encoded(
-    model: RegisteredModel, asked: EncoderRequest, texts: list[TextOfRequest]
-) -> EncodedRequest:
-    return encoded_texts(model, encoder_jobs(asked, texts))
-
-
 def encoded_texts(
     model: RegisteredModel, jobs: Iterable[tuple[TextOfRequest, JobRequest]]
 ) -> EncodedRequest:
     """Returns the rows of prepared jobs. Raises Invalid, naming the text."""
-    rows: list[JobRequest] = []
-    tokenized: list[Tokenized] = []
-    num_tokens = 0
-    for text, job in jobs:
-        with renaming(text.names):
-            prepared = model.tokens.prepare(prompt=job.prompt, params=job.params())
-        num_tokens += len(prepared.prompt_ids)
-        if num_tokens > MAX_PROMPT_TOKENS:
-            problem = f"the texts have over {MAX_PROMPT_TOKENS} tokens together"
-            raise Invalid("request", problem, "Send them in several requests")
-        rows.append(msgspec.structs.replace(job, model=model.name, adapter=model.adapter))
-        tokenized.append((prepared.prompt_ids, prepared.max_tokens))
-    return encode_choices(rows, tokenized)
+    named = ((renaming(text.names), job) for text, job in jobs)
+    return encoded_group(model, named, _too_many_tokens)
+
+
+def _too_many_tokens(_num_texts: int) -> Invalid:
+    problem = f"the texts have over {MAX_PROMPT_TOKENS} tokens together"
+    return Invalid("request", problem, "Send them in several requests")
 
 
 def _base64(vector: Sequence[float]) -> str:

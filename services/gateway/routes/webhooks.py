@@ -36,9 +36,9 @@ from services.gateway.webhooks.bodies import (
 )
 from shardline.base.errors import Invalid, Unavailable
 from shardline.contract.webhooks.event import ENDPOINT, EventType
-from shardline.store import webhook_deliveries, webhooks
-from shardline.store.webhook_deliveries import WebhookDelivery, delivery_id_of
-from shardline.store.webhooks import DAY_S, EndpointChange, NewEndpoint, endpoint_id_of
+from shardline.store.webhooks import deliveries, endpoints
+from shardline.store.webhooks.deliveries import WebhookDelivery, delivery_id_of
+from shardline.store.webhooks.endpoints import DAY_S, EndpointChange, NewEndpoint, endpoint_id_of
 
 ROUTE = "/v1/webhook_endpoints"
 ONE = f"{ROUTE}/{{webhook_endpoint_id}}"
@@ -75,7 +75,7 @@ async def create_endpoint(request: Request, gateway: GatewayDep, caller: SubmitC
         url=asked.url, name=asked.name, event_types=asked.event_types, tenant=caller.tenant
     )
     reach = gateway.settings.webhook_reach
-    made = await gateway.client.ask(partial(webhooks.create, new=new, reach=reach))
+    made = await gateway.client.ask(partial(endpoints.create, new=new, reach=reach))
     return json_response(EndpointWithSecret.of(made))
 
 
@@ -88,7 +88,7 @@ async def list_endpoints(request: Request, gateway: GatewayDep, caller: ReadCall
     """List the tenant's endpoints, newest first."""
     asked = query(request, EndpointQuery)
     after = None if asked.after is None else endpoint_id_of(asked.after, "after")
-    found = await gateway.client.ask(partial(webhooks.list_endpoints, tenant=caller.tenant))
+    found = await gateway.client.ask(partial(endpoints.list_endpoints, tenant=caller.tenant))
     ids = [row.id for row in found]
     if after is not None and after not in ids:
         raise Invalid("after", f"there is no endpoint {ENDPOINT}{after}", "Begin anew")
@@ -110,7 +110,7 @@ async def get_endpoint(
 ) -> Response:
     """An endpoint, and whether it takes what it is sent."""
     endpoint_id = endpoint_id_of(webhook_endpoint_id)
-    wanted = partial(webhooks.get_endpoint, endpoint_id=endpoint_id, tenant=caller.tenant)
+    wanted = partial(endpoints.get_endpoint, endpoint_id=endpoint_id, tenant=caller.tenant)
     return json_response(EndpointDocument.of(await gateway.client.ask(wanted)))
 
 
@@ -134,7 +134,7 @@ async def update_endpoint(
         url=asked.url, name=asked.name, event_types=asked.event_types, enabled=asked.enabled
     )
     work = partial(
-        webhooks.change,
+        endpoints.change,
         endpoint_id=endpoint_id_of(webhook_endpoint_id),
         wanted=wanted,
         tenant=caller.tenant,
@@ -150,7 +150,7 @@ async def delete_endpoint(
     """Delete an endpoint. What waits for it is never sent."""
     endpoint_id = endpoint_id_of(webhook_endpoint_id)
     await gateway.client.ask(
-        partial(webhooks.delete, endpoint_id=endpoint_id, tenant=caller.tenant)
+        partial(endpoints.delete, endpoint_id=endpoint_id, tenant=caller.tenant)
     )
     return json_response(EndpointDeleted(id=f"{ENDPOINT}{endpoint_id}"))
 
@@ -172,7 +172,7 @@ async def rotate_secret(
     """Give an endpoint a new secret. The old one ends, or signs beside it for a day."""
     asked = await read_body(gateway, request, RotateRequest)
     work = partial(
-        webhooks.rotate,
+        endpoints.rotate,
         endpoint_id=endpoint_id_of(webhook_endpoint_id),
         grace_s=DAY_S if asked.keep_old_secret_active_for_24_hours else 0.0,
         tenant=caller.tenant,
@@ -195,7 +195,7 @@ async def test_endpoint(
     asked = await read_body(gateway, request, EndpointTestRequest)
     endpoint_id = endpoint_id_of(webhook_endpoint_id)
     begin = partial(
-        webhook_deliveries.begin_test,
+        deliveries.begin_test,
         endpoint_id=endpoint_id,
         event_type=asked.event_type,
         tenant=caller.tenant,
@@ -227,7 +227,7 @@ async def list_deliveries(
     """List what an endpoint was sent, or is to be, newest first."""
     asked = query(request, DeliveryQuery)
     page = partial(
-        webhook_deliveries.list_deliveries,
+        deliveries.list_deliveries,
         endpoint_id=endpoint_id_of(webhook_endpoint_id),
         tenant=caller.tenant,
         state=asked.state,
@@ -264,7 +264,7 @@ async def replay_deliveries(
     asked = await read_body(gateway, request, ReplayRequest)
     ids = None if asked.ids is None else [delivery_id_of(name, "ids") for name in asked.ids]
     work = partial(
-        webhook_deliveries.replay,
+        deliveries.replay,
         endpoint_id=endpoint_id_of(webhook_endpoint_id),
         ids=ids,
         tenant=caller.tenant,
@@ -277,7 +277,7 @@ async def _sent_test(gateway: Gateway, delivery_id: UUID) -> WebhookDelivery:
     for look in range(TEST_LOOKS):
         is_last = look == TEST_LOOKS - 1 or gateway.stopping.is_set()
         sent = await gateway.client.ask(
-            partial(webhook_deliveries.end_test, delivery_id=delivery_id, is_last=is_last)
+            partial(deliveries.end_test, delivery_id=delivery_id, is_last=is_last)
         )
         if sent is not None:
             return sent

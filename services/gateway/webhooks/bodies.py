@@ -16,8 +16,8 @@ from shardline.contract.request_parsing import invalid_from
 from shardline.contract.webhooks.event import DELIVERY, ENDPOINT, EventType, object_name
 from shardline.contract.webhooks.targets import MAX_URL_CHARS
 from shardline.contract.webhooks.webhook_tables import MAX_NAME_CHARS
-from shardline.store.webhook_deliveries import MAX_REPLAYED, DeliveryState, WebhookDelivery
-from shardline.store.webhooks import EndpointSecret, WebhookEndpoint
+from shardline.store.webhooks.deliveries import MAX_REPLAYED, DeliveryState, WebhookDelivery
+from shardline.store.webhooks.endpoints import EndpointSecret, WebhookEndpoint
 
 UUID_FORM = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
 ENDPOINT_ID = f"^({ENDPOINT})?{UUID_FORM}"

@@ -15,7 +15,7 @@ from services.stage.attention.paged_kv import KvShape, PagedKv
 from services.stage.device.device import Device
 from services.stage.recurrent.states import RecurrentStates, StateShapes, bytes_per_slot
 from shardline.base.errors import Invalid
-from shardline.contract.stage_memory import NUM_BUFFERS, PACKING_FACTOR
+from shardline.contract.fleet.stage_memory import NUM_BUFFERS, PACKING_FACTOR
 from shardline_scheduler.kv_blocks import blocks_for
 
 DEFAULT_KV_SHARE = 0.4

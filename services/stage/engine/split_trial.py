@@ -40,7 +40,7 @@ from services.stage.products.module_failures import FAILURES, first_line
 from services.stage.products.row_buckets import RowPadding
 from services.stage.recurrent.states import RecurrentStates
 from shardline.base.clock import monotonic_s
-from shardline.contract.joined_layers import joined_layers
+from shardline.contract.fleet.joined_layers import joined_layers
 
 log = structlog.get_logger(__name__)
 

@@ -36,7 +36,7 @@ from services.stage.model.text_part import is_container, layers_class, model_cla
 from services.stage.model.weights import header_of, weight_files
 from shardline.base.errors import Unavailable
 from shardline.contract import plain_json
-from shardline.contract.joined_layers import JoinedLayers, joined_layers
+from shardline.contract.fleet.joined_layers import JoinedLayers, joined_layers
 from shardline_server.tokenize import chosen_template, model_row, tokenizers_eos_id
 
 log = structlog.get_logger(__name__)

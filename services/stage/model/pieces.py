@@ -17,7 +17,7 @@ from services.stage.model.miniature import build_miniature, miniature_config
 from services.stage.model.refusal import refuse
 from services.stage.model.text_part import language_model, text_config
 from services.stage.products.module_failures import FAILURES, first_line
-from shardline.contract.joined_layers import joined_layers
+from shardline.contract.fleet.joined_layers import joined_layers
 
 NUM_TOKENS = 3
 

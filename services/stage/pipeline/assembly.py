@@ -21,7 +21,7 @@ from services.stage.pipeline.control_client import ControlClient, StageRefusal
 from services.stage.pipeline.route import choose_route
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import LinkLost
-from shardline.contract.lanes import MAX_LANES
+from shardline.contract.fleet.lanes import MAX_LANES
 from shardline.contract.wire import StageCard
 from shardline_server.failpoints import Point, failpoint
 

@@ -18,7 +18,7 @@ from services.stage.pipeline.pace import Pace
 from services.stage.pipeline.status import StageProgress, StageStatus
 from shardline.base.config import Times
 from shardline.base.errors import LinkLost
-from shardline.contract.lanes import lanes_for
+from shardline.contract.fleet.lanes import lanes_for
 
 log = structlog.get_logger(__name__)
 

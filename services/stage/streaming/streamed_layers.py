@@ -24,7 +24,7 @@ from services.stage.streaming.layer_file import PAGE_BYTES, LayerFile
 from services.stage.streaming.layer_memory import LayerMemory
 from shardline.base.clock import monotonic_s
 from shardline.base.rounding import round_up
-from shardline.contract.stage_memory import NUM_BUFFERS
+from shardline.contract.fleet.stage_memory import NUM_BUFFERS
 
 log = structlog.get_logger(__name__)
 

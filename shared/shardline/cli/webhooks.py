@@ -27,10 +27,10 @@ from shardline.contract.job import DEFAULT_TENANT
 from shardline.contract.webhooks.event import ALL, DELIVERY, ENDPOINT, EventType
 from shardline.contract.webhooks.targets import WebhookReach
 from shardline.contract.webhooks.webhook_settings import WebhookSettings
-from shardline.store import webhook_deliveries
-from shardline.store import webhooks as endpoints
-from shardline.store.webhook_deliveries import WebhookDelivery, delivery_id_of
-from shardline.store.webhooks import (
+from shardline.store.webhooks import deliveries as webhook_deliveries
+from shardline.store.webhooks import endpoints
+from shardline.store.webhooks.deliveries import WebhookDelivery, delivery_id_of
+from shardline.store.webhooks.endpoints import (
     EndpointChange,
     EndpointSecret,
     NewEndpoint,

@@ -29,7 +29,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB, UUID
 
 from shardline.contract.api_key import Scope
-from shardline.contract.fleet_tables import pipelines, plans, workers
+from shardline.contract.fleet.fleet_tables import pipelines, plans, workers
 from shardline.contract.job import (
     DEFAULT_PRIORITY,
     DEFAULT_TENANT,

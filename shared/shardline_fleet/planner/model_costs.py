@@ -18,7 +18,7 @@ import msgspec
 
 from shardline.base.errors import Invalid
 from shardline.base.rounding import round_up
-from shardline.contract.joined_layers import joined_layers
+from shardline.contract.fleet.joined_layers import joined_layers
 from shardline_fleet.gguf import read_config
 from shardline_fleet.planner.recurrent_costs import ALONE, layer_types, recurrent_sizes
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardline.base.errors import Invalid
-from shardline.contract.split import even_split
+from shardline.contract.fleet.split import even_split
 from shardline_fleet.planner.boundaries import apart, bounds
 from shardline_fleet.planner.device_profile import DeviceProfile, check_profiles
 from shardline_fleet.planner.fleet import (

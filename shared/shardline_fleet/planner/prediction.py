@@ -11,7 +11,7 @@ from math import floor
 from typing import NamedTuple
 
 from shardline.base.errors import Invalid
-from shardline.contract.lanes import lanes_for
+from shardline.contract.fleet.lanes import lanes_for
 from shardline_fleet.planner.device_profile import DeviceProfile, Link
 from shardline_fleet.planner.model_costs import (
     EMBEDDING_BYTES,

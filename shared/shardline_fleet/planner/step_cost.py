@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from shardline.base.errors import Invalid
-from shardline.contract.stage_memory import NUM_BUFFERS, PACKING_FACTOR
+from shardline.contract.fleet.stage_memory import NUM_BUFFERS, PACKING_FACTOR
 from shardline_fleet.planner.device_profile import DeviceProfile, interpolated
 from shardline_fleet.planner.model_costs import (
     EMBEDDING_BYTES,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing_extensions import override
 
 from shardline.base.errors import Invalid
-from shardline.contract.split import parse_split
+from shardline.contract.fleet.split import parse_split
 from shardline_fleet.planner import DeviceProfile, ModelCosts, Workload
 from shardline_fleet.planner.fleet import share_memory
 from shardline_fleet.planner.fleet_planner import Deployment, FleetPlanner

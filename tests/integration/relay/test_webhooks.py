@@ -20,9 +20,9 @@ from shardline.cli.commands import cli
 from shardline.contract.keys import ENDED
 from shardline.contract.tables import DONE_CHANNEL
 from shardline.contract.webhooks.targets import WebhookReach
-from shardline.store import webhooks
 from shardline.store.connection.notify import listening
-from shardline.store.webhooks import EndpointSecret, NewEndpoint
+from shardline.store.webhooks import endpoints
+from shardline.store.webhooks.endpoints import EndpointSecret, NewEndpoint
 from tests.integration.relay.relay_stack import RelayStack, relay_stack
 from tests.integration.relay.webhook_receiver import Webhook, WebhookReceiver, webhook_receiver
 from tests.integration.rows import cell, change, end, running, success
@@ -62,7 +62,7 @@ def receiver() -> Iterator[WebhookReceiver]:
 def endpoint(engine: Engine, url: str, *names: str) -> EndpointSecret:
     new = NewEndpoint(url=url, name=url[-8:], event_types=names or ("job.*",))
     with engine.begin() as connection:
-        return webhooks.create(connection, new, reach=REACH)
+        return endpoints.create(connection, new, reach=REACH)
 
 
 def ended_job(engine: Engine) -> UUID:

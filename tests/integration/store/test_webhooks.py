@@ -15,9 +15,15 @@ from shardline.contract.ids import new_id
 from shardline.contract.job import FinishReason, JobState
 from shardline.contract.webhooks.event import EventType
 from shardline.contract.webhooks.targets import WebhookReach
-from shardline.store import jobs, webhook_deliveries, webhooks
+from shardline.store import jobs
 from shardline.store.inserts import FailedRequest
-from shardline.store.webhooks import MAX_ENDPOINTS, EndpointChange, EndpointSecret, NewEndpoint
+from shardline.store.webhooks import deliveries, endpoints
+from shardline.store.webhooks.endpoints import (
+    MAX_ENDPOINTS,
+    EndpointChange,
+    EndpointSecret,
+    NewEndpoint,
+)
 from shardline_server.store import ends, webhook_attempts
 from shardline_server.store.ends import End
 from shardline_server.store.webhook_attempts import AttemptOutcome, WebhookAttempt
@@ -31,7 +37,7 @@ DAY_S = 86_400.0
 def make(engine: Engine, *names: str, tenant: str = "default") -> EndpointSecret:
     new = NewEndpoint(url=URL, name="hooks", event_types=names or ("*",), tenant=tenant)
     with engine.begin() as connection:
-        return webhooks.create(connection, new, reach=PUBLIC)
+        return endpoints.create(connection, new, reach=PUBLIC)
 
 
 def heard(engine: Engine, made: EndpointSecret) -> dict[UUID, str]:
@@ -204,10 +210,10 @@ def test_an_endpoint_that_fails_for_days_is_disabled_until_its_owner_enables_it(
     end(engine, success(running(engine)))
     assert len(heard(engine, waiting)) == 6, "it hears of nothing meanwhile"
     with engine.begin() as connection, pytest.raises(Conflict, match="enable it first"):
-        webhook_deliveries.replay(connection, **wanted)
+        deliveries.replay(connection, **wanted)
     enabled = EndpointChange(enabled=True)
     with engine.begin() as connection:
-        found = webhooks.change(connection, wanted=enabled, reach=PUBLIC, **wanted)
+        found = endpoints.change(connection, wanted=enabled, reach=PUBLIC, **wanted)
     assert (found.disabled_at, found.failing_since) == (None, None)
     assert claimed_attempts(engine), "what waited goes out"
 
@@ -219,17 +225,13 @@ def test_what_nobody_takes_is_given_up_replayed_and_forgotten(
     change(engine, "UPDATE webhook_deliveries SET due_at = now() - interval '4 days'")
     with engine.begin() as connection:
         assert webhook_attempts.give_up(connection, patience_s=3 * DAY_S) == 6
-        page, has_more = webhook_deliveries.list_deliveries(
-            connection, state="dead", limit=4, **wanted
-        )
-        rest, _ = webhook_deliveries.list_deliveries(
-            connection, limit=4, after=page[-1].id, **wanted
-        )
+        page, has_more = deliveries.list_deliveries(connection, state="dead", limit=4, **wanted)
+        rest, _ = deliveries.list_deliveries(connection, limit=4, after=page[-1].id, **wanted)
         assert (len(page), has_more, len({one.id for one in (*page, *rest)})) == (4, True, 6)
-        assert webhook_deliveries.replay(connection, ids=[page[0].id, uuid4()], **wanted) == 1
-        assert webhook_deliveries.replay(connection, **wanted) == 5
+        assert deliveries.replay(connection, ids=[page[0].id, uuid4()], **wanted) == 1
+        assert deliveries.replay(connection, **wanted) == 5
         with pytest.raises(NotFound):
-            webhook_deliveries.replay(connection, waiting.endpoint.id, tenant="other")
+            deliveries.replay(connection, waiting.endpoint.id, tenant="other")
     (attempt, *_) = claimed_attempts(engine)
     record(engine, attempt, "delivered")
     change(engine, "UPDATE webhook_deliveries SET ended_at = ended_at - interval '8 days'")
@@ -242,9 +244,9 @@ def test_two_secrets_sign_during_a_rotation_and_no_third_one(
 ) -> None:
     wanted: Any = {"endpoint_id": waiting.endpoint.id, "tenant": "default"}
     with engine.begin() as connection:
-        new = webhooks.rotate(connection, grace_s=DAY_S, **wanted)
+        new = endpoints.rotate(connection, grace_s=DAY_S, **wanted)
         with pytest.raises(Conflict, match="two secrets"):
-            webhooks.rotate(connection, grace_s=DAY_S, **wanted)
+            endpoints.rotate(connection, grace_s=DAY_S, **wanted)
     (attempt,) = claimed_attempts(engine, max_rows=1)
     assert attempt.secrets == (new.secret, waiting.secret)
     assert waiting.secret not in repr((attempt, new, waiting, new.endpoint))
@@ -252,7 +254,7 @@ def test_two_secrets_sign_during_a_rotation_and_no_third_one(
     (attempt,) = claimed_attempts(engine, max_rows=1)
     assert attempt.secrets == (new.secret,)
     with engine.begin() as connection:
-        last = webhooks.rotate(connection, grace_s=0, **wanted)
+        last = endpoints.rotate(connection, grace_s=0, **wanted)
     (attempt,) = claimed_attempts(engine, max_rows=1)
     assert attempt.secrets == (last.secret,)
 
@@ -268,13 +270,13 @@ def test_wrong_endpoints_are_refused_and_a_tenant_has_only_so_many(engine: Engin
     ):
         good: Any = {"url": URL, "name": "a", "event_types": ("job.*",)}
         with engine.begin() as connection, pytest.raises(Invalid):
-            webhooks.create(connection, NewEndpoint(**{**good, **fields}), reach=PUBLIC)
+            endpoints.create(connection, NewEndpoint(**{**good, **fields}), reach=PUBLIC)
     made = [make(engine) for _ in range(MAX_ENDPOINTS)]
     with pytest.raises(Conflict, match="16"):
         make(engine)
     assert made[0].endpoint.event_types == tuple(EventType)
     with engine.begin() as connection:
-        webhooks.delete(connection, made[0].endpoint.id, tenant="default")
+        endpoints.delete(connection, made[0].endpoint.id, tenant="default")
         with pytest.raises(NotFound):
-            webhooks.delete(connection, made[1].endpoint.id, tenant="other")
+            endpoints.delete(connection, made[1].endpoint.id, tenant="other")
     make(engine)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardline.contract.lanes import lanes_for
+from shardline.contract.fleet.lanes import lanes_for
 from shardline_fleet.planner import DeviceProfile, Goal, Link, PipelinePlan, Workload, make_plans
 from shardline_fleet.planner.zones import zones
 from tests.unit.fleet.planner.fleets import LAYER_S, device, model

@@ -19,8 +19,8 @@ from services.stage.model.cpu_parts import parse_parts
 from services.stage.model.model_info import ModelInfo
 from services.stage.products.triton_products import TritonLinear
 from shardline.base.errors import Invalid
+from shardline.contract.fleet.split import even_split
 from shardline.contract.job import SamplingParams
-from shardline.contract.split import even_split
 from shardline_scheduler.step_plan import Move, Open, Row, StepPlan, StepResult
 from tests.models import CONFIGS, RECURRENT, save_model
 from tests.unit.stage.engine.fake_gpu import FakeGpu, FakeRecorder, fake_gpu

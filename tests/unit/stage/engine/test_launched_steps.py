@@ -32,8 +32,8 @@ from services.stage.hop.wiring import Wiring
 from services.stage.model.model_info import ModelInfo
 from services.stage.settings import StageSettings
 from shardline.base.clock import monotonic_s
+from shardline.contract.fleet.split import even_split
 from shardline.contract.job import SamplingParams
-from shardline.contract.split import even_split
 from shardline_scheduler.step_plan import Open, Row, StepPlan, encode
 from shardline_scheduler.step_times import StepTime
 from shardline_server.host.threads import run_in_fresh_thread

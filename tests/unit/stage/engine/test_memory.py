@@ -13,7 +13,7 @@ from services.stage.device.device import Device
 from services.stage.device.memory_reservations import MemoryReservations
 from services.stage.engine.memory import Limits, StageMemory, WeightBytes, num_blocks, num_slots
 from shardline.base.errors import Invalid
-from shardline.contract.stage_memory import PACKING_FACTOR
+from shardline.contract.fleet.stage_memory import PACKING_FACTOR
 from tests.pinned import first_core
 from tests.unit.stage.engine.fake_gpu import GIB, FakeGpu
 

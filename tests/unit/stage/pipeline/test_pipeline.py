@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from services.stage.hop.sockets import Sockets
 from services.stage.pipeline.status import StageProgress, StageStatus
 from shardline.base.errors import Unavailable
-from shardline.contract.lanes import MAX_LANES
+from shardline.contract.fleet.lanes import MAX_LANES
 from shardline.contract.wire import StageCard
 from tests.chaos.network.proxy import Proxy
 from tests.links import NUM_LAYERS, PATIENCE_S, TIMES, Pipes, open_pipes, pass_a_step

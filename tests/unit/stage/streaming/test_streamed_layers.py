@@ -20,8 +20,8 @@ from services.stage.products.tiled_linear import TiledLinear
 from services.stage.streaming.layer_file import LayerFile
 from services.stage.streaming.streamed_layers import StreamedLayers, tiles
 from shardline.base.errors import Invalid, Unavailable
+from shardline.contract.fleet.stage_memory import NUM_BUFFERS
 from shardline.contract.job import SamplingParams
-from shardline.contract.stage_memory import NUM_BUFFERS
 from shardline.contract.structured_output import StructuredOutput
 from shardline_scheduler.events import SequenceFinished
 from shardline_scheduler.step_plan import Open

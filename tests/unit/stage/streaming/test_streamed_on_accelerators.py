@@ -31,9 +31,9 @@ from services.stage.streaming.layer_file import PAGE_BYTES
 from services.stage.streaming.layer_memory import CHUNK_BYTES, LayerMemory
 from services.stage.streaming.streamed_layers import StreamedLayers, matrices, measure, store_of
 from shardline.base.errors import Invalid
+from shardline.contract.fleet.split import even_split
+from shardline.contract.fleet.stage_memory import NUM_BUFFERS
 from shardline.contract.job import SamplingParams
-from shardline.contract.split import even_split
-from shardline.contract.stage_memory import NUM_BUFFERS
 from shardline_scheduler.events import SequenceFinished
 from tests.chain import complete, requests
 from tests.engines import open_engines

@@ -19,7 +19,7 @@ from shardline.contract.ids import new_id, parse_id
 from shardline.contract.tables import TASKS_CHANNEL, WEBHOOKS
 from shardline.contract.webhooks.event import DELIVERY, EventType
 from shardline.store.connection.notify import ring
-from shardline.store.webhooks import get_endpoint
+from shardline.store.webhooks.endpoints import get_endpoint
 
 MAX_REPLAYED = 1_000
 """In one call: one statement locks and writes so many rows."""

@@ -7,7 +7,7 @@ import re
 from itertools import pairwise
 
 from shardline.base.errors import Invalid
-from shardline.contract.joined_layers import JoinedLayers
+from shardline.contract.fleet.joined_layers import JoinedLayers
 
 FIELD = "SHARDLINE_SPLIT"
 EVEN = "even"

@@ -1,0 +1,1 @@
+"""Webhook endpoints of tenants, and what each of them is to hear."""
