@@ -11,6 +11,7 @@ import json
 from queue import Empty
 from typing import Any
 
+import structlog
 from kombu.transport import TRANSPORT_ALIASES, redis
 from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import loads
@@ -18,6 +19,8 @@ from redis.exceptions import RedisError
 
 from shardline.base.clock import monotonic_s, wall_clock_s
 from shardline_server.failpoints import Point, failpoint
+
+log = structlog.get_logger(__name__)
 
 WAIT_S = 0.1
 """A message of a priority with its own queue is seen after this long at most."""
@@ -57,9 +60,16 @@ class PlainQoS(redis.QoS):
             noted = pipe.hget(self.unacked_key, tag)
             pipe.multi()
             self._remove_from_indices(tag, pipe)
-            if noted:
+            if not noted:
+                return
+            try:
                 message, exchange, routing_key = json.loads(noted)
-                self.channel._do_restore_message(message, exchange, routing_key, pipe, leftmost)  # noqa: SLF001 (as kombu's own does)
+            except (ValueError, RecursionError) as error:
+                # Lua has read it when it was taken, and Python cannot: it is nested too deeply.
+                problem = type(error).__name__
+                log.warning("a message that is no task is dropped", task_id=tag, problem=problem)
+                return
+            self.channel._do_restore_message(message, exchange, routing_key, pipe, leftmost)  # noqa: SLF001 (as kombu's own does)
 
         with self.channel.conn_or_acquire(client) as connected:
             connected.transaction(restore, self.unacked_key)

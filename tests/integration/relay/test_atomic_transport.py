@@ -146,6 +146,30 @@ def test_a_message_that_no_worker_can_read_ends_none_that_starts(
     assert left(redis_url) == (0, 0)
 
 
+def test_a_message_nested_beyond_pythons_limit_ends_none_that_starts(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send(redis_url, "deep", headers={"of": "no list"})
+    with Redis.from_url(redis_url) as redis:
+        envelope: Any = redis.lindex(QUEUE, 0)
+        # Lua's reader takes 1,000 levels.
+        nested = "[" * 990 + "]" * 990
+        redis.lset(QUEUE, 0, envelope.decode().replace('"no list"', nested))
+    take_and_die(redis_url, monkeypatch)
+    assert left(redis_url) == (0, 1)
+
+    with consuming(redis_url, lambda *_: None) as connection:
+
+        def is_dropped() -> bool:
+            with suppress(TimeoutError):
+                connection.drain_events(timeout=WAIT_S / 2)
+            return left(redis_url) == (0, 0)
+
+        until(is_dropped, timeout_s=30)
+    send(redis_url, "good")
+    assert received(redis_url, 1) == ["good"]
+
+
 @pytest.mark.parametrize("kind", ["no envelope", "no tag"])
 def test_a_message_that_ends_in_an_error_does_not_come_again(redis_url: str, kind: str) -> None:
     send(redis_url, "good")
