@@ -1,5 +1,5 @@
-"""`shardline tenant set | list | remove | price`: what tenants and their keys may take. Holds no
-logic: the store does."""
+"""`shardline tenant`: what tenants and their keys may take, and roles of Postgres that belong to
+them. Holds no logic: the store does."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from shardline.cli import show
 from shardline.cli.arguments import Json
 from shardline.cli.database import transaction
 from shardline.contract.tenant_tables import LIMITS, PERIODS
-from shardline.store import quotas
+from shardline.store import quotas, tenant_roles
 from shardline.store.quotas import Limit, TenantQuota
+from shardline.store.tenant_roles import TenantRole
 
 tenant = typer.Typer(
     no_args_is_help=True,
@@ -85,6 +86,40 @@ def price(
         prices = _number("INPUT", input_price), _number("OUTPUT", output_price)
         quotas.set_price(connection, model, *prices)
     typer.echo(f"{model} set")
+
+
+Role = Annotated[str, typer.Argument(help="A role of Postgres, made by CREATE ROLE.")]
+
+
+@tenant.command()
+def grant(name: Name, role: Role) -> None:
+    """Give a role of Postgres to a tenant: its connections see and insert its rows alone."""
+    with transaction() as connection:
+        tenant_roles.grant_role(connection, name, role)
+    typer.echo(f"{role} submits and reads as {name}")
+
+
+@tenant.command()
+def revoke(role: Role) -> None:
+    """Take the rights of a tenant's role away."""
+    with transaction() as connection:
+        tenant_roles.revoke_role(connection, role)
+    typer.echo(f"{role} has no rights")
+
+
+@tenant.command("roles")
+def list_roles(json: Json = False) -> None:
+    """List roles of Postgres with their tenants."""
+    with transaction() as connection:
+        found = tenant_roles.list_roles(connection)
+    show.each(found, json=json, table=_role_table)
+
+
+def _role_table(rows: Iterable[TenantRole]) -> None:
+    table = show.new_table("role", "tenant")
+    for row in rows:
+        table.add_row(row.role, row.tenant)
+    show.print_table(table)
 
 
 def _limit(assignment: str) -> tuple[str, Limit]:

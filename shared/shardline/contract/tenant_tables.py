@@ -49,6 +49,15 @@ tenants = Table(
     *checks(weight_is_positive="weight > 0 AND weight <= 1000000"),
 )
 
+# Postgres' roles that see and insert one tenant's rows alone.
+tenant_roles = Table(
+    "tenant_roles",
+    metadata,
+    Column("role_name", Text, primary_key=True),
+    Column("tenant_id", Text, ForeignKey("tenants.id"), nullable=False),
+    created("created_at"),
+)
+
 quotas = Table(
     "quotas",
     metadata,

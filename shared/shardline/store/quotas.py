@@ -76,17 +76,22 @@ class TenantQuota(msgspec.Struct, frozen=True, kw_only=True):
     spent_money: Decimal | None
 
 
+def add_tenant(connection: Connection, tenant: str) -> None:
+    """Makes a tenant if there is none of this name. Raises Invalid."""
+    _check_name("tenant", tenant)
+    connection.execute(ADD_TENANT, {"tenant": tenant})
+
+
 def set_quota(
     connection: Connection, tenant: str, limits: Mapping[str, Limit], *, key_name: str = ""
 ) -> None:
     """Sets some limits of a tenant, or of one of its keys; None takes one away, the others stay. A
     tenant that there is not is made. Raises Invalid."""
-    _check_name("tenant", tenant)
     if key_name:
         _check_name("key", key_name)
     for name, limit in limits.items():
         _check_limit(name, limit)
-    connection.execute(ADD_TENANT, {"tenant": tenant})
+    add_tenant(connection, tenant)
     names = sorted(limits) or ["budget_period"]
     statement = SET.format(
         names=", ".join(names),
@@ -105,10 +110,9 @@ def remove_quota(connection: Connection, tenant: str, *, key_name: str = "") -> 
 
 def set_weight(connection: Connection, tenant: str, weight: float) -> None:
     """Sets a tenant's share of tokens while several wait. Raises Invalid."""
-    _check_name("tenant", tenant)
     if not 0 < weight <= MAX_WEIGHT:
         raise Invalid("weight", f"{weight} is not over 0 and up to {MAX_WEIGHT}", "Use 1 for most")
-    connection.execute(ADD_TENANT, {"tenant": tenant})
+    add_tenant(connection, tenant)
     connection.execute(WEIGHT, {"tenant": tenant, "weight": weight})
 
 

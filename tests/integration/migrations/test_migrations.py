@@ -60,8 +60,9 @@ def test_the_migrated_schema_is_what_the_tables_say(database_url: str) -> None:
     assert "No new upgrade operations detected" in alembic(database_url, "check")
 
 
-ID_FUNCTION = """
-CREATE FUNCTION shardline_new_id() RETURNS uuid LANGUAGE sql AS 'SELECT gen_random_uuid()'
+FUNCTIONS = """
+CREATE FUNCTION shardline_new_id() RETURNS uuid LANGUAGE sql AS 'SELECT gen_random_uuid()';
+CREATE FUNCTION shardline_my_tenant(name) RETURNS text LANGUAGE sql STABLE AS 'SELECT $1::text'
 """
 
 
@@ -74,8 +75,8 @@ def test_tables_created_directly_equal_the_migrated_ones(
     direct = connect(empty_database_url)
     assert batches.metadata is responses.metadata is webhook_endpoints.metadata
     with direct.begin() as connection:
-        # Functions are the migrations' own; the default of an id names this one.
-        connection.execute(text(ID_FUNCTION))
+        # Functions are the migrations' own; defaults name these.
+        connection.execute(text(FUNCTIONS))
         responses.metadata.create_all(connection)
     migrated = connect(database_url)
     assert read(direct, query) == read(migrated, query)
