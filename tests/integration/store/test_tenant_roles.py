@@ -113,7 +113,7 @@ def test_results_and_decisions_are_the_tenants_own(
     grant(engine, "acme", role)
     ids = [*submit(engine, tenant="acme"), *submit(engine)]
     end(engine, *(success(one) for one in claim(engine, ids)))
-    change(engine, "UPDATE jobs SET params = '{\"question\": {\"name\": \"late\"}}'")
+    change(engine, 'UPDATE jobs SET params = \'{"question": {"name": "late"}}\'')
     with acting(database_url, role) as connection:
         assert {name: seen(connection, name) for name in ("results", "decisions")} == {
             "results": 1,
