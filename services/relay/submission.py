@@ -18,7 +18,7 @@ from sqlalchemy.exc import DataError, IntegrityError
 
 from shardline.base.errors import Conflict, Invalid
 from shardline.contract.ids import parse_id
-from shardline.contract.job import JobRequest, JobState
+from shardline.contract.job import DEFAULT_TENANT, JobRequest, JobState
 from shardline.contract.request_parsing import check_metadata, parse_request
 from shardline.store.connection.encoding import storable
 from shardline.store.jobs import (
@@ -200,6 +200,7 @@ def _failed_row(submission: Submission, reason: dict[str, str]) -> FailedRequest
         return None
     model = document.get("model")
     prompt = document.get("prompt")
+    tenant = document.get("tenant")
     job_id = _told_id(document, submission.id)
     if job_id is None or not isinstance(model, str) or not 1 <= len(model) <= 256:
         return None
@@ -207,6 +208,7 @@ def _failed_row(submission: Submission, reason: dict[str, str]) -> FailedRequest
         id=job_id,
         model=model,
         error=reason,
+        tenant=tenant if isinstance(tenant, str) else DEFAULT_TENANT,
         prompt=prompt if isinstance(prompt, str) else None,
         metadata=_kept_metadata(document.get("metadata")),
     )

@@ -37,10 +37,11 @@ Tokenized = tuple[Sequence[int], int]
 INSERT_FAILED = text("""
 -- Those that are new.
 WITH failed AS (
-    INSERT INTO jobs (id, model, prompt, metadata, error, state, finished_at)
-    SELECT id, model, prompt, metadata, error, 'failed', now()
+    INSERT INTO jobs (id, tenant_id, model, prompt, metadata, error, state, finished_at)
+    SELECT new.id, coalesce(tenants.id, :no_tenant), model, prompt, metadata, error, 'failed', now()
     FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS new(
-        id uuid, model text, prompt text, metadata jsonb, error jsonb)
+        id uuid, tenant text, model text, prompt text, metadata jsonb, error jsonb)
+    LEFT JOIN tenants ON tenants.id = new.tenant ORDER BY new.id
     ON CONFLICT DO NOTHING RETURNING id, tenant_id
 )
 -- Other ends are told of by a trigger, which hears of no insert.
@@ -62,6 +63,8 @@ class FailedRequest:
     id: UUID
     model: str
     error: Mapping[str, Any]
+    tenant: str = DEFAULT_TENANT
+    """Without such a tenant the row is the default one's."""
     prompt: str | None = None
     metadata: Mapping[str, Any] | None = None
 
@@ -246,6 +249,7 @@ def insert_failed(connection: Connection, requests: Sequence[FailedRequest]) -> 
     rows = [
         {
             "id": request.id,
+            "tenant": storable(request.tenant),
             "model": storable(request.model),
             "prompt": None
             if request.prompt is None
@@ -257,7 +261,8 @@ def insert_failed(connection: Connection, requests: Sequence[FailedRequest]) -> 
         }
         for request in sorted(requests, key=lambda request: request.id)
     ]
-    return set(connection.scalars(INSERT_FAILED, {"rows": dump(rows)})) if rows else set()
+    values = {"rows": dump(rows), "no_tenant": DEFAULT_TENANT}
+    return set(connection.scalars(INSERT_FAILED, values)) if rows else set()
 
 
 def _insert(

@@ -14,7 +14,7 @@ from sqlalchemy import text
 
 from shardline.contract.job import MAX_METADATA_BYTES, JobState
 from shardline.contract.keys import INTAKE, INTAKE_DEAD, INTAKE_GROUP
-from shardline.store import pipelines
+from shardline.store import pipelines, quotas
 from tests.integration.relay.relay_stack import PATIENCE_S, RelayStack, relay_stack
 from tests.integration.rows import MODEL, cell, change
 from tests.polling import until
@@ -130,6 +130,28 @@ def test_each_intake_entry_ends_as_a_row_or_a_dead_letter(here: RelayStack) -> N
     assert cell(here.engine, "SELECT count(*) FROM jobs WHERE state = 'failed'") == 4
     assert cell(here.engine, "SELECT count(*) FROM jobs") == 6
     assert cell(here.engine, "SELECT max(length(metadata::text)) FROM jobs") == len("{}")
+
+
+@pytest.mark.parametrize("door", ["celery", "redis"])
+def test_a_request_over_a_quota_ends_failed_with_the_limit(here: RelayStack, door: str) -> None:
+    with here.engine.begin() as connection:
+        quotas.set_quota(connection, "acme", {"max_queued": 1})
+
+    for _ in range(2):
+        request = {"model": MODEL, "prompt": "one", "tenant": "acme", "id": str(uuid4())}
+        if door == "celery":
+            here.submit(request)
+        else:
+            here.redis.xadd(INTAKE, {"request": json.dumps(request)})
+        here.wait_for(request["id"], lambda job: job)
+
+    refused = here.wait_for_end(request["id"])
+    assert (refused.state, refused.tenant) == (JobState.FAILED, "acme")
+    assert refused.error is not None
+    assert (refused.error["code"], refused.error["field"]) == ("limit_exceeded", "max_queued")
+    assert here.redis.xlen(INTAKE_DEAD) == 0
+    with here.engine.begin() as connection:
+        assert [each.queued for each in quotas.list_quotas(connection) if each.queued] == [1]
 
 
 def test_a_lost_consumer_group_is_made_again(here: RelayStack) -> None:
