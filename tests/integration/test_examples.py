@@ -10,6 +10,7 @@ import asyncio
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -29,7 +30,9 @@ from tests.repository import REPOSITORY
 from tests.tiny_head import tiny_head
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-EXAMPLES = sorted((REPOSITORY / "docs/examples").glob("*.py"))
+FOLDER = REPOSITORY / "docs/examples"
+RUNTIMES = {".py": sys.executable, ".mjs": shutil.which("node")}
+EXAMPLES = sorted(one for one in FOLDER.iterdir() if RUNTIMES.get(one.suffix))
 JOB_ID = re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 PATIENCE_S = 60.0
 
@@ -61,7 +64,11 @@ class Stack:
         return text
 
     async def python(self, *arguments: str) -> str:
-        """What a program of a producer prints. It has Shardline's library and nothing of its
+        """What a program of a producer prints."""
+        return await self.run(sys.executable, *arguments)
+
+    async def run(self, *command: str) -> str:
+        """What it prints in any language. It has Shardline's library and nothing of its
         services."""
         environment = {
             **os.environ,
@@ -70,7 +77,6 @@ class Stack:
             "SHARDLINE_REDIS_URL": self.redis_url,
             "SHARDLINE_API_KEY": self.api_key,
         }
-        command = [sys.executable, *arguments]
         ran = await asyncio.to_thread(
             subprocess.run,
             command,
@@ -79,7 +85,7 @@ class Stack:
             text=True,
             timeout=PATIENCE_S,
         )
-        assert ran.returncode == 0, f"{arguments}\n{ran.stderr}"
+        assert ran.returncode == 0, f"{command}\n{ran.stderr}"
         return str(ran.stdout)
 
     async def until_succeeded(self, job_id: str) -> None:
@@ -120,13 +126,36 @@ def blocks(language: str) -> list[str]:
 
 
 async def test_the_jobs_of_each_example_succeed(stack: Stack) -> None:
-    assert len(EXAMPLES) == 6
+    assert len([one for one in EXAMPLES if one.suffix == ".py"]) == 9
     for example in EXAMPLES:
-        printed = await stack.python(str(example), stack.addressed("http://localhost:8000"))
+        gateway = stack.addressed("http://localhost:8000")
+        printed = await stack.run(RUNTIMES[example.suffix] or "", str(example), gateway)
         found = JOB_ID.findall(printed)
         assert found, f"{example.name} names no job: {printed}"
         for job_id in found:
             await stack.until_succeeded(job_id)
+
+
+async def test_a_table_is_classified_once_by_sql_alone(stack: Stack) -> None:
+    program = (FOLDER / "classify_table.sql").read_text(encoding="utf-8")
+    async with await psycopg.AsyncConnection.connect(
+        stack.database_url, autocommit=True
+    ) as connection:
+        await connection.execute(program)
+        jobs = await (await connection.execute("SELECT id FROM jobs")).fetchall()
+        for (job_id,) in jobs:
+            await stack.until_succeeded(str(job_id))
+        await connection.execute(program)
+        query = "SELECT review, state, choice FROM example_late_reviews ORDER BY id LIMIT 2"
+        answers = await (await connection.execute(query)).fetchall()
+        (num_jobs,) = await (await connection.execute("SELECT count(*) FROM jobs")).fetchone() or (
+            0,
+        )
+    assert answers == [
+        ("It came a week late.", "succeeded", "true"),
+        ("Just what I needed.", "succeeded", "true"),
+    ]
+    assert num_jobs == 4, "the second run asks for the rows that it inserted"
 
 
 async def test_the_python_of_the_readme_runs_as_written(stack: Stack) -> None:

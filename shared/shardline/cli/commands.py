@@ -46,7 +46,6 @@ MORE_COMMANDS = "shardline.commands"
 
 cli = typer.Typer(
     cls=Reporting,
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Prompts in, completions out, over Postgres (SHARDLINE_DATABASE_URL) and Redis "

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -48,6 +53,18 @@ def test_help_lists_every_command_and_exit_status() -> None:
     shown = CliRunner().invoke(cli, ["--help"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0
     assert [name for name in [*COMMANDS, "trace", "124"] if name not in shown.stdout] == []
+
+
+def test_a_shell_completes_commands() -> None:
+    asked = {"COMP_WORDS": "shardline te", "COMP_CWORD": "1"}
+    completed = subprocess.run(
+        [Path(sys.executable).with_name("shardline")],
+        env={**os.environ, "_SHARDLINE_COMPLETE": "complete_bash", **asked},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert completed.stdout.split() == ["tenant"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
