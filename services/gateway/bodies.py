@@ -131,6 +131,7 @@ class JobHead(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag
 class JobListed(JobHead, frozen=True, kw_only=True):
     """A job in a list, without the fields that may be megabytes."""
 
+    waits_for_parents: bool
     prompt_start: str | None
     finish_reason: FinishReason | None
     usage: CompletionUsage | None
@@ -177,6 +178,9 @@ class JobDocument(JobHead, frozen=True, kw_only=True):
     params: SamplingParams
     seed: int
     metadata: dict[str, Any]
+    depends_on: tuple[Any, ...] | None
+    on_parent_failure: str
+    waits_for: tuple[UUID, ...]
     result: JobResult | None
 
     @classmethod

@@ -16,13 +16,14 @@ from services.relay.celery.celery_results import CeleryResults
 from services.relay.loop import POSTGRES_ERRORS, Loop, LoopContext
 from services.relay.outbox import Outbox
 from services.relay.registered_tokenizers import RegisteredTokenizers
+from services.relay.waiting_prompts import WaitingPrompts
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import Invalid
 from shardline.contract.chat import Message
 from shardline.contract.job import JobState, Prompt, SamplingParams, TokenId, address_of
 from shardline.contract.request_parsing import check_metadata, invalid_from, parse_params
 from shardline.store.connection.database import failure_of
-from shardline_server.store import preparation
+from shardline_server.store import parents, preparation
 from shardline_server.store.preparation import PreparedJob, UnpreparedJob
 from shardline_server.tokenize import PreparedPrompt, Tokens
 
@@ -45,21 +46,24 @@ class Preparer(Loop):
         self._metrics = context.metrics
         self._spans = context.spans
         self._tokenizers = RegisteredTokenizers(context.database)
+        self._waiting = WaitingPrompts(context.database, self._tokenizers)
         self.mark_every_s = context.times.poll_s
         self._lent: deque[UnpreparedJob] = deque()
         """Rows leased by this relay and not yet marked; those of a failed turn are retried
         first."""
 
     def turn(self) -> float:
-        """Prepare one batch, with no transaction open meanwhile; finished rows are marked every
-        `mark_every_s`."""
+        """Release what waited for other jobs and prepare one batch, with no transaction open
+        meanwhile; finished rows are marked every `mark_every_s`."""
+        with self._database.begin() as connection:
+            may_release_more = parents.release(connection)
         if not self._lent:
             with self._database.begin() as connection:
                 self._lent.extend(
                     preparation.take_unprepared(connection, lease_s=self._times.lease_s)
                 )
         if not self._lent:
-            return self._times.poll_s
+            return 0.0 if may_release_more else self._times.poll_s
         self._tokenizers.refresh()
         while self._lent:
             began_s = monotonic_s()
@@ -128,7 +132,7 @@ class Preparer(Loop):
         try:
             params = _params(row)
             model = self._tokenizers.get(address_of(row.model, params.adapter))
-            prepared = _tokenize(model.tokens, row, params)
+            prepared = self._tokenize(model.tokens, row, params)
         except Invalid as error:
             return error.as_dict()
         except POSTGRES_ERRORS:
@@ -145,20 +149,22 @@ class Preparer(Loop):
             seed=params.seed,
         )
 
-
-def _tokenize(tokens: Tokens, row: UnpreparedJob, params: SamplingParams) -> PreparedPrompt:
-    prompt = _prompt(row)
-    messages = _messages(row)
-    try:
-        return tokens.prepare(prompt=prompt, messages=messages, params=params)
-    except Invalid:
-        raise
-    # tokenizers panics raise PanicException, which is not an Exception.
-    except BaseException as error:
-        log.exception("tokenizer failed", job_id=str(row.id), model=row.model)
-        raise Invalid(
-            "prompt", "the model's tokenizer failed on it", "Look at the relay's log of this job"
-        ) from error
+    def _tokenize(
+        self, tokens: Tokens, row: UnpreparedJob, params: SamplingParams
+    ) -> PreparedPrompt:
+        prompt = _prompt(row)
+        messages = _messages(row)
+        if row.depends_on is not None:
+            prompt, messages = self._waiting.fill(row.id, row.depends_on, prompt, messages)
+        try:
+            return tokens.prepare(prompt=prompt, messages=messages, params=params)
+        except Invalid:
+            raise
+        # tokenizers panics raise PanicException, which is not an Exception.
+        except BaseException as error:
+            log.exception("tokenizer failed", job_id=str(row.id), model=row.model)
+            remedy = "Look at the relay's log of this job"
+            raise Invalid("prompt", "the model's tokenizer failed on it", remedy) from error
 
 
 def _params(row: UnpreparedJob) -> SamplingParams:

@@ -27,6 +27,7 @@ ELSEWHERE = frozenset(
         *bodies.MessagesBody.__struct_fields__,
         *("prompt", "stop", "logprobs", "prompt_logprobs", "structured_outputs"),
         *("parallel_tool_calls", "reasoning_effort", "include_reasoning"),
+        *("depends_on", "on_parent_failure"),
     }
 )
 """Fields of a job that these requests say otherwise, or that no answer of theirs could show."""

@@ -24,6 +24,8 @@ class DecisionRequest(JobRequest, frozen=True, kw_only=True):
     prompt: None = None
     messages: None = None
     question: None = None
+    depends_on: None = None
+    """`/v1/jobs` takes them."""
     priority: Priority = INTERACTIVE_PRIORITY
     # OpenAI's, without effect: KV of a prompt's beginning is always kept.
     safety_identifier: str | None = None

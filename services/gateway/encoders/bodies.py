@@ -28,6 +28,8 @@ class EncoderRequest(JobRequest, frozen=True, kw_only=True):
     messages: None = None
     question: None = None
     document: None = None
+    depends_on: None = None
+    """`/v1/jobs` takes them."""
     priority: Priority = INTERACTIVE_PRIORITY
     user: str | None = None
     """OpenAI's, without effect."""

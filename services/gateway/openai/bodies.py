@@ -76,6 +76,8 @@ class OpenAiRequest(JobRequest, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
     question: None = None
     """`/v1/decisions` and `/v1/jobs` take them."""
+    depends_on: None = None
+    """`/v1/jobs` takes them: nobody keeps a connection open for jobs of others."""
     # `/v1/embeddings`, `/v1/score` and `/v1/jobs` take these.
     document: None = None
     dimensions: None = None

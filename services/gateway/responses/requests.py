@@ -31,6 +31,7 @@ ELSEWHERE: Mapping[str, str] = {
     "response_format": "Send text: {format: …}",
     "reasoning_effort": "Send reasoning: {effort: …}",
     "n": "Send one request for each response",
+    "depends_on": "Use /v1/jobs",
 }
 """Fields of other doors or of OpenAI's servers, and what to send in their place."""
 

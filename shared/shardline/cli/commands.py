@@ -21,7 +21,14 @@ from shardline.cli.database import transaction
 from shardline.cli.dead import dead
 from shardline.cli.doctor import doctor
 from shardline.cli.exits import HELP, Reporting
-from shardline.cli.fields import callable_tools, held_to, parse_fields, prompt_fields, read_prompt
+from shardline.cli.fields import (
+    callable_tools,
+    held_to,
+    parents,
+    parse_fields,
+    prompt_fields,
+    read_prompt,
+)
 from shardline.cli.keys import keys
 from shardline.cli.local_stack import use_local_stack
 from shardline.cli.run_batch import run_batch
@@ -91,6 +98,10 @@ def submit(
     schema: Annotated[
         Path | None, typer.Option(help="A file with the JSON schema of the completion.")
     ] = None,
+    after: Annotated[
+        list[str] | None,
+        typer.Option(help="A job that ends before: ID, or ID=NAME for its text as {{NAME}}."),
+    ] = None,
     field: Annotated[
         list[str] | None,
         typer.Option("--field", "-f", help="Any other field: -f top_p=0.9 -f 'stop=[\"\\n\"]'."),
@@ -106,7 +117,8 @@ def submit(
     """Store one job and print its id, or wait for its completion."""
     given = _given(max_tokens=max_tokens, temperature=temperature, seed=seed, priority=priority)
     text = read_prompt(prompt)
-    fields = {**given, **held_to(schema), **callable_tools(tool or ()), **parse_fields(field or ())}
+    files = {**held_to(schema), **callable_tools(tool or ())}
+    fields = {**given, **files, **parents(after or ()), **parse_fields(field or ())}
     _check(text, fields)
     chosen = _choose_model(model)
     is_chat = chosen.has_chat_template if chat is None and system is None else chat

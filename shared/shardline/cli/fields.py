@@ -69,6 +69,15 @@ def callable_tools(files: Iterable[Path]) -> dict[str, Any]:
     return {"tools": tools} if tools else {}
 
 
+def parents(after: Iterable[str]) -> dict[str, Any]:
+    """The field with the jobs that end before: each `ID` or `ID=NAME`."""
+    found = []
+    for one in after:
+        job, _, name = one.partition("=")
+        found.append({"job": job, "as": name} if name else {"job": job})
+    return {"depends_on": found} if found else {}
+
+
 def _value(text: str) -> Any:
     try:
         return msgspec.json.decode(text)

@@ -90,7 +90,7 @@ def jobs_table(jobs: Iterable[JobSummary]) -> None:
         tokens = str(job.usage.completion_tokens) if job.usage else ""
         table.add_row(
             str(job.id),
-            _state(job.state),
+            Text("waits") if job.waits_for_parents else _state(job.state),
             job.model,
             _time(job.created_at),
             tokens,
@@ -111,6 +111,7 @@ def job_details(job: Job) -> None:
         "attempts": job.fence,
         "crashes": job.crashes or None,
         "replay of": job.replay_of,
+        "waits for": "\n".join(map(str, job.waits_for)),
         "prompt": _short(job.prompt),
         **_reasons(job.error or {}),
         **_result(job),

@@ -9,6 +9,7 @@ from uuid import UUID
 from shardline.contract.chat import Message, Tool
 from shardline.contract.decision import Question
 from shardline.contract.job import ReasoningEffort
+from shardline.contract.parents import ParentJob
 from shardline.contract.structured_output import StructuredOutput
 from shardline.contract.tool_choice import ToolChoice
 
@@ -63,6 +64,8 @@ class JobFields(TypedDict, total=False):
     delay_s: float
     flexible: Literal["price", "carbon"] | None
     max_crashes: int
+    depends_on: Sequence[ParentJob | Mapping[str, Any]] | None
+    on_parent_failure: Literal["fail", "run"]
     metadata: dict[str, Any]
     tenant: str
     traceparent: str | None

@@ -16,6 +16,7 @@ from msgspec.structs import force_setattr
 from shardline.base.trace_context import MAX_TRACEPARENT_CHARS, TRACEPARENT
 from shardline.contract.chat import Message, ToolCall
 from shardline.contract.decision import Decision, Question
+from shardline.contract.parents import OnParentFailure, Parents
 from shardline.contract.structured_output import StructuredOutput
 from shardline.contract.tool_choice import ToolChoice, Tools
 
@@ -226,6 +227,11 @@ class JobRequest(
     delay_s: Annotated[float, Meta(ge=0, le=31_536_000)] = 0.0
     flexible: Literal["price", "carbon"] | None = None
     max_crashes: Annotated[int, Meta(ge=0, le=MAX_CRASHES)] = DEFAULT_CRASHES
+    depends_on: Parents | None = None
+    """Jobs of the tenant that must have ended before: accepted ones, or earlier ones of the same
+    call."""
+    on_parent_failure: OnParentFailure = "fail"
+    """run: the text of a parent that did not succeed is empty."""
     metadata: dict[str, Any] = {}
     tenant: Annotated[str, Meta(min_length=1, max_length=64)] = DEFAULT_TENANT
     traceparent: (
@@ -356,6 +362,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     crashes: int = 0
     fence: int = 0
     replay_of: UUID | None = None
+    depends_on: tuple[Any, ...] | None = None
+    """As its row has them."""
+    on_parent_failure: str = "fail"
+    waits_for: tuple[UUID, ...] = ()
+    """Those of its parents that have not ended."""
     error: dict[str, Any] | None = None
     result: Result | None = None
 
@@ -374,6 +385,7 @@ class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
     cancel_requested: bool = False
     crashes: int = 0
     replay_of: UUID | None = None
+    waits_for_parents: bool = False
     error: dict[str, Any] | None = None
     prompt_start: str | None = None
     """The first 100 characters, of a chat those of its last message; None of a long chat."""

@@ -14,7 +14,7 @@ import msgspec
 
 FIELDS = (
     *("messages", "system", "input", "tools", "tool_choice"),
-    *("response_format", "thinking", "output_config"),
+    *("response_format", "thinking", "output_config", "depends_on"),
 )
 """Fields of a request whose objects may hold such fields."""
 

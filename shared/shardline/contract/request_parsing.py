@@ -19,6 +19,7 @@ from shardline.contract.job import (
     JobRequest,
     SamplingParams,
 )
+from shardline.contract.parents import check_parents
 from shardline.contract.plain_json import FIELDS, without_nulls
 from shardline.contract.structured_output import FIELD as STRUCTURED_OUTPUTS
 from shardline.contract.structured_output import check_structured_output
@@ -91,9 +92,17 @@ def check_request(request: JobRequest) -> JobRequest:
             "without a deadline it could wait for ever",
             "Send deadline_s too, or leave it out",
         )
+    _check_waits(request)
     check_params(request.params())
     check_metadata(request.metadata)
     return request
+
+
+def _check_waits(request: JobRequest) -> None:
+    if request.depends_on:
+        check_parents(request.depends_on, request.prompt, request.messages)
+    elif request.on_parent_failure != "fail":
+        raise Invalid("on_parent_failure", "it waits for no job", "Send depends_on too")
 
 
 def check_is_no_chat(params: SamplingParams) -> None:

@@ -37,6 +37,7 @@ from shardline.contract.job import (
     FinishReason,
     JobState,
 )
+from shardline.contract.parents import MAX_PARENTS, ON_PARENT_FAILURE
 from shardline.contract.table_parts import (
     checks,
     created,
@@ -74,6 +75,10 @@ RANDOM_SEED = "(floor((random() * ('9007199254740992'::bigint)::double precision
 """Spelled as Postgres spells it back, so that `alembic check` can compare."""
 DEAD = "state = 'failed' AND (error ->> 'code') = 'crashed'"
 """A dead letter: its crashes are used up."""
+IS_READY = "depends_on IS NULL OR released_at IS NOT NULL"
+"""No parent keeps it waiting."""
+WAITS = "state = 'queued' AND depends_on IS NOT NULL AND released_at IS NULL"
+"""For its parents."""
 OUTCOMES = ("succeeded", "failed", "cancelled", "expired", "released", "lost", "crashed")
 """How an attempt ended: as its job did, given back, or its lease expired with and without a token
 of the attempt."""
@@ -153,6 +158,13 @@ jobs = Table(
     Column("choice_index", SmallInteger),
     # What a stored chat completion shows beside its row; None: OpenAI's lists do not have it.
     Column("stored", JSONB(none_as_null=True)),
+    # The jobs that it waits for, and what becomes of it if one of them does not succeed.
+    Column("depends_on", JSONB(none_as_null=True)),
+    Column(
+        "on_parent_failure", Text, nullable=False, server_default=text(f"'{ON_PARENT_FAILURE[0]}'")
+    ),
+    # By relays, when it needs to wait for none of them any more.
+    time_of("released_at"),
     # When it may run.
     created("created_at"),
     time_of("not_before", nullable=False, server_default=text("now()")),
@@ -202,6 +214,13 @@ jobs = Table(
         choice_of_has_an_index="num_nonnulls(choice_of, choice_index) <> 1",
         choice_index_is_not_negative="choice_index >= 0",
         stored_is_an_object="jsonb_typeof(stored) = 'object'",
+        depends_on_is_an_array_of_1_to_64=(
+            "CASE WHEN jsonb_typeof(depends_on) = 'array' "
+            f"THEN jsonb_array_length(depends_on) BETWEEN 1 AND {MAX_PARENTS} "
+            "ELSE depends_on IS NULL END"
+        ),
+        on_parent_failure_is_known=one_of("on_parent_failure", ON_PARENT_FAILURE),
+        parents_end_before_it_is_prepared=f"prepared_at IS NULL OR {IS_READY}",
         max_crashes_is_0_to_100="max_crashes BETWEEN 0 AND 100",
         counters_are_not_negative="crashes >= 0 AND fence >= 0 AND num_sends >= 0",
         a_lease_belongs_to_running="(state = 'running') = (lease_until IS NOT NULL)",
@@ -217,9 +236,9 @@ jobs = Table(
 )
 
 _WAITING = "state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL"
-partial_index(
-    "jobs_to_prepare", jobs.c.created_at, where="state = 'queued' AND prepared_at IS NULL"
-)
+_TO_PREPARE = f"state = 'queued' AND prepared_at IS NULL AND ({IS_READY})"
+partial_index("jobs_to_prepare", jobs.c.created_at, where=_TO_PREPARE)
+partial_index("jobs_waiting", jobs.c.model, where=WAITS)
 # not_before last: delayed jobs are passed over inside the index.
 _TO_SEND = ("model", "priority", "tenant_id", "created_at", "id", "not_before")
 partial_index("jobs_to_send", *(jobs.c[name] for name in _TO_SEND), where=_WAITING)
@@ -259,6 +278,22 @@ Index(
     postgresql_ops={"metadata": "jsonb_path_ops"},
     postgresql_where=text(_STORED),
 )
+
+# What jobs with `depends_on` wait for: triggers insert it. Without a foreign key to the parent: an
+# insert would lock the parent's row, maybe for long.
+parents_of_jobs = Table(
+    "parents_of_jobs",
+    metadata,
+    Column(
+        "job_id", UUID(as_uuid=True), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True
+    ),
+    Column("parent_id", UUID(as_uuid=True), primary_key=True),
+    # due: a relay has to look at the parent. open: the parent's end will make it due.
+    Column("state", Text, nullable=False, server_default=text("'due'")),
+    *checks(state_is_known=one_of("state", ("due", "open", "succeeded", "failed"))),
+)
+Index("parents_of_jobs_parents", parents_of_jobs.c.parent_id)
+partial_index("parents_of_jobs_due", parents_of_jobs.c.job_id, where="state = 'due'")
 
 attempts = Table(
     "attempts",

@@ -12,11 +12,13 @@ from uuid import UUID
 
 import msgspec
 from sqlalchemy import Connection, func, select, text
+from sqlalchemy.exc import IntegrityError
 
 from shardline.base.errors import Conflict, Invalid, NotFound
 from shardline.contract.ids import new_id
 from shardline.contract.job import Job
 from shardline.contract.tables import DEAD, attempts, jobs
+from shardline.store.inserts import invalid_row
 from shardline.store.jobs import get_job
 from shardline.store.listing import MAX_LISTED
 
@@ -31,11 +33,11 @@ CRASHED = "crashed"
 REPLAY = text(f"""
 INSERT INTO jobs (
     id, tenant_id, model, prompt, messages, prompt_ids, params, seed, priority, idempotency_key,
-    metadata, max_crashes, replay_of)
+    metadata, max_crashes, depends_on, on_parent_failure, replay_of)
 SELECT
     :id, tenant_id, model, prompt, messages,
     CASE WHEN num_nonnulls(prompt, messages) = 0 THEN prompt_ids END, params, seed, priority,
-    :idempotency_key, metadata, max_crashes, jobs.id
+    :idempotency_key, metadata, max_crashes, depends_on, on_parent_failure, jobs.id
 FROM jobs WHERE jobs.id = :dead_id AND {DEAD}
 ON CONFLICT DO NOTHING RETURNING id
 """)  # noqa: S608 (a constant of ours)
@@ -92,8 +94,8 @@ def get_dead(connection: Connection, job_id: UUID) -> DeadLetter:
 
 def replay(connection: Connection, job_id: UUID, *, idempotency_key: str | None = None) -> UUID:
     """A new job with the same prompt, parameters and seed, and `replay_of`; accepted once the
-    caller commits. With a key, a repeat returns the replay that has it. Raises NotFound, Invalid,
-    and Conflict for a key of another job."""
+    caller commits. With a key, a repeat returns the replay that has it. Raises NotFound, Invalid
+    (also where a parent was deleted), and Conflict for a key of another job."""
     dead = _checked(connection, job_id)
     if idempotency_key is not None and not 1 <= len(idempotency_key) <= 256:
         raise Invalid(
@@ -102,7 +104,10 @@ def replay(connection: Connection, job_id: UUID, *, idempotency_key: str | None 
             "Send another one, or leave it out",
         )
     values = {"id": new_id(), "dead_id": job_id, "idempotency_key": idempotency_key}
-    inserted: UUID | None = connection.scalar(REPLAY, values)
+    try:
+        inserted: UUID | None = connection.scalar(REPLAY, values)
+    except IntegrityError as error:
+        raise invalid_row(error) from error
     if inserted is not None:
         return inserted
     same_key = (jobs.c.tenant_id == dead.tenant) & (jobs.c.idempotency_key == idempotency_key)

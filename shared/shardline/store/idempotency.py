@@ -1,7 +1,8 @@
 """Repeated requests: which job they mean, and whether they ask for the same. One rule for ids and
 keys, at every door.
 
-What counts is what was asked for: tenant, model, what to complete, and the sampling parameters.
+What counts is what was asked for: tenant, model, what to complete, its parents, and the sampling
+parameters.
 What does not count is how it is served (priority, delay, deadline, `max_crashes`), metadata and
 traceparent: who asks again may have less time left, and a new trace. Nor does what preparation adds
 to a row: a drawn seed, the ids of a text. Both sides are compared as Postgres holds them, so that
@@ -34,7 +35,9 @@ SELECT asked.number, jobs.name, jobs.id, jobs.error,
                 IS DISTINCT FROM
                 CASE WHEN num_nonnulls(asked.prompt, asked.messages) = 0 THEN asked.prompt_ids END
             THEN 'prompt' END,
-        CASE WHEN jobs.messages IS DISTINCT FROM asked.messages THEN 'messages' END
+        CASE WHEN jobs.messages IS DISTINCT FROM asked.messages THEN 'messages' END,
+        CASE WHEN jobs.depends_on IS DISTINCT FROM asked.depends_on THEN 'depends_on' END,
+        CASE WHEN jobs.on_parent_failure <> asked.on_parent_failure THEN 'on_parent_failure' END
     ], NULL) || ARRAY(
         SELECT key
         FROM jsonb_each(jobs.params) AS one FULL JOIN jsonb_each(asked.params) AS other USING (key)
@@ -42,7 +45,8 @@ SELECT asked.number, jobs.name, jobs.id, jobs.error,
     ) AS differences
 FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS asked(
     number int, id uuid, tenant_id text, model text, prompt text, messages jsonb,
-    prompt_ids int[], params jsonb, idempotency_key text)
+    prompt_ids int[], params jsonb, depends_on jsonb, on_parent_failure text,
+    idempotency_key text)
 -- The job of its id and the job of its key: one job, two, or none.
 CROSS JOIN LATERAL (
     SELECT 'id' AS name, jobs.* FROM jobs WHERE jobs.id = asked.id

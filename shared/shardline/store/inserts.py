@@ -19,6 +19,7 @@ from shardline.base.errors import Invalid, LimitExceeded, ShardlineError
 from shardline.contract import plain_json
 from shardline.contract.ids import new_id
 from shardline.contract.job import DEFAULT_TENANT, JobRequest
+from shardline.contract.parents import FIELD
 from shardline.contract.tables import MAX_PROMPT_BYTES
 from shardline.store.choices import repeated_choices
 from shardline.store.connection.database import failure_of, is_over_limit
@@ -90,6 +91,8 @@ class EncodedRequest:
     """A JSON object."""
     others: tuple[EncodedRequest, ...] = ()
     """Its further choices, which are stored with it or not at all."""
+    parents: tuple[UUID, ...] = ()
+    """The jobs that it waits for."""
     key_name: str | None = None
     """Of the API key that it came with."""
 
@@ -102,7 +105,7 @@ class EncodedRequest:
 def encode_request(request: JobRequest, tokenized: Tokenized | None = None) -> EncodedRequest:
     """Needs no connection, and for a long prompt some milliseconds: callers with others to serve do
     it elsewhere. Raises Invalid when Postgres cannot hold the request."""
-    return _encoded(_row(request, tokenized))
+    return _encoded(_row(request, tokenized), request)
 
 
 def encode_choices(
@@ -118,12 +121,13 @@ def encode_choices(
         for index, row in enumerate(rows):
             row |= {"choice_of": rows[0]["id"], "choice_index": index}
     rows[0]["stored"] = stored
-    first, *others = map(_encoded, rows)
+    first, *others = map(_encoded, rows, choices)
     return replace(first, others=tuple(others))
 
 
-def _encoded(row: Mapping[str, Any]) -> EncodedRequest:
-    return EncodedRequest(job_id=row["id"], order=_order(row), fields=dump(row))
+def _encoded(row: Mapping[str, Any], request: JobRequest) -> EncodedRequest:
+    parents = tuple(parent.job for parent in request.depends_on or ())
+    return EncodedRequest(job_id=row["id"], order=_order(row), fields=dump(row), parents=parents)
 
 
 def insert_jobs(
@@ -272,7 +276,7 @@ def _insert(
     try:
         rows = insert_rows(connection, encoded)
     except IntegrityError as error:
-        raise _invalid(error) from error
+        raise invalid_row(error) from error
     except OperationalError as error:
         if (over := limit_error_of(error.orig)) is not None:
             raise over from error
@@ -308,7 +312,9 @@ def _pairs(
 def _row(request: JobRequest, tokenized: Tokenized | None) -> dict[str, Any]:
     text_prompt = request.prompt if isinstance(request.prompt, str) else None
     given_ids = None if isinstance(request.prompt, str) else request.prompt
-    prompt_ids, max_tokens = tokenized or (given_ids, None)
+    # What waits for others is tokenized with their texts.
+    known = None if request.depends_on else tokenized
+    prompt_ids, max_tokens = known or (given_ids, None)
     row = {
         "id": request.id or new_id(),
         "tenant_id": request.tenant,
@@ -327,6 +333,8 @@ def _row(request: JobRequest, tokenized: Tokenized | None) -> dict[str, Any]:
         "flexible": request.flexible,
         "max_tokens": max_tokens,
         "max_crashes": request.max_crashes,
+        "depends_on": plain_json.builtins(request.depends_on or None),
+        "on_parent_failure": request.on_parent_failure,
     }
     _check_storable(row)
     # Postgres sorts the keys of an object; the model reads properties in their own order
@@ -361,7 +369,8 @@ def _chunks(rows: Sequence[EncodedRequest]) -> Iterator[tuple[list[int], str]]:
     numbers: list[int] = []
     encoded: list[str] = []
     num_bytes = 0
-    for number in sorted(range(len(rows)), key=lambda number: rows[number].order):
+    depths = _depths(rows)
+    for number in sorted(range(len(rows)), key=lambda one: (depths[one], rows[one].order)):
         key = rows[number].key_name
         named = f'"key_name":{dump(key)},' if key is not None else ""
         one = f'{{"number":{number},{named}{rows[number].fields[1:]}'
@@ -377,17 +386,28 @@ def _chunks(rows: Sequence[EncodedRequest]) -> Iterator[tuple[list[int], str]]:
         yield numbers, f"[{','.join(encoded)}]"
 
 
+def _depths(rows: Sequence[EncodedRequest]) -> list[int]:
+    """How many rows before each one must be inserted after each other: its parents, and theirs."""
+    depths: dict[UUID, int] = {}
+    for row in rows:
+        depths[row.job_id] = 1 + max((depths.get(one, -1) for one in row.parents), default=-1)
+    return [depths[row.job_id] for row in rows]
+
+
 def _order(row: Mapping[str, Any]) -> tuple[str, str, str]:
     """Orders by key where there is one: a repeat brings the same key, and perhaps a new id."""
     key = row["idempotency_key"]
     return row["tenant_id"], key or "", "" if key else str(row["id"])
 
 
-def _invalid(error: IntegrityError) -> Invalid:
+def invalid_row(error: IntegrityError) -> Invalid:
     """The CHECK or foreign key that refused a row, as our error: constraints are named for what
     they want."""
     diagnostic: Diagnostic | None = getattr(error.orig, "diag", None)
     constraint = (diagnostic and diagnostic.constraint_name) or "jobs"
+    if diagnostic is not None and constraint == "jobs_depends_on":
+        remedy = "Send ids of accepted jobs of the tenant, or of earlier ones of the same call"
+        return Invalid(FIELD, str(diagnostic.message_primary), remedy)
     if constraint == "jobs_tenant_id_fkey":
         return Invalid(
             "tenant", "no tenant has this name", f"Leave it out to use {DEFAULT_TENANT!r}"

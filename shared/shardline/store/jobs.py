@@ -10,10 +10,10 @@ from collections.abc import Collection
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Connection, Select, select, text
+from sqlalchemy import Connection, Select, literal_column, select, text
 
 from shardline.contract.job import Job, JobState
-from shardline.contract.tables import DONE_CHANNEL, JOBS_CHANNEL, TERMINAL, jobs, results
+from shardline.contract.tables import DONE_CHANNEL, JOBS_CHANNEL, TERMINAL, WAITS, jobs, results
 from shardline.store.connection.encoding import is_any, load_job
 from shardline.store.connection.notify import ring, ring_ids
 from shardline.store.inserts import FailedRequest, StoredRequest, insert_failed, insert_jobs
@@ -50,6 +50,13 @@ changed AS (
 )
 SELECT id, state FROM changed
 """)
+
+
+WAITS_FOR = f"""
+CASE WHEN jobs.{WAITS} THEN ARRAY(
+    SELECT parent_id FROM parents_of_jobs
+    WHERE job_id = jobs.id AND parents_of_jobs.state IN ('due', 'open') ORDER BY parent_id) END
+"""  # noqa: S608 (a constant of ours)
 
 
 def get_job(connection: Connection, job_id: UUID) -> Job | None:
@@ -108,4 +115,6 @@ def ended(connection: Connection, ids: Collection[UUID]) -> set[UUID]:
 def job_rows() -> Select[Any]:
     """Whole jobs, for `load_job`: add what to select and in which order."""
     columns = [column.label(f"result_{column.name}") for column in results.columns]
-    return select(jobs, *columns).outerjoin_from(jobs, results, results.c.job_id == jobs.c.id)
+    return select(jobs, literal_column(WAITS_FOR).label("waits_for"), *columns).outerjoin_from(
+        jobs, results, results.c.job_id == jobs.c.id
+    )

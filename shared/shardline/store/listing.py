@@ -18,7 +18,7 @@ from sqlalchemy import Connection, Row, TextClause, select, text
 
 from shardline.base.errors import Invalid
 from shardline.contract.job import FinishReason, JobState, JobSummary, Usage
-from shardline.contract.tables import DEAD, jobs
+from shardline.contract.tables import DEAD, WAITS, jobs
 
 MAX_LISTED = 1_000
 MAX_PROMPT_CHARS = 100
@@ -60,6 +60,7 @@ WITH page AS MATERIALIZED (
 SELECT jobs.id, jobs.tenant_id, jobs.model, jobs.state, jobs.priority, jobs.created_at,
     jobs.finished_at, jobs.cancel_requested_at IS NOT NULL AS cancel_requested,
     jobs.crashes, jobs.replay_of, jobs.error,
+    jobs.{waits} AS waits_for_parents,
     coalesce(
         substr(jobs.prompt, 1, {max_prompt_chars}),
         CASE WHEN pg_column_size(jobs.messages) <= {max_chat_bytes}
@@ -144,7 +145,7 @@ def list_dead(
 
 def _page(rows: str, column: str, limit: int) -> TextClause:
     sizes = {"max_prompt_chars": MAX_PROMPT_CHARS, "max_chat_bytes": MAX_CHAT_BYTES}
-    return text(PAGE.format(rows=rows, column=column, limit=limit, **sizes))
+    return text(PAGE.format(rows=rows, column=column, limit=limit, waits=WAITS, **sizes))
 
 
 def _end(
@@ -185,6 +186,7 @@ def _summary(row: Row[Any]) -> JobSummary:
         cancel_requested=row.cancel_requested,
         crashes=row.crashes,
         replay_of=row.replay_of,
+        waits_for_parents=row.waits_for_parents,
         error=row.error,
         prompt_start=row.prompt_start,
         finish_reason=FinishReason(row.finish_reason) if has_result else None,

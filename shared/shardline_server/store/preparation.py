@@ -17,6 +17,7 @@ from uuid import UUID
 from sqlalchemy import Connection, text
 
 from shardline.contract.job import MAX_METADATA_BYTES, JobState
+from shardline.contract.tables import IS_READY
 from shardline.store.connection.encoding import dump
 from shardline_server.store.ends import End, end_queued
 
@@ -27,7 +28,7 @@ MAX_BYTES = 1 << 20
 MAX_METADATA_CHARS = 64 * MAX_METADATA_BYTES
 """As Postgres writes them: 1e308 with all its digits, so more than a door may have counted."""
 
-TAKE = text("""
+TAKE = text(f"""
 -- The oldest that no relay has. Their sizes are known without reading a text; chats are kept
 -- compressed, to a quarter of their length or more.
 WITH oldest AS (
@@ -35,7 +36,7 @@ WITH oldest AS (
         coalesce(octet_length(prompt), 0) + 4 * coalesce(pg_column_size(messages), 0)
         + coalesce(pg_column_size(prompt_ids), 0) + 4 * pg_column_size(metadata) AS num_bytes
     FROM jobs
-    WHERE state = 'queued' AND prepared_at IS NULL
+    WHERE state = 'queued' AND prepared_at IS NULL AND ({IS_READY})
         AND (preparing_until IS NULL OR preparing_until <= now())
     ORDER BY created_at LIMIT :max_batch FOR UPDATE SKIP LOCKED
 ),
@@ -48,11 +49,12 @@ totals AS (
 lent AS (
     UPDATE jobs SET preparing_until = now() + make_interval(secs => :lease_s)
     FROM totals WHERE jobs.id = totals.id AND num_bytes_before < :max_bytes
-    RETURNING jobs.id, model, prompt, messages, prompt_ids, params, created_at,
+    RETURNING jobs.id, model, prompt, messages, prompt_ids, params, created_at, depends_on,
         CASE WHEN octet_length(metadata::text) <= :max_metadata_chars THEN metadata END AS metadata
 )
-SELECT id, model, prompt, messages, prompt_ids, params, metadata FROM lent ORDER BY created_at, id
-""")
+SELECT id, model, prompt, messages, prompt_ids, params, depends_on, metadata
+FROM lent ORDER BY created_at, id
+""")  # noqa: S608 (a constant of ours)
 
 # By their ids: `num_nulls` means the same as `prepared_at IS NULL`, and does not invite Postgres to
 # read all that waits for preparation by jobs_to_prepare, which looks small until the table is
@@ -84,6 +86,7 @@ class UnpreparedJob:
     messages: Any
     prompt_ids: Sequence[int | None] | None
     params: Any
+    depends_on: Any
     metadata: Any
     """None: too large to be looked at."""
 

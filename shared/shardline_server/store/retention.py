@@ -1,7 +1,7 @@
 """Deletes jobs that ended long ago, with their attempts and results, batches likewise, files that
 have expired, and rows of processes that are long gone. Knows no settings: how long is the caller's.
 
-A batch keeps its jobs as long as it is there.
+A batch keeps its jobs as long as it is there, a job those whose texts it waits for.
 A dead letter that was not replayed is never deleted: somebody must look at it first. Jobs are
 looked at in the order in which they were created, a few at a time: what stays behind (dead letters,
 a backlog that waits for longer than ended jobs are kept) is read once in each pass, and holds up no
@@ -91,6 +91,10 @@ WITH old AS MATERIALIZED (
         AND replay_of IS NULL
         AND NOT EXISTS (
             SELECT FROM batch_lines WHERE job_id = coalesce(jobs.choice_of, jobs.id))
+        AND NOT EXISTS (
+            SELECT FROM parents_of_jobs JOIN jobs AS children ON children.id = job_id
+            WHERE parent_id = jobs.id AND children.state = 'queued'
+                AND children.prepared_at IS NULL)
         AND (({DEAD}) IS NOT TRUE
             OR EXISTS (SELECT FROM jobs AS replays WHERE replays.replay_of = jobs.id))
     ORDER BY created_at, id LIMIT :max_batch FOR UPDATE SKIP LOCKED

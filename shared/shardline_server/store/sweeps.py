@@ -25,6 +25,7 @@ from shardline.contract.job import (
     TokenLogprob,
     Usage,
 )
+from shardline.contract.tables import WAITS
 from shardline.store.connection.encoding import load_logprobs, readable_params
 from shardline_server.store import crashes
 from shardline_server.store.ends import End, end_queued, end_running
@@ -32,6 +33,9 @@ from shardline_server.store.ends import End, end_queued, end_running
 MAX_BATCH = 64
 MAX_COUNTED = 20_000
 """Of one state and model; more are shown as this many."""
+
+WAITING = "waiting"
+"""Counts apart from queued jobs those that wait for parents."""
 
 MAX_BYTES = 8 << 20
 """Of partial results in one sweep, about, and one more."""
@@ -127,9 +131,15 @@ SELECT model, state, (
     SELECT count(*) FROM (
         SELECT FROM jobs
         WHERE state IN ('queued', 'running') AND state = pairs.state AND model = pairs.model
-        LIMIT {MAX_COUNTED}
+        LIMIT {MAX_COUNTED} + waiting.number
     ) AS counted
-) AS number FROM pairs
+) - waiting.number AS number
+FROM pairs CROSS JOIN LATERAL (
+    -- For parents: no head can have them yet.
+    SELECT count(*) AS number FROM jobs
+    WHERE {WAITS} AND pairs.state = 'queued' AND jobs.model = pairs.model
+) AS waiting
+UNION ALL SELECT model, '{WAITING}', count(*) FROM jobs WHERE {WAITS} GROUP BY model
 """)  # noqa: S608 (a constant of ours)
 
 
@@ -168,7 +178,8 @@ def sweep_expired_leases(
 
 
 def count_active(connection: Connection) -> dict[tuple[str, str], int]:
-    """Jobs that have not ended, by model and state; at most MAX_COUNTED of each."""
+    """Jobs that have not ended, by model and state, or WAITING; at most MAX_COUNTED of each state,
+    and all that wait."""
     return {(row.model, row.state): row.number for row in connection.execute(COUNTS)}
 
 

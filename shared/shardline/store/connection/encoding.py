@@ -193,6 +193,9 @@ def load_job(row: RowMapping) -> Job:
         crashes=row["crashes"],
         fence=row["fence"],
         replay_of=row["replay_of"],
+        depends_on=None if row["depends_on"] is None else tuple(row["depends_on"]),
+        on_parent_failure=row["on_parent_failure"],
+        waits_for=tuple(row["waits_for"] or ()),
         error=row["error"],
         result=None if row["result_job_id"] is None else load_result(row, "result_"),
     )

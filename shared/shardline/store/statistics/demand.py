@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, text
 
+from shardline.contract.tables import IS_READY
 from shardline.store.waiting_lines import LINES, MAX_LINES
 
 MAX_COUNTED = 100_000
@@ -17,7 +18,7 @@ MAX_AGED = 250
 """Of each priority: a job may wait longer than one that came before it, with a delay that has just
 ended."""
 
-DEMAND = text("""
+DEMAND = text(f"""
 -- Jobs that came within the window.
 WITH arrived AS (
     SELECT id, state, created_at FROM jobs
@@ -35,12 +36,13 @@ sizes AS (
 -- Jobs whose time has come and that no head has claimed.
 waiting AS (
     SELECT FROM jobs WHERE state = 'queued' AND model = :model AND not_before <= now()
+        AND ({IS_READY})
     LIMIT :max_counted
 )
 SELECT (SELECT count(*) FROM arrived) AS num_arrived, (SELECT count(*) FROM waiting) AS num_queued,
     (SELECT avg(prompt_tokens) FROM sizes) AS prompt,
     (SELECT avg(completion_tokens) FROM sizes) AS output
-""")
+""")  # noqa: S608 (a constant of ours)
 
 # A job waits from when it may run: since it came, its delay is over, or it was given back.
 OLDEST_QUEUED = text(f"""

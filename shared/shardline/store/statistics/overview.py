@@ -10,21 +10,23 @@ from datetime import datetime
 from sqlalchemy import Connection, text
 
 from shardline.contract.job import JobState
+from shardline.contract.tables import IS_READY
 from shardline.store.pipelines import LivePipeline, live_pipelines
 from shardline.store.statistics.demand import oldest_queued
 
 MAX_COUNTED = 10_000
 """Jobs of one state of one model: this many means at least."""
 
-OPEN_JOBS = text("""
+OPEN_JOBS = text(f"""
 SELECT name AS model, state, tenant_id, pipeline, count(*) AS num_jobs
 FROM models CROSS JOIN (VALUES ('queued'), ('running')) AS states (state)
     CROSS JOIN LATERAL (
         SELECT tenant_id, pipeline FROM jobs
-        WHERE jobs.state = states.state AND jobs.model = models.name LIMIT :max_counted
+        WHERE jobs.state = states.state AND jobs.model = models.name AND ({IS_READY})
+        LIMIT :max_counted
     ) AS counted
 GROUP BY 1, 2, 3, 4
-""")
+""")  # noqa: S608 (a constant of ours)
 
 # An epoch's rows and joules only grow.
 COMPUTED = text("""

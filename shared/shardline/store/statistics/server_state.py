@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, inspect, text
 
-from shardline.contract.tables import metadata
+from shardline.contract.tables import IS_READY, metadata
 
 FACTS = text("""
 SELECT current_setting('server_version') AS version,
@@ -25,10 +25,10 @@ WHERE NOT has_table_privilege(name, right_name)
 """)
 
 # By the indexes of what is to be prepared and of what is to be sent.
-UNSENT = text("""
+UNSENT = text(f"""
 SELECT model FROM (
-    (SELECT model FROM jobs WHERE state = 'queued' AND prepared_at IS NULL
-        AND created_at < now() - make_interval(secs => :late_s) LIMIT 1)
+    (SELECT model FROM jobs WHERE state = 'queued' AND prepared_at IS NULL AND ({IS_READY})
+        AND greatest(created_at, released_at) < now() - make_interval(secs => :late_s) LIMIT 1)
     UNION ALL
     SELECT name FROM models WHERE EXISTS (
         SELECT FROM jobs WHERE state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL
@@ -38,7 +38,7 @@ SELECT model FROM (
             SELECT FROM jobs WHERE state = 'queued' AND sent_at IS NOT NULL
                 AND jobs.model = models.name)
 ) AS late
-""")
+""")  # noqa: S608 (a constant of ours)
 
 DEAD = text("""
 SELECT count(*) FROM (
