@@ -97,6 +97,8 @@ RULES = (
     "top_logprobs",
     "flexible",
     "tool_choice",
+    "depends_on",
+    "on_parent_failure",
 )
 """Fields that have limits which types cannot say."""
 

@@ -189,3 +189,47 @@ async def test_a_wrong_job_names_field_limit_and_remedy(
     assert (reply.status_code, error["param"]) == (status, param)
     assert words in error["message"]
     assert (await http.get(JOBS)).json()["data"] == []
+
+
+async def test_a_job_that_waits_for_others_says_so(
+    http: httpx.AsyncClient, head: TinyHead, database_url: str
+) -> None:
+    parent = (await http.post(JOBS, json={"model": "clerk", "prompt": PROMPT})).json()["id"]
+    waiting = {"model": "clerk", "prompt": "{{a}}", "depends_on": [{"job": parent, "as": "a"}]}
+    reply = await http.post(JOBS, json={**waiting, "idempotency_key": "k"})
+    assert reply.status_code == 202
+    again = await http.post(JOBS, json={**waiting, "idempotency_key": "k"})
+    assert (again.status_code, again.json()["id"]) == (200, reply.json()["id"])
+    job = (await http.get(f"{JOBS}/{reply.json()['id']}")).json()
+    assert (job["waits_for"], job["depends_on"]) == ([parent], waiting["depends_on"])
+    assert (job["state"], job["prompt_token_ids"]) == ("queued", None)
+    listed = (await http.get(JOBS)).json()["data"]
+    assert [one["waits_for_parents"] for one in listed] == [True, False]
+
+    for wrong in (
+        {**waiting, "depends_on": [{"job": UNKNOWN, "as": "a"}]},
+        {**waiting, "prompt": "none"},
+        {"model": "clerk", "prompt": "a", "on_parent_failure": "run"},
+    ):
+        refused = await http.post(JOBS, json=wrong)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] in ("depends_on", "on_parent_failure")
+
+
+@pytest.mark.parametrize(
+    "route", ["completions", "chat/completions", "responses", "messages", "decisions", "embeddings"]
+)
+async def test_doors_with_a_caller_on_the_line_refuse_it_by_name(
+    http: httpx.AsyncClient, route: str
+) -> None:
+    said = {"messages": [{"role": "user", "content": PROMPT}]}
+    texts = {
+        "completions": {"prompt": PROMPT},
+        "chat/completions": said,
+        "messages": {**said, "max_tokens": 4},
+    }
+    body = {"model": "clerk", **texts.get(route, {"input": PROMPT})}
+    body["depends_on"] = [{"job": UNKNOWN}]
+    reply = await http.post(f"/v1/{route}", json=body)
+    assert reply.status_code == 400
+    assert "depends_on" in reply.text

@@ -79,6 +79,8 @@ def test_the_help_of_every_command_says_what_it_does(command: str) -> None:
     [
         (["submit", "hi", "--model", "m", "-f", "temprature=1"], {}, 2, "temprature"),
         (["submit", "", "--model", "m"], {}, 2, "prompt: it is empty"),
+        (["submit", "hi", "--model", "m", "--after", "7"], {}, 2, "depends_on[0].job"),
+        (["submit", "hi", "--model", "m", "--after", f"{JOB}=a"], {}, 2, "no text has {{a}}"),
         (
             ["submit", "hi", "--model", "m", "-f", "flexible=price"],
             {},
