@@ -36,6 +36,7 @@ TABLES = [
         "tables",
         "table_parts",
         "fleet/fleet_tables",
+        "parents/parent_table",
         "tenant_tables",
         "webhooks/webhook_tables",
     )

@@ -13,7 +13,13 @@ from services.relay.registered_tokenizers import RegisteredTokenizers
 from shardline.base.errors import Invalid
 from shardline.contract.chat import Message
 from shardline.contract.job import Prompt
-from shardline.contract.parents import FIELD, MAX_FILLED_CHARS, Parents, check_parents, filled
+from shardline.contract.parents.parent_job import (
+    FIELD,
+    MAX_FILLED_CHARS,
+    Parents,
+    check_parents,
+    filled,
+)
 from shardline.contract.plain_json import without_nulls
 from shardline.contract.request_parsing import invalid_from
 from shardline_server.store import parents

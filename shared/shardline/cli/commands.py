@@ -15,7 +15,7 @@ import typer
 from shardline.base import log
 from shardline.base.errors import Invalid
 from shardline.cli import show
-from shardline.cli.arguments import JobId, JobIds, Json
+from shardline.cli.arguments import After, JobId, JobIds, Json, SchemaFile, ToolFiles
 from shardline.cli.cost import cost
 from shardline.cli.database import transaction
 from shardline.cli.dead import dead
@@ -92,16 +92,9 @@ def submit(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")] = None,
     priority: Annotated[int | None, typer.Option(help="0 is served first, 9 last.")] = None,
-    tool: Annotated[
-        list[Path] | None, typer.Option(help="A file with a tool that the model may call.")
-    ] = None,
-    schema: Annotated[
-        Path | None, typer.Option(help="A file with the JSON schema of the completion.")
-    ] = None,
-    after: Annotated[
-        list[str] | None,
-        typer.Option(help="A job that ends before: ID, or ID=NAME for its text as {{NAME}}."),
-    ] = None,
+    tool: ToolFiles = None,
+    schema: SchemaFile = None,
+    after: After = None,
     field: Annotated[
         list[str] | None,
         typer.Option("--field", "-f", help="Any other field: -f top_p=0.9 -f 'stop=[\"\\n\"]'."),

@@ -9,7 +9,7 @@ from uuid import UUID
 from shardline.contract.chat import Message, Tool
 from shardline.contract.decision import Question
 from shardline.contract.job import ReasoningEffort
-from shardline.contract.parents import ParentJob
+from shardline.contract.parents.parent_job import ParentJob
 from shardline.contract.structured_output import StructuredOutput
 from shardline.contract.tool_choice import ToolChoice
 

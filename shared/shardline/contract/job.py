@@ -16,7 +16,7 @@ from msgspec.structs import force_setattr
 from shardline.base.trace_context import MAX_TRACEPARENT_CHARS, TRACEPARENT
 from shardline.contract.chat import Message, ToolCall
 from shardline.contract.decision import Decision, Question
-from shardline.contract.parents import OnParentFailure, Parents
+from shardline.contract.parents.parent_job import OnParentFailure, Parents
 from shardline.contract.structured_output import StructuredOutput
 from shardline.contract.tool_choice import ToolChoice, Tools
 

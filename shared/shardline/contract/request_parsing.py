@@ -19,7 +19,7 @@ from shardline.contract.job import (
     JobRequest,
     SamplingParams,
 )
-from shardline.contract.parents import check_parents
+from shardline.contract.parents.parent_job import check_parents
 from shardline.contract.plain_json import FIELDS, without_nulls
 from shardline.contract.structured_output import FIELD as STRUCTURED_OUTPUTS
 from shardline.contract.structured_output import check_structured_output

@@ -37,7 +37,8 @@ from shardline.contract.job import (
     FinishReason,
     JobState,
 )
-from shardline.contract.parents import MAX_PARENTS, ON_PARENT_FAILURE
+from shardline.contract.parents.parent_job import MAX_PARENTS, ON_PARENT_FAILURE
+from shardline.contract.parents.parent_table import parents_of_jobs
 from shardline.contract.table_parts import (
     checks,
     created,
@@ -50,7 +51,7 @@ from shardline.contract.table_parts import (
 from shardline.contract.tenant_tables import tenants
 
 # Of other modules, and found here with the tables of jobs.
-__all__ = ["metadata", "pipelines", "plans", "tenants", "workers"]
+__all__ = ["metadata", "parents_of_jobs", "pipelines", "plans", "tenants", "workers"]
 
 JOBS_CHANNEL = "shardline_jobs"
 """NOTIFY, empty payload: rows for the relay were inserted, requeued or asked to cancel."""
@@ -278,22 +279,6 @@ Index(
     postgresql_ops={"metadata": "jsonb_path_ops"},
     postgresql_where=text(_STORED),
 )
-
-# What jobs with `depends_on` wait for: triggers insert it. Without a foreign key to the parent: an
-# insert would lock the parent's row, maybe for long.
-parents_of_jobs = Table(
-    "parents_of_jobs",
-    metadata,
-    Column(
-        "job_id", UUID(as_uuid=True), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True
-    ),
-    Column("parent_id", UUID(as_uuid=True), primary_key=True),
-    # due: a relay has to look at the parent. open: the parent's end will make it due.
-    Column("state", Text, nullable=False, server_default=text("'due'")),
-    *checks(state_is_known=one_of("state", ("due", "open", "succeeded", "failed"))),
-)
-Index("parents_of_jobs_parents", parents_of_jobs.c.parent_id)
-partial_index("parents_of_jobs_due", parents_of_jobs.c.job_id, where="state = 'due'")
 
 attempts = Table(
     "attempts",

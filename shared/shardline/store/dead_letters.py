@@ -18,9 +18,9 @@ from shardline.base.errors import Conflict, Invalid, NotFound
 from shardline.contract.ids import new_id
 from shardline.contract.job import Job
 from shardline.contract.tables import DEAD, attempts, jobs
-from shardline.store.inserts import invalid_row
 from shardline.store.jobs import get_job
 from shardline.store.listing import MAX_LISTED
+from shardline.store.row_inserts import invalid_row
 
 MAX_ATTEMPTS = 100
 """Shown of one job, the newest."""

@@ -11,22 +11,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 from uuid import UUID
 
-from psycopg.errors import Diagnostic
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from shardline.base.errors import Invalid, LimitExceeded, ShardlineError
 from shardline.contract import plain_json
 from shardline.contract.ids import new_id
-from shardline.contract.job import DEFAULT_TENANT, JobRequest
-from shardline.contract.parents import FIELD
+from shardline.contract.job import JobRequest
 from shardline.contract.tables import MAX_PROMPT_BYTES
 from shardline.store.choices import repeated_choices
 from shardline.store.connection.database import failure_of, is_over_limit
 from shardline.store.connection.encoding import dump, place_of_unstorable, storable, unstorable
 from shardline.store.idempotency import repeated
 from shardline.store.limits import limit_error_of
-from shardline.store.row_inserts import drop, insert_rows, release
+from shardline.store.row_inserts import drop, insert_rows, invalid_row, release
 
 MAX_ROWS = 2_000
 MAX_BYTES = 8 << 20
@@ -398,23 +396,3 @@ def _order(row: Mapping[str, Any]) -> tuple[str, str, str]:
     """Orders by key where there is one: a repeat brings the same key, and perhaps a new id."""
     key = row["idempotency_key"]
     return row["tenant_id"], key or "", "" if key else str(row["id"])
-
-
-def invalid_row(error: IntegrityError) -> Invalid:
-    """The CHECK or foreign key that refused a row, as our error: constraints are named for what
-    they want."""
-    diagnostic: Diagnostic | None = getattr(error.orig, "diag", None)
-    constraint = (diagnostic and diagnostic.constraint_name) or "jobs"
-    if diagnostic is not None and constraint == "jobs_depends_on":
-        remedy = "Send ids of accepted jobs of the tenant, or of earlier ones of the same call"
-        return Invalid(FIELD, str(diagnostic.message_primary), remedy)
-    if constraint == "jobs_tenant_id_fkey":
-        return Invalid(
-            "tenant", "no tenant has this name", f"Leave it out to use {DEFAULT_TENANT!r}"
-        )
-    rule = constraint.removeprefix("jobs_").replace("_", " ")
-    return Invalid(
-        rule.split(" ", 1)[0],
-        f"the row breaks the rule: {rule}",
-        "See docs/jobs.md for fields and limits",
-    )

@@ -10,9 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from uuid import UUID
 
+from psycopg.errors import Diagnostic
 from sqlalchemy import Connection, text
+from sqlalchemy.exc import IntegrityError
 
-from shardline.base.errors import LimitExceeded
+from shardline.base.errors import Invalid, LimitExceeded
+from shardline.contract.job import DEFAULT_TENANT
+from shardline.contract.parents.parent_job import FIELD
 from shardline.contract.tables import RANDOM_SEED
 from shardline.store.limits import limit_error
 
@@ -111,3 +115,23 @@ def release(connection: Connection, ids: Sequence[UUID]) -> None:
 def drop(connection: Connection, job_id: UUID) -> None:
     """Takes back a request of this transaction, with its choices."""
     connection.execute(DROP, {"id": job_id})
+
+
+def invalid_row(error: IntegrityError) -> Invalid:
+    """The CHECK or foreign key that refused a row, as our error: constraints are named for what
+    they want."""
+    diagnostic: Diagnostic | None = getattr(error.orig, "diag", None)
+    constraint = (diagnostic and diagnostic.constraint_name) or "jobs"
+    if diagnostic is not None and constraint == "jobs_depends_on":
+        remedy = "Send ids of accepted jobs of the tenant, or of earlier ones of the same call"
+        return Invalid(FIELD, str(diagnostic.message_primary), remedy)
+    if constraint == "jobs_tenant_id_fkey":
+        return Invalid(
+            "tenant", "no tenant has this name", f"Leave it out to use {DEFAULT_TENANT!r}"
+        )
+    rule = constraint.removeprefix("jobs_").replace("_", " ")
+    return Invalid(
+        rule.split(" ", 1)[0],
+        f"the row breaks the rule: {rule}",
+        "See docs/jobs.md for fields and limits",
+    )

@@ -18,7 +18,7 @@ from uuid import UUID
 from sqlalchemy import Connection, Row, text
 
 from shardline.contract.job import PROMPT_END_TOKENS, SamplingParams, address_of
-from shardline.contract.parents import FIELD, MAX_FILLED_CHARS
+from shardline.contract.parents.parent_job import FIELD, MAX_FILLED_CHARS
 from shardline.store.connection.encoding import readable_params
 
 CODE = "parent_failed"
@@ -33,6 +33,7 @@ see that the other's was the last."""
 TRY_LOCK = text(f"SELECT pg_try_advisory_xact_lock({LOCK})")
 
 LOOK = text(f"""
+-- What has to be looked at.
 WITH due AS MATERIALIZED (
     SELECT job_id, parent_id FROM parents_of_jobs
     WHERE state = 'due' ORDER BY job_id LIMIT {MAX_BATCH}

@@ -19,7 +19,7 @@ from services.relay.outbox import Outbox
 from services.relay.preparer import Preparer
 from shardline.base.config import Times
 from shardline.contract.job import Job, JobState
-from shardline.contract.parents import ParentJob
+from shardline.contract.parents.parent_job import ParentJob
 from shardline.store import jobs, models
 from shardline_server.metrics import RelayMetrics
 from tests.integration.relay.relay_stack import words_tokenizer

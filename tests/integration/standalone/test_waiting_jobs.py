@@ -14,7 +14,7 @@ from services.standalone.demo.producers import DOORS, Producer
 from shardline.client import Client
 from shardline.contract.ids import new_id
 from shardline.contract.job import JobRequest
-from shardline.contract.parents import ParentJob
+from shardline.contract.parents.parent_job import ParentJob
 from tests.polling import until
 from tests.stack import Stack
 

@@ -13,7 +13,7 @@ from shardline.base.errors import Conflict, Invalid
 from shardline.client import Client
 from shardline.contract.ids import new_id
 from shardline.contract.job import JobState
-from shardline.contract.parents import ParentJob
+from shardline.contract.parents.parent_job import ParentJob
 from shardline.store import dead_letters, jobs
 from shardline.store.statistics.demand import demand
 from shardline.store.statistics.server_state import unsent_models

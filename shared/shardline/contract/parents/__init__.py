@@ -1,0 +1,1 @@
+"""Jobs that others wait for, and their table."""
