@@ -38,6 +38,14 @@ TO_PREPARE = (
 )
 IS_READY = " AND (depends_on IS NULL OR released_at IS NOT NULL)"
 
+# They write as their owner: producers that speak SQL need no right on `parents_of_jobs`.
+AS_OWNER = """
+DO $$ BEGIN
+    EXECUTE format('ALTER FUNCTION shardline_{name}()'
+        ' SECURITY DEFINER SET search_path = %I, pg_temp', current_schema());
+END $$
+"""
+
 TRIGGERS = {
     "shardline_join_parents": (
         "AFTER INSERT ON jobs FOR EACH ROW WHEN (NEW.depends_on IS NOT NULL)"
@@ -65,6 +73,9 @@ def upgrade() -> None:
     _create_parents()
     op.execute("DROP FUNCTION IF EXISTS shardline_measure")
     op.execute((FUNCTIONS / "0029_parents.sql").read_text(encoding="utf-8"))
+    for name in ("join_parents", "call_children"):
+        op.execute(AS_OWNER.format(name=name))
+        op.execute(f"REVOKE EXECUTE ON FUNCTION shardline_{name}() FROM PUBLIC")
     for name, rest in TRIGGERS.items():
         op.execute(f"DROP TRIGGER IF EXISTS {name} ON jobs")
         op.execute(f"CREATE TRIGGER {name} {rest}")

@@ -223,12 +223,12 @@ async def test_doors_with_a_caller_on_the_line_refuse_it_by_name(
     http: httpx.AsyncClient, route: str
 ) -> None:
     said = {"messages": [{"role": "user", "content": PROMPT}]}
-    texts = {
+    texts: dict[str, dict[str, Any]] = {
         "completions": {"prompt": PROMPT},
         "chat/completions": said,
         "messages": {**said, "max_tokens": 4},
     }
-    body = {"model": "clerk", **texts.get(route, {"input": PROMPT})}
+    body: dict[str, Any] = {"model": "clerk", **texts.get(route, {"input": PROMPT})}
     body["depends_on"] = [{"job": UNKNOWN}]
     reply = await http.post(f"/v1/{route}", json=body)
     assert reply.status_code == 400

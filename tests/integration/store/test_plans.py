@@ -13,6 +13,7 @@ from sqlalchemy import Connection, Engine, event, text
 from shardline.base.errors import Invalid
 from shardline.contract.ids import new_id
 from shardline.contract.job import JobState
+from shardline.contract.parents.parent_job import ParentJob
 from shardline.contract.tables import TERMINAL
 from shardline.store import dead_letters, jobs, listing
 from shardline.store.statistics import demand
@@ -22,6 +23,7 @@ from shardline_server.store import (
     ends,
     leases,
     outbox,
+    parents,
     preparation,
     retention,
     sweeps,
@@ -199,6 +201,12 @@ def test_every_statement_of_doors_and_relays_finds_its_rows_by_an_index(
         jobs.insert_failed(connection, [refused])
         ids = some(connection, "state = 'succeeded'")
         assert len(jobs.get_jobs(connection, ids)) == len(jobs.ended(connection, ids)) == len(ids)
+        ids = some(connection, "state = 'succeeded' AND tenant_id = 'default'")
+        waited = tuple(ParentJob(job=job_id) for job_id in ids)
+        (child,) = jobs.insert_jobs(connection, [request(depends_on=waited)])
+        assert parents.release(connection) is False
+        assert parents.failure(connection, child.job_id) is None
+        assert len(parents.parent_texts(connection, child.job_id, ids)) == len(ids)
         # A bulk load that Postgres has not analyzed yet.
         load = "SELECT 'm', 'text' FROM generate_series(1, 5000)"
         connection.execute(text(f"/* advisory */ INSERT INTO jobs (model, prompt) {load}"))
