@@ -71,6 +71,8 @@ def test_an_error_and_a_record_load_no_driver() -> None:
         "contract.chat",
         "contract.decision",
         "contract.job",
+        "contract.parents",
+        "contract.parents.parent_job",
         "contract.structured_output",
         "contract.tool_choice",
         "contract.wire",
