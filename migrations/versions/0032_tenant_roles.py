@@ -10,11 +10,14 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "0032"
-down_revision = "0028"
+down_revision = "0029"
 branch_labels = None
 depends_on = None
 
-TRIGGERS = ("accept_jobs", "move_job", "ended_job", "ended_batch")
+TRIGGERS = (
+    *("accept_jobs", "move_job", "ended_job", "ended_batch"),
+    *("join_parents", "call_children"),
+)
 
 # Who connected counts beside who it acts as: SET ROLE opens nothing.
 MY_TENANT = """

@@ -17,7 +17,7 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 from shardline.base.errors import Invalid, LimitExceeded, ShardlineError
 from shardline.contract import plain_json
 from shardline.contract.ids import new_id
-from shardline.contract.job import JobRequest
+from shardline.contract.job import DEFAULT_TENANT, JobRequest
 from shardline.contract.tables import MAX_PROMPT_BYTES
 from shardline.store.choices import repeated_choices
 from shardline.store.connection.database import failure_of, is_over_limit

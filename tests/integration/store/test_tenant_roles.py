@@ -3,6 +3,7 @@ rights on jobs alone."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from uuid import UUID, uuid4
@@ -18,6 +19,7 @@ from shardline.store.tenant_roles import GRANTS, TenantRole, grant_role, list_ro
 from tests.integration.rows import change, claim, database_with_head, end, submit, success
 
 INSERT = "INSERT INTO jobs (model, prompt) VALUES ('m', 'text') RETURNING id"
+CHILD = "INSERT INTO jobs (model, prompt, depends_on) VALUES ('m', 'x', %s) RETURNING id"
 INSERT_AS = "INSERT INTO jobs (model, prompt, tenant_id) VALUES ('m', 'text', %s) RETURNING id"
 
 
@@ -96,10 +98,13 @@ def test_a_tenants_role_sees_and_inserts_its_own_rows_alone(
         with acting(database_url, role) as connection:
             mine = insert(connection)
             assert insert(connection, INSERT_AS, "acme")
+            assert insert(connection, CHILD, json.dumps([{"job": str(mine)}]))
+            with pytest.raises(psycopg.errors.ForeignKeyViolation, match="has no job"):
+                insert(connection, CHILD, json.dumps([{"job": str(others)}]))
             for tenant in ("other", "default"):
                 with pytest.raises(psycopg.errors.InsufficientPrivilege):
                     insert(connection, INSERT_AS, tenant)
-            assert (seen(connection), seen(owner)) == (2, 3)
+            assert (seen(connection), seen(owner)) == (3, 4)
             cancel = "UPDATE jobs SET cancel_requested_at = now() WHERE id = %s"
             assert connection.execute(cancel, (others,)).rowcount == 0
             assert connection.execute(cancel, (mine,)).rowcount == 1
