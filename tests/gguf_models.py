@@ -48,11 +48,13 @@ def write_gguf(
     *,
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     raw: GGMLQuantizationType | None = None,
+    others: Mapping[str, GGMLQuantizationType] | None = None,
     metadata: Mapping[str, Any] | None = None,
     part_tensors: int = 0,
 ) -> Path:
     """Writes the model of a folder; returns the file, or with `part_tensors` the first of several
-    that hold so many tensors each. `raw` is a type that is only read: its blocks are drawn."""
+    that hold so many tensors each. `raw` is a type that is only read: its blocks are drawn.
+    `others` are types instead of `kind`, by the last part of names in the file."""
     config = tf.AutoConfig.from_pretrained(folder)
     model = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     name = ARCHITECTURES[config.model_type]
@@ -70,7 +72,7 @@ def write_gguf(
         if raw is not None and weight.dim() > 1 and not weight.shape[-1] % RAW_NUMBERS:
             _add_drawn(writer, found, weight, raw)
         else:
-            _add(writer, found, stored, kind)
+            _add(writer, found, stored, (others or {}).get(found.split(".")[-2], kind))
     _add_factors(writer, config)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -33,11 +33,13 @@ from services.stage.kernels.kernel import Kernel, Weights
 from services.stage.model.cpu_parts import CpuPart, num_bytes, parts_of
 from services.stage.model.encoder_class import is_encoder, sees_both_ways
 from services.stage.model.float_files import with_floats
+from services.stage.model.gguf.stored_weights import stored_weights
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.owned_weights import give_back, own
 from services.stage.model.shard import Shard, build_skeleton, shard_layers
 from services.stage.model.split_layers import gathered, send_embedding, split_shard, widest
+from services.stage.model.weights import weight_files
 from services.stage.products.fused import NativeParts, fuse, fuse_norms
 from services.stage.products.packing import (
     Packing,
@@ -47,11 +49,13 @@ from services.stage.products.packing import (
     unshare_embedding,
 )
 from services.stage.products.row_buckets import MAX_ADDED, VECTORS
+from services.stage.products.stored import StoredWeight, fill, keep_all
 from services.stage.products.triton_products import TritonParts
 from services.stage.ranks.group import RankGroup
 from services.stage.recurrent.states import RecurrentStates, StateShapes
 from services.stage.streaming.streamed_layers import StreamedLayers, streamed_bytes
 from shardline.base.errors import Invalid
+from shardline_fleet.gguf import is_gguf
 
 log = structlog.get_logger(__name__)
 
@@ -143,8 +147,11 @@ def load_forward(load: ForwardLoad) -> LoadedForward:
     attention = Attention(load.native or on_gpu, both_ways=looks_ahead)
     packing = load.packing
     converts = load.limits.streamed_layers != 0
-    info = with_floats(load.info, load.layers, load.of_dtype, load.cache_folder, converts=converts)
-    streamed_layers = _choose_streamed(load, info, attention)
+    stored = _stored(load)
+    info = with_floats(
+        load.info, load.layers, load.of_dtype, load.cache_folder, converts=converts, stored=stored
+    )
+    streamed_layers = _choose_streamed(load, info, attention, stored)
     shard = Shard.load(
         info,
         load.layers,
@@ -154,6 +161,7 @@ def load_forward(load: ForwardLoad) -> LoadedForward:
         cpu_parts=load.cpu_parts,
         streamed_layers=streamed_layers,
     )
+    keep_all(shard.model, stored)
     if load.group is not None:
         split_shard(shard, load.group)
         packing = _for_ranks(packing, shard, load)
@@ -189,18 +197,30 @@ def load_forward(load: ForwardLoad) -> LoadedForward:
     return LoadedForward(runner, exact, _num_ranks_that_count(forward, load))
 
 
-def _choose_streamed(load: ForwardLoad, info: ModelInfo, attention: Attention) -> tuple[int, ...]:
+def _stored(load: ForwardLoad) -> Mapping[str, StoredWeight]:
+    """Returns the weights whose numbers are read from the model's own files, by their names."""
+    files = weight_files(load.info.path)
+    if load.packing.integers is not Weights.INT4 or not is_gguf(files[0]):
+        return {}
+    return stored_weights(files, load.info.config)
+
+
+def _choose_streamed(
+    load: ForwardLoad, info: ModelInfo, attention: Attention, stored: Mapping[str, StoredWeight]
+) -> tuple[int, ...]:
     """Returns the layers that memory does not hold, by their numbers, after promising the rest.
     Raises Invalid for a model that does not fit, or that the options do not suit."""
     layers = load.layers
     name = attention.name
     skeleton = build_skeleton(info, layers, dtype=load.of_dtype, attn_implementation=name)
+    keep_all(skeleton, stored)
     load.options.check(skeleton)
     by_layer = {
         number: streamed_bytes(layer, load.packing, load.device)
         for number, layer in shard_layers(skeleton, layers).items()
     }
-    held = packed_bytes(skeleton, load.packing) - num_bytes(skeleton, load.cpu_parts)
+    packed = packed_bytes(skeleton, load.packing, in_ranks=load.group is not None)
+    held = packed - num_bytes(skeleton, load.cpu_parts)
     streamed_layers = load.memory.fit_weights(WeightBytes(held, by_layer))
     load.options.check_streamed(streamed_layers)
     return streamed_layers
@@ -303,6 +323,7 @@ def _pack_on_cores(
         _pack_piece(shard.model, of_output, uses_embedding=shard.is_first)
     if group is not None and shard.is_first:
         send_embedding(shard.model, group)
+    fill(shard.model)
     own(shard.model)
 
 

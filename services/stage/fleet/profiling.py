@@ -44,7 +44,7 @@ from shardline.base.clock import monotonic_s
 from shardline.base.errors import Invalid, LinkLost, ShardlineError, Unavailable
 from shardline_fleet.planner import DeviceProfile, ModelCosts
 from shardline_fleet.planner.device_profile import VERSION, read_profiles
-from shardline_fleet.planner.model_costs import KV_BYTES, WEIGHT_BYTES
+from shardline_fleet.planner.model_costs import KV_BYTES
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS, blocks_for
 
 logger = structlog.get_logger(__name__)
@@ -250,7 +250,7 @@ def _num_layers(model: ModelCosts, dtype: str) -> int:
     with_all_kinds = 1 + max(
         [kind.name for kind in model.layers].index(name) for name in model.kinds
     )
-    sizes = accumulate(kind.num_weights * WEIGHT_BYTES[dtype] for kind in model.layers)
+    sizes = accumulate(kind.num_weights * model.weight_bytes(dtype) for kind in model.layers)
     large = 1 + sum(size < LAYERS_BYTES for size in sizes)
     return min(max(with_all_kinds, large), len(model.layers))
 

@@ -8,7 +8,7 @@
 extern "C" {
 
 enum Dtype : int32_t { kFloat32, kBFloat16, kFloat16 };
-enum Weights : int32_t { kFloat32Weights, kBFloat16Weights, kInt8Weights, kInt4Weights };
+enum Weights : int32_t { kFloat32Weights, kBFloat16Weights, kInt8Weights, kInt4Weights, kGroupedInt8Weights };
 
 struct Strides { int64_t attention_head, row; };  // elements; the dimensions of one attention head are dense
 
@@ -29,8 +29,9 @@ struct AttentionCall {
 struct AdapterStep;
 
 // Rows of x and out are `x_stride` and `out_stride` elements apart: float32 with such weights, else bfloat16. `scales` and
-// `column_sums` are of int8 weights: what an output's integers are multiplied by, and their sum; those of int4 have scales,
-// too, of outputs beside those of their groups (int4_steps.h). `bias` may be null. So may
+// `column_sums` are of int8 weights: what an output's integers are multiplied by, and their sum; those in groups have scales,
+// too, of outputs beside those of their groups (group_steps.h): in 4 bits up to `first_int8`, whole columns of 16, in 8 bits
+// from there on. `bias` may be null. So may
 // `x_rows`: which rows of x are meant; `out_rows`: to which rows of out results are added; and `adapters`.
 struct ProductCall {
   const void *x, *weights;
@@ -38,7 +39,7 @@ struct ProductCall {
   const float *bias, *scales;
   const int32_t *column_sums, *x_rows, *out_rows;
   const AdapterStep* adapters;
-  int64_t num_rows, num_inputs, num_outputs, x_stride, out_stride;
+  int64_t num_rows, num_inputs, num_outputs, first_int8, x_stride, out_stride;
   int32_t kind, num_threads, number;  // among the products that adapters know
 };
 
@@ -155,9 +156,9 @@ int32_t shardline_convolve(const ConvolutionCall* call);
 int32_t shardline_scan(const ScanCall* call);
 int32_t shardline_apply_delta(const DeltaCall* call);
 int32_t shardline_gate(const GateCall* call);
-// Finds weights in 4 bits, (numbers - zeros) * scales, for groups of 32 values: numbers [num_groups][32], zeros and scales
-// [num_groups]. The values of a grid of 4 bits, rounded to bfloat16, find their grid.
-int32_t shardline_fit_int4(const float* values, uint8_t* numbers, uint8_t* zeros, float* scales, int64_t num_groups, int32_t num_threads);
+// Finds weights in 4 bits, numbers * scales + minimums, for groups of 32 values: numbers [num_groups][32], scales and
+// minimums [num_groups]. The values of a grid of 4 bits, rounded to bfloat16, find their grid.
+int32_t shardline_fit_int4(const float* values, uint8_t* numbers, float* scales, float* minimums, int64_t num_groups, int32_t num_threads);
 
 // Waits until every rank has come here as often as this one. What a rank wrote before, the others read behind it: into
 // buffer num_meetings % 2, as it is before the call. It is written again after the next meeting at the earliest.

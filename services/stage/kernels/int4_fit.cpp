@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "calls.h"
-#include "int4_steps.h"
+#include "group_steps.h"
 
 namespace {
 
@@ -35,39 +35,38 @@ template <class Of> inline Floats reduced(const Group& group, Of of) {
 }
 inline Floats total(const Group& group) { return reduced(group, [](Floats a, Floats b) { return a + b; }); }
 
-struct Fit { Floats zero, scale, error; };
+struct Fit { Floats scale, minimum, error; };
 
-inline void numbers_of(const Group& values, Floats zero, Floats scale, Group& numbers) {
+inline void numbers_of(const Group& values, Floats scale, Floats minimum, Group& numbers) {
   const Floats inverse = over(scale);
-  for (int v = 0; v < kGroupVectors; v++) numbers[v] = clamped(round_to_integer(values[v] * inverse + zero), kMost);
+  for (int v = 0; v < kGroupVectors; v++) numbers[v] = clamped(round_to_integer((values[v] - minimum) * inverse), kMost);
 }
 
-// In turns the numbers are those that suit scale and zero point best, and these those that suit the numbers.
-inline void improve(const Group& values, Floats low, Floats high, float span, Fit& best) {
+// In turns the numbers are those that suit scale and minimum best, and these those that suit the numbers.
+inline void improve(const Group& values, Floats low, Floats high, Floats mean, float span, Fit& best) {
   Floats scale = (high - low) / span;
-  Floats zero = clamped(round_to_integer(kMost / 2 - (high + low) * .5f * over(scale)), kInt4Offset);
+  Floats minimum = span < kMost ? low : (high + low) * .5f - scale * (kMost / 2);
   for (int fit = 0; fit < kNumFits; fit++) {
-    Group numbers, products, squares, errors, apart;
-    numbers_of(values, zero, scale, numbers);
+    Group numbers, products, squares, errors;
+    numbers_of(values, scale, minimum, numbers);
+    const Floats middle = total(numbers) * (1.f / kGroup);
     for (int v = 0; v < kGroupVectors; v++) {
-      numbers[v] -= zero;
-      products[v] = values[v] * numbers[v], squares[v] = numbers[v] * numbers[v];
+      const Floats apart = numbers[v] - middle;
+      products[v] = values[v] * apart, squares[v] = apart * apart;
     }
-    scale = total(products) * over(total(squares));
-    const Floats inverse = over(scale);
+    scale = total(products) * over(total(squares)), minimum = mean - scale * middle;
     for (int v = 0; v < kGroupVectors; v++) {
-      const Floats wrong = values[v] - numbers[v] * scale;
-      errors[v] = wrong * wrong, apart[v] = numbers[v] + zero - values[v] * inverse;
+      const Floats wrong = values[v] - minimum - numbers[v] * scale;
+      errors[v] = wrong * wrong;
     }
     const Floats error = total(errors);
-    if (error[0] < best.error[0]) best = {zero, scale, error};
-    zero = clamped(round_to_integer(total(apart) * (1.f / kGroup)), kInt4Offset);
+    if (error[0] < best.error[0]) best = {scale, minimum, error};
   }
 }
 
 }  // namespace
 
-int32_t shardline_fit_int4(const float* values, uint8_t* numbers, uint8_t* zeros, float* scales, int64_t num_groups, int32_t num_threads) {
+int32_t shardline_fit_int4(const float* values, uint8_t* numbers, float* scales, float* minimums, int64_t num_groups, int32_t num_threads) {
 #pragma omp parallel for num_threads(num_threads) schedule(static)
   for (int64_t i = 0; i < num_groups; i++) {
     Group group, squares, found;
@@ -75,17 +74,17 @@ int32_t shardline_fit_int4(const float* values, uint8_t* numbers, uint8_t* zeros
       group[v] = load(values + i * kGroup + v * kWidth);
       squares[v] = group[v] * group[v];
     }
-    const Floats low = reduced(group, smaller), high = reduced(group, larger);
+    const Floats low = reduced(group, smaller), high = reduced(group, larger), mean = total(group) * (1.f / kGroup);
     const float is_exact = kOnGrid * total(squares)[0];
     Fit best = {broadcast(0.f), broadcast(0.f), broadcast(INFINITY)};
     for (float span : kSpans) {
-      improve(group, low, high, span, best);
+      improve(group, low, high, mean, span, best);
       if (best.error[0] <= is_exact) break;
     }
-    numbers_of(group, best.zero, best.scale, found);
+    numbers_of(group, best.scale, best.minimum, found);
     for (int v = 0; v < kGroupVectors; v++)
       store_bytes((char*)numbers + i * kGroup + v * kWidth, (Bits)(found[v] + broadcast(12582912.f)) - (Bits)broadcast(12582912.f));
-    zeros[i] = (uint8_t)best.zero[0], scales[i] = best.scale[0];
+    scales[i] = best.scale[0], minimums[i] = best.minimum[0];
   }
   return 0;
 }

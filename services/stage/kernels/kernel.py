@@ -71,6 +71,7 @@ class Weights(IntEnum):
     BFLOAT16 = 1
     INT8 = 2
     INT4 = 3
+    GROUPED_INT8 = 4
 
 
 class LowRankPart(ctypes.Structure):
@@ -116,7 +117,10 @@ class ProductCall(ctypes.Structure):
         ("adapters", POINTER(AdapterStep)),
         *(
             (name, c_int64)
-            for name in ("num_rows", "num_inputs", "num_outputs", "x_stride", "out_stride")
+            for name in (
+                *("num_rows", "num_inputs", "num_outputs", "first_int8"),
+                *("x_stride", "out_stride"),
+            )
         ),
         *((name, c_int32) for name in ("kind", "num_threads", "number")),
     )

@@ -3,8 +3,8 @@
 //
 // Same promise as attention.cpp: a row's bits depend on that row only, whatever runs beside it, on however many threads.
 //   - A sum over the inputs runs in one order for every row and is never cut in two (product_steps.h).
-//   - int8 sums are integers, exact in any order, so they also have the same bits with every instruction set; int4:
-//     int4_steps.h.
+//   - int8 sums are integers, exact in any order, so they also have the same bits with every instruction set; those of
+//     groups: group_steps.h.
 //
 // Memory: weights lie in tiles of 16 outputs by 64 bytes, [16 outputs][64 bytes of inputs][16][16 outputs][4 bytes], read in
 // one straight line. Rows of x are packed block by block, as the instructions read them. What sticks out is zeros.
@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "calls.h"
-#include "int4_steps.h"
+#include "group_steps.h"
 #include "product_steps.h"
 
 namespace {
@@ -51,15 +51,17 @@ struct Int8Product {
   using Element = BFloat16;
   using Step = Int8Step;
 };
-struct Int4Product {
+struct GroupProduct {
   using Element = BFloat16;
-  using Step = Int4Step;
+  using Step = GroupRows;
 };
 template <class Product> constexpr bool is_int8 = std::is_same_v<Product, Int8Product>;
-template <class Product> constexpr bool is_int4 = std::is_same_v<Product, Int4Product>;
+template <class Product> constexpr bool has_groups = std::is_same_v<Product, GroupProduct>;
 
 // Bytes of weights in a step on the way through the inputs, of 16 outputs.
-template <class Product> constexpr int64_t kWeightStepBytes = is_int4<Product> ? kInt4StepBytes : kTileBytes;
+template <class Step> constexpr int64_t kWeightStepBytes = kTileBytes;
+template <> constexpr int64_t kWeightStepBytes<Int4Step> = Int4Step::kBytes;
+template <> constexpr int64_t kWeightStepBytes<Int8GroupStep> = Int8GroupStep::kBytes;
 
 // ---------------------------------------------------------------- rows in
 
@@ -72,7 +74,7 @@ template <class Product> struct Panel {
   float* scales;  // int8: what each row's integers are multiplied by
 
   explicit Panel(const ProductCall& call) {
-    constexpr bool kIntegers = is_int8<Product> || is_int4<Product>;
+    constexpr bool kIntegers = is_int8<Product> || has_groups<Product>;
     steps = ceil_div(call.num_inputs * (kIntegers ? 1 : (int64_t)sizeof(typename Product::Element)), kLine);
     const int64_t most_blocks = std::max(cached_bytes() / (steps * kStepBytes), ceil_div(kFewestRows, Step::kRows));
     const int64_t blocks_needed = std::min(ceil_div(call.num_rows, Step::kRows), most_blocks);
@@ -172,7 +174,7 @@ template <> void pack_row(const ProductCall& call, const Panel<Int8Product>& pan
 }
 
 // Each group becomes integers by itself: an outlier costs the 31 others of its group their digits, no more.
-template <> void pack_row(const ProductCall& call, const Panel<Int4Product>& panel, const BFloat16* x, int64_t i) {
+template <> void pack_row(const ProductCall& call, const Panel<GroupProduct>& panel, const BFloat16* x, int64_t i) {
   for (int64_t step = 0; step < panel.steps; step++) {
     char* to = panel.row(i) + step * panel.kStepBytes;
     for (int group = 0; group < kGroups; group++) {
@@ -202,7 +204,7 @@ template <class Product> void write(const ProductCall& call, const Panel<Product
       if (output >= call.num_outputs) break;
       const int tile = at / kTileOutputs, lane = at % kTileOutputs;
       Floats value = load(sums.floats[tile][row] + lane);
-      if constexpr (is_int4<Product>) value *= load(call.scales + output);
+      if constexpr (has_groups<Product>) value *= load(call.scales + output);
       if constexpr (is_int8<Product>) value = scaled(call, sums.integers[tile][row] + lane, output) * panel.scales[in_panel + row];
       const int count = (int)std::min<int64_t>(kWidth, call.num_outputs - output);
       if (call.bias) value += load(call.bias + output);
@@ -216,10 +218,10 @@ template <class Product> void write(const ProductCall& call, const Panel<Product
 
 // A panel passes by the weights of a few outputs block by block. The first block prefetches its own weights, the others
 // those of the next outputs, so that memory is read while they compute.
-template <class Product> Block block_of(const Panel<Product>& panel, const char* weights, int columns, int64_t first) {
+template <class Step, class Product> Block block_of(const Panel<Product>& panel, const char* weights, int columns, int64_t first) {
   const int64_t passes = ceil_div(panel.rows, panel.rows_in_block), pass = first / panel.rows_in_block;
-  constexpr int kLines = (int)((kWeightStepBytes<Product> + kLine - 1) / kLine);
-  const int64_t column_stride = panel.steps * kWeightStepBytes<Product>;
+  constexpr int kLines = (int)((kWeightStepBytes<Step> + kLine - 1) / kLine);
+  const int64_t column_stride = panel.steps * kWeightStepBytes<Step>;
   Block block = {panel.row(first), weights, column_stride, panel.steps,
                  (int)std::min(panel.rows_in_block, panel.rows - first), columns, weights + kAhead, kLines, true};
   if (pass == 0) return block;
@@ -230,11 +232,28 @@ template <class Product> Block block_of(const Panel<Product>& panel, const char*
   return block;
 }
 
+// Columns of 16 outputs from `begin` to `end`, with `weights` those of the first. All threads of a team call it.
+template <class Step, class Product> void multiply_columns(const ProductCall& call, const Panel<Product>& panel, int64_t first,
+                                                           const char* weights, int64_t begin, int64_t end) {
+  constexpr int kColumns = has_tiles<Step> ? 1 : kVectors * kWidth / kTileOutputs;
+#pragma omp for schedule(static)
+  for (int64_t column = begin; column < end; column += kColumns) {
+    const char* of_column = weights + (column - begin) * panel.steps * kWeightStepBytes<Step>;
+    const int columns = (int)std::min<int64_t>(kColumns, end - column);
+    for (int64_t i = 0; i < panel.rows; i += panel.rows_in_block) {
+      const Block block = block_of<Step>(panel, of_column, columns, i);
+      Sums sums;
+      block_sums<Step>(block, sums);
+      write(call, panel, sums, block, first + i, i, column);
+    }
+  }
+}
+
 template <class Product> void multiply(const ProductCall& call) {
   using Element = typename Product::Element;
-  constexpr int kColumns = has_tiles<typename Product::Step> ? 1 : kVectors * kWidth / kTileOutputs;
   Panel<Product> panel(call);
   const int64_t num_columns = ceil_div(call.num_outputs, kTileOutputs);
+  const char* weights = (const char*)call.weights;
 #pragma omp parallel num_threads(call.num_threads) firstprivate(panel)
   {
 #ifdef __AMX_TILE__
@@ -245,16 +264,13 @@ template <class Product> void multiply(const ProductCall& call) {
 #pragma omp for schedule(static)
       for (int64_t i = 0; i < panel.rows; i++)
         pack_row<Product>(call, panel, (const Element*)call.x + row_at(call.x_rows, first + i) * call.x_stride, i);
-#pragma omp for schedule(static)
-      for (int64_t column = 0; column < num_columns; column += kColumns) {
-        const char* weights = (const char*)call.weights + column * panel.steps * kWeightStepBytes<Product>;
-        const int columns = (int)std::min<int64_t>(kColumns, num_columns - column);
-        for (int64_t i = 0; i < panel.rows; i += panel.rows_in_block) {
-          const Block block = block_of(panel, weights, columns, i);
-          Sums sums;
-          block_sums<typename Product::Step>(block, sums);
-          write(call, panel, sums, block, first + i, i, column);
-        }
+if constexpr (has_groups<Product>) {
+        const int64_t in_4_bits = ceil_div(call.first_int8, kTileOutputs);
+        multiply_columns<Int4Step>(call, panel, first, weights, 0, in_4_bits);
+        const char* others = weights + in_4_bits * panel.steps * Int4Step::kBytes;
+        multiply_columns<Int8GroupStep>(call, panel, first, others, in_4_bits, num_columns);
+      } else {
+        multiply_columns<typename Product::Step>(call, panel, first, weights, 0, num_columns);
       }
     }
   }
@@ -265,7 +281,8 @@ int32_t multiply(const ProductCall& call) {
     case kFloat32Weights: multiply<Float32Product>(call); return 0;
     case kBFloat16Weights: multiply<BFloat16Product>(call); return 0;
     case kInt8Weights: multiply<Int8Product>(call); return 0;
-    case kInt4Weights: multiply<Int4Product>(call); return 0;
+    case kInt4Weights:
+    case kGroupedInt8Weights: multiply<GroupProduct>(call); return 0;
     default: return -1;
   }
 }

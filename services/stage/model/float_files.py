@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,14 @@ from services.stage.model.model_info import ModelInfo
 from services.stage.model.quantization import Floats, Quantization, quantization_of
 from services.stage.model.refusal import refuse
 from services.stage.model.text_part import other_parts
-from services.stage.model.weights import COPY_AGAIN, INDEX, check_file, fingerprint, weight_files
+from services.stage.model.weights import (
+    COPY_AGAIN,
+    INDEX,
+    LENGTH_BYTES,
+    check_file,
+    fingerprint,
+    weight_files,
+)
 from shardline.base.errors import Invalid
 from shardline_fleet.gguf import is_gguf
 
@@ -53,18 +60,20 @@ def with_floats(
     cache_folder: Path,
     *,
     converts: bool = False,
+    stored: Collection[str] = (),
 ) -> ModelInfo:
     """Returns the model itself, or one with a folder of float weights of these layers: if its own
     are quantized or in GGUF, or, with `converts`, of another dtype, which the loader would convert
-    in memory, all at once.
+    in memory, all at once. Weights of GGUF that are `stored`, by their names in the model, are left
+    out: zeros that take no disk and, unread, no memory.
 
     Raises Invalid if the checkpoint is broken, quantized in an unknown way, or the disk has no
     room.
     """
     files = weight_files(info.path)
     if is_gguf(files[0]):
-        folder = _folder(info, dtype, cache_folder)
-        return _GgufWriter(info, files, dtype, folder).write(layers)
+        folder = _folder(info, dtype, cache_folder, "-rest" if stored else "")
+        return _GgufWriter(info, files, dtype, folder, stored).write(layers)
     quantization = quantization_of(info.config)
     if quantization is None and converts and not _has_dtype(info.path, dtype):
         quantization = Floats()
@@ -74,9 +83,9 @@ def with_floats(
     return _PackedWriter(info, quantization, dtype, folder).write(layers)
 
 
-def _folder(info: ModelInfo, dtype: torch.dtype, cache_folder: Path) -> Path:
+def _folder(info: ModelInfo, dtype: torch.dtype, cache_folder: Path, kind: str = "") -> Path:
     weights = fingerprint(info.path, cache_folder)[:32]
-    return cache_folder / FOLDER / f"{weights}-{str(dtype).removeprefix('torch.')}"
+    return cache_folder / FOLDER / f"{weights}-{str(dtype).removeprefix('torch.')}{kind}"
 
 
 class _Writer(ABC):
@@ -91,7 +100,8 @@ class _Writer(ABC):
 
     @abstractmethod
     def floats(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Returns these tensors [...]: weights in the dtype, all else as it is."""
+        """Returns these tensors [...]: weights in the dtype, all else as it is. Those on no device
+        are left out."""
 
     def write(self, layers: range) -> ModelInfo:
         """Writes what is missing; returns a model with a folder of links to the files of these
@@ -124,7 +134,7 @@ class _Writer(ABC):
             floats = self.floats(names)
         except (SafetensorError, KeyError, RuntimeError, ValueError, IndexError) as error:
             refuse(f"{part} of {self._info.path} cannot be unpacked: {error}", COPY_AGAIN, error)
-        size_bytes = sum(tensor.nbytes for tensor in floats.values())
+        size_bytes = sum(each.nbytes for each in floats.values() if not each.is_meta)
         free_bytes = shutil.disk_usage(self._folder).free
         if size_bytes * ROOM > free_bytes:
             problem = f"{file} needs {size_bytes >> 20:,} MiB, the disk has {free_bytes >> 20:,}"
@@ -132,17 +142,23 @@ class _Writer(ABC):
                 "SHARDLINE_CACHE_DIR", problem, "Free some, or name a folder of another disk"
             )
         with tempfile.TemporaryDirectory(dir=self._folder) as draft:
-            save_file(floats, Path(draft) / file.name, metadata={"format": "pt"})
+            _save(floats, Path(draft) / file.name)
             (Path(draft) / file.name).replace(file)
         log.info("float weights written", file=str(file), mib=size_bytes >> 20)
 
 
 class _GgufWriter(_Writer):
     def __init__(
-        self, info: ModelInfo, files: list[Path], dtype: torch.dtype, folder: Path
+        self,
+        info: ModelInfo,
+        files: list[Path],
+        dtype: torch.dtype,
+        folder: Path,
+        stored: Collection[str],
     ) -> None:
         super().__init__(info, dtype, folder)
         self._tensors = GgufTensors(files, info.config)
+        self._stored = stored
 
     def names(self) -> Mapping[str, Iterable[str]]:
         return {
@@ -151,10 +167,15 @@ class _GgufWriter(_Writer):
         }
 
     def floats(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Returns the weights [...] that these tensors mean, in the dtype."""
+        """Returns the weights [...] that these tensors mean, in the dtype. Those on no device are
+        left out."""
         weights: dict[str, Tensor] = {}
         for name in names:
-            weights |= self._tensors.weights(name, self._dtype)
+            target, shape = self._tensors.shape(name)
+            if target in self._stored:
+                weights[target] = torch.empty(shape, dtype=self._dtype, device="meta")
+            else:
+                weights |= self._tensors.weights(name, self._dtype)
         return weights
 
 
@@ -215,6 +236,30 @@ def _has_dtype(folder: Path, dtype: torch.dtype) -> bool:
     return all(
         tensor["dtype"] == STORED.get(dtype) for tensor in tensors if len(tensor["shape"]) > 1
     )
+
+
+def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Writes tensors as safetensors does; those on no device, all of one dtype with the others, are
+    a hole at the file's end."""
+    with_values = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+    save_file(with_values, file, metadata={"format": "pt"})
+    if len(with_values) == len(tensors):
+        return
+    with file.open("rb") as written:
+        header = json.loads(written.read(int.from_bytes(written.read(LENGTH_BYTES), "little")))
+        content = written.read()
+    end = len(content)
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            offsets = [end, end + tensor.nbytes]
+            shape = list(tensor.shape)
+            header[name] = {"dtype": STORED[tensor.dtype], "shape": shape, "data_offsets": offsets}
+            end = offsets[1]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    with file.open("wb") as rewritten:
+        rewritten.write(len(text).to_bytes(LENGTH_BYTES, "little") + text + content)
+        rewritten.truncate(LENGTH_BYTES + len(text) + end)
 
 
 def _weights(file: Path) -> Iterable[str]:

@@ -23,6 +23,7 @@ from services.stage.model.refusal import refuse
 from services.stage.model.shard import Shard, row_lengths
 from services.stage.products.experts import is_experts
 from services.stage.products.packing import MakeLayer, is_linear
+from services.stage.products.stored import keep, stored_of
 from services.stage.products.tiled_linear import TILE_OUTPUTS
 from services.stage.ranks.group import RankGroup
 
@@ -262,6 +263,8 @@ def _rows_of(linear: nn.Linear | Conv1D, share: range) -> nn.Linear:
     weight = linear.weight.T if isinstance(linear, Conv1D) else linear.weight
     mine = nn.Linear(weight.shape[1], len(share), bias=linear.bias is not None, device="meta")
     mine.weight = nn.Parameter(weight[share.start : share.stop], requires_grad=False)
+    if (stored := stored_of(linear.weight)) is not None:
+        keep(mine.weight, stored.rows(share))
     if linear.bias is not None:
         mine.bias = nn.Parameter(linear.bias[share.start : share.stop], requires_grad=False)
     return mine

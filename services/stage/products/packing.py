@@ -10,7 +10,7 @@ weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeGuard
@@ -22,16 +22,18 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from services.stage.kernels.kernel import Kernel, Weights
-from services.stage.products import int4
 from services.stage.products.experts import is_experts, pack_experts, stacked_weights
-from services.stage.products.tiled_linear import Int8Embedding, TiledLinear
+from services.stage.products.groups import INT4_BYTES, INT8_BYTES
+from services.stage.products.stored import stored_of
+from services.stage.products.tiled_linear import Int8Embedding, TiledEmbedding, TiledLinear
 from services.stage.products.triton_products import TritonLinear, kernel_version
 from shardline.base.errors import Invalid
 
 log = structlog.get_logger(__name__)
 
-MakeLayer = Callable[[Tensor, Tensor | None], TiledLinear | TritonLinear]
-"""Makes a packed layer of a weight [N, K] and its bias [N]."""
+MakeLayer = Callable[[Any, Tensor | None], TiledLinear | TritonLinear]
+"""Makes a packed layer of a weight [N, K] and its bias [N]; in groups also of a list of weights, of
+which some are in groups already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,8 @@ class Packing:
     """For the exactness fingerprint: another packing gives other bits."""
     make: MakeLayer | None
     integers: Weights | None = None
-    """The format of weights that become integers. Those of embedding and output layer are int8 in
-    any case: as int4 the output layer alone costs 9 % of perplexity."""
+    """The format of weights that become integers. Those of embedding and output layer have 8 bits
+    in any case: in 4 the output layer alone costs 9 % of perplexity."""
     make_output: MakeLayer | None = None
     """For what stands outside of layers instead of `make`."""
     keeps_weights: bool = False
@@ -54,7 +56,12 @@ class Packing:
 
 UNPACKED = Packing("none", None)
 _WEIGHTS = {torch.float32: Weights.FLOAT32, torch.bfloat16: Weights.BFLOAT16}
-_INTEGER_BYTES = {Weights.INT8: 1.0, Weights.INT4: int4.WEIGHT_BYTES}
+_INTEGER_BYTES = {Weights.INT8: 1.0, Weights.INT4: INT4_BYTES}
+_OUTER = {Weights.INT8: Weights.INT8, Weights.INT4: Weights.GROUPED_INT8}
+"""The format of embedding and output layer, by that of layers."""
+_OUTER_BYTES = {Weights.INT8: 1.0, Weights.INT4: INT8_BYTES}
+_NAMES = {Weights.INT4: "int4 with minimums"}
+"""Where a format had other bits in a release before."""
 
 _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Siblings that transformers' modules call on one input. Medians of 25 in turns on one core (Xeon
@@ -77,10 +84,9 @@ def packing_for(
     weights = _WEIGHTS.get(dtype) if integers is None else integers
     if kernel is not None and weights is not None:
         make = partial(TiledLinear, kernel, weights=weights)
-        make_output = partial(TiledLinear, kernel, weights=Weights.INT8)
-        return Packing(
-            weights.name.lower(), make, integers, None if integers is None else make_output
-        )
+        outer = None if integers is None else _OUTER[integers]
+        make_output = None if outer is None else partial(TiledLinear, kernel, weights=outer)
+        return Packing(_NAMES.get(weights, weights.name.lower()), make, integers, make_output)
     log.info("linear layers stay unpacked", dtype=str(dtype))
     return UNPACKED
 
@@ -99,7 +105,7 @@ class MergedLinear(nn.Module):
         super().__init__()
         biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
         weights: list[Tensor] = [layer.weight for layer in layers]
-        self.layer = make(torch.cat(weights), torch.cat(biases) if biases else None)
+        self.layer = _made(make, weights, torch.cat(biases) if biases else None)
         self.in_features = layers[0].in_features
         self.num_parts = len(layers)
         self._x: Tensor | None = None
@@ -147,9 +153,10 @@ class Part(nn.Module):
         return out.narrow(-1, self.first_output, self.out_features)
 
 
-def packed_bytes(model: nn.Module, packing: Packing) -> int:
+def packed_bytes(model: nn.Module, packing: Packing, *, in_ranks: bool = False) -> int:
     """Returns what the model's parameters will take: as integers, those of linear layers,
-    embeddings and experts."""
+    embeddings and experts. An embedding in groups shares a tied output layer's memory, unless ranks
+    divide it."""
     if packing.integers is None:
         return sum(parameter.nbytes for parameter in model.parameters())
     modules = list(model.modules())
@@ -158,12 +165,26 @@ def packed_bytes(model: nn.Module, packing: Packing) -> int:
     if isinstance(model, PreTrainedModel) and is_linear(output := model.get_output_embeddings()):
         outer.add(id(output.weight))
 
+    outer_bytes = _OUTER_BYTES[packing.integers]
+
     def bytes_of(parameter: Tensor) -> int:
         if id(parameter) not in packed:
             return parameter.nbytes
-        return parameter.numel() if id(parameter) in outer else _bytes_of(parameter, packing)
+        if id(parameter) not in outer:
+            return _bytes_of(parameter, packing)
+        return math.ceil(parameter.numel() * outer_bytes)
 
-    return sum(map(bytes_of, model.parameters()))
+    shared = 0
+    if packing.integers is Weights.INT4 and not in_ranks and _is_tied(model):
+        # A skeleton has both.
+        weights = {id(each): each for each in model.parameters() if id(each) in outer}
+        shared = sum(map(bytes_of, weights.values())) // 2 if len(weights) == 2 else 0
+    return sum(map(bytes_of, model.parameters())) - shared
+
+
+def _is_tied(model: nn.Module) -> bool:
+    config = getattr(model, "config", None)
+    return bool(getattr(config, "tie_word_embeddings", False))
 
 
 def tiled_bytes(module: nn.Module, packing: Packing) -> int:
@@ -184,6 +205,8 @@ def _bytes_of(weight: Tensor, packing: Packing) -> int:
     """What a weight takes that is packed."""
     if packing.integers is None:
         return weight.nbytes
+    if (stored := stored_of(weight)) is not None:
+        return stored.num_bytes
     return math.ceil(weight.numel() * _INTEGER_BYTES[packing.integers])
 
 
@@ -222,16 +245,26 @@ def pack(model: nn.Module, packing: Packing, *, uses_embedding: bool = True) -> 
 
 @torch.no_grad()
 def unshare_embedding(model: Any, packing: Packing) -> None:
-    """Gives the embedding a separate weight, int8 if the packing has integers, so that a tied
-    output layer can be packed.
+    """Gives the embedding a separate weight, integers if the packing has some, so that a tied
+    output layer can be packed. In groups it shares that layer's, which then is packed too.
 
     An embedding of another kind than torch's own may do more in its forward: it keeps its dtype.
     """
     embedding = model.get_input_embeddings()
-    if packing.integers is not None and type(embedding) is nn.Embedding:
+    if type(embedding) is not nn.Embedding or packing.integers is None:
+        own = embedding.weight.detach().clone()
+        if (stored := stored_of(embedding.weight)) is not None:
+            own = stored.groups().floats().to(own.dtype)
+        embedding.weight = nn.Parameter(own, requires_grad=False)
+    elif packing.integers is not Weights.INT4:
         model.set_input_embeddings(Int8Embedding(embedding.weight))
     else:
-        embedding.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
+        assert packing.make_output is not None
+        layer = _made(packing.make_output, [embedding.weight], None)
+        output = model.get_output_embeddings()
+        if is_linear(output) and output.weight is embedding.weight and output.bias is None:
+            model.set_output_embeddings(layer)
+        model.set_input_embeddings(TiledEmbedding(layer))
 
 
 def is_linear(module: object) -> TypeGuard[nn.Linear | Conv1D]:
@@ -271,7 +304,7 @@ def _pack_group(
     if len(layers) == 1:
         if layer.weight is not skipped:
             weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
-            setattr(parent, name, make(weight, layer.bias))
+            setattr(parent, name, _made(make, [weight], layer.bias))
         return
     merged = MergedLinear([layer for _, layer in layers if isinstance(layer, nn.Linear)], make)
     first = 0
@@ -279,6 +312,15 @@ def _pack_group(
         num = layer.weight.shape[0]
         setattr(parent, name, Part(merged, first, num))
         first += num
+
+
+def _made(make: MakeLayer, weights: Sequence[Tensor], bias: Tensor | None) -> Any:
+    """A layer of weights [N, K] side by side: of stored ones the numbers are read."""
+    stored = [stored_of(weight) for weight in weights]
+    if not any(stored):
+        return make(weights[0] if len(weights) == 1 else torch.cat(list(weights)), bias)
+    pairs = zip(weights, stored, strict=True)
+    return make([weight if each is None else each.groups() for weight, each in pairs], bias)
 
 
 def _tied_embedding(model: nn.Module) -> Tensor | None:

@@ -21,7 +21,7 @@ from services.stage.products.experts import expert_products, is_experts
 from services.stage.products.module_failures import FAILURES
 from services.stage.products.row_buckets import Buckets, in_panels
 from services.stage.products.row_counts import SAMPLED_OUTPUTS, Product, Run
-from services.stage.products.tiled_linear import Int8Embedding, TiledLinear
+from services.stage.products.tiled_linear import Int8Embedding, TiledEmbedding, TiledLinear
 
 log = structlog.get_logger(__name__)
 
@@ -37,7 +37,7 @@ def products(model: nn.Module) -> tuple[list[Product], bool]:
     for name, module in model.named_modules():
         if is_experts(module):
             found += expert_products(module)
-        elif isinstance(module, TiledLinear | Int8Embedding):
+        elif isinstance(module, TiledLinear | Int8Embedding | TiledEmbedding):
             continue  # exact for any number of rows
         elif type(module) in {nn.Linear, Conv1D}:
             found.append(_plain(module))

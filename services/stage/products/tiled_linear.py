@@ -2,15 +2,15 @@
 only.
 
 So they take any number of rows, and need no row buckets. Weights are float32, bfloat16, int8 with
-one scale for each output, or int4; inputs and outputs are float32 with such weights, else bfloat16.
-Knows no model.
+one scale for each output, or integers in groups; inputs and outputs are float32 with such weights,
+else bfloat16. Knows no model.
 
 Letters of shapes: T rows, K inputs and N outputs of a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import byref
 from typing import NamedTuple
 
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from services.stage.kernels.kernel import Kernel, ProductCall, Weights
-from services.stage.products import int4
+from services.stage.products.groups import Groups, fitted, in_8_bits, looked_up, rounded, tiled
 from shardline.base.rounding import round_up
 
+_IN_GROUPS = {Weights.INT4, Weights.GROUPED_INT8}
 TILE_OUTPUTS = 16
 TILE_BYTES = 64
 """Of one output's weights, in a tile."""
@@ -43,12 +44,16 @@ class TiledLinear(nn.Module):
     """A linear layer with its weight stored in tiles; the original is not kept."""
 
     def __init__(
-        self, kernel: Kernel, weight: Tensor, bias: Tensor | None, weights: Weights
+        self,
+        kernel: Kernel,
+        weight: Tensor | Sequence[Tensor | Groups],
+        bias: Tensor | None,
+        weights: Weights,
     ) -> None:
         """Packs a weight [N, K] of any float dtype, with its bias [N], to be stored in the format
-        `weights`."""
+        `weights`: if in groups, also several weights, [N, K] together. Those in groups already
+        keep their numbers, but that only `Weights.INT4` has some in 4 bits."""
         super().__init__()
-        self.out_features, self.in_features = weight.shape
         self._kernel = kernel
         self._empty = torch.empty(
             0, dtype=torch.float32 if weights is Weights.FLOAT32 else torch.bfloat16
@@ -56,17 +61,23 @@ class TiledLinear(nn.Module):
         self._bias = None if bias is None else _padded(bias.detach().float())
         scales = None
         sums = None
-        if weights is Weights.INT4:
-            integers = int4.fitted(kernel, weight)
-            scales = _padded(integers.outputs)
-            self._tiles = int4.packed(integers)
-        else:
+        first_int8 = 0
+        if isinstance(weight, Tensor) and weights not in _IN_GROUPS:
+            self.out_features, self.in_features = weight.shape
             rows = weight.detach().to(self._empty.dtype)
             if weights is Weights.INT8:
                 rows, scales = quantized(weight, spread)
                 sums = _padded(rows.sum(1, dtype=torch.int32))
                 scales = _padded(scales)
             self._tiles = _packed(kernel, rows.contiguous())
+        else:
+            given = [weight] if isinstance(weight, Tensor) else weight
+            first = given[0] if isinstance(given[0], Tensor) else given[0].numbers
+            self.in_features = first.shape[1]
+            parts = [_grouped(kernel, each, weights) for each in given]
+            self._tiles, outputs, first_int8 = tiled(parts)
+            self.out_features = len(outputs)
+            scales = _padded(outputs)
         self._scales = scales
         self._sums = sums
         self.call = ProductCall(
@@ -76,6 +87,7 @@ class TiledLinear(nn.Module):
             column_sums=None if sums is None else sums.data_ptr(),
             num_inputs=self.in_features,
             num_outputs=self.out_features,
+            first_int8=first_int8,
             kind=weights,
         )
         """What the kernel is asked, but for rows and threads."""
@@ -90,6 +102,13 @@ class TiledLinear(nn.Module):
     def tiles(self) -> Tensor:
         """The packed weight, int8 [bytes]."""
         return self._tiles
+
+    def weights_of(self, outputs: Tensor) -> Tensor:
+        """Returns the weights, [R, K] in the dtype of inputs, of outputs in groups of 8 bits by
+        their numbers, int64 [R]."""
+        assert self._scales is not None
+        rows = looked_up(self._tiles, self.in_features, outputs)
+        return (rows * self._scales[outputs][:, None]).to(self._empty.dtype)
 
     def use_tiles(self, tiles: Tensor) -> None:
         """Reads the packed weight, int8 [bytes], from this memory from now on."""
@@ -116,6 +135,26 @@ class TiledLinear(nn.Module):
         return out.reshape(*x.shape[:-1], self.out_features)
 
 
+class TiledEmbedding(nn.Module):
+    """An embedding that is looked up in the tiles of a layer in groups of 8 bits, which may be the
+    output layer's."""
+
+    def __init__(self, layer: TiledLinear) -> None:
+        """Takes a layer with the outputs of a vocabulary."""
+        super().__init__()
+        self._layer = layer
+
+    @property
+    def weight(self) -> Tensor:
+        """An empty tensor [0] of the dtype of outputs: some models ask a weight for its dtype or
+        device."""
+        return self._layer.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Looks up ids int64 [...]; returns [..., H] in the dtype of the layer."""
+        return self._layer.weights_of(ids.reshape(-1)).reshape(*ids.shape, -1)
+
+
 class Int8Embedding(nn.Module):
     """An embedding with an int8 weight, with one scale for each token."""
 
@@ -138,6 +177,13 @@ class Int8Embedding(nn.Module):
         return (functional.embedding(ids, integers).float() * scales[ids][..., None]).to(
             self._dtype
         )
+
+
+def _grouped(kernel: Kernel, weight: Tensor | Groups, weights: Weights) -> Groups:
+    """Returns a weight [N, K] in groups of the format `weights`, or as they are."""
+    if isinstance(weight, Tensor):
+        return fitted(kernel, weight) if weights is Weights.INT4 else rounded(weight)
+    return weight if weights is Weights.INT4 else in_8_bits(weight)
 
 
 def quantized(weight: Tensor, change: Callable[[Tensor], Tensor] | None = None) -> Int8:

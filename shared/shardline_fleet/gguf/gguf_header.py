@@ -82,6 +82,8 @@ BLOCKS = {
     30: Block("BF16", 1, 2),
 }
 """Types of tensors that are read, by their numbers in the format."""
+IN_4_BITS = frozenset({"Q4_0", "Q4_1", "Q4_K"})
+"""Those with a scale and a minimum for each 32 numbers of 4 bits, as the kernels of int4 have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ MLP or experts. Biases and norms are left out: they are less than a thousandth.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -19,12 +19,14 @@ import msgspec
 from shardline.base.errors import Invalid
 from shardline.base.rounding import round_up
 from shardline.contract.fleet.joined_layers import joined_layers
-from shardline_fleet.gguf import read_config
+from shardline_fleet.gguf import read_config, share_above_4_bits
 from shardline_fleet.planner.recurrent_costs import ALONE, layer_types, recurrent_sizes
 
-WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 19 / 32}
-"""By SHARDLINE_DTYPE; of int4, 32 weights share a scale of 2 bytes and a zero point of one."""
-EMBEDDING_BYTES = {**WEIGHT_BYTES, "int4": 1.0}
+WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 20 / 32}
+"""By SHARDLINE_DTYPE; of int4, 32 weights share a scale and a minimum of 2 bytes each."""
+GROUPED_INT8_BYTES = 34 / 32
+"""Of int4, where a GGUF file has more than 4 bits."""
+EMBEDDING_BYTES = {**WEIGHT_BYTES, "int4": GROUPED_INT8_BYTES}
 """Of a weight of the embedding or the output layer."""
 KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 2, "int4": 2}
 """Of one number: with weights of int8 or int4, activations and KV are bfloat16."""
@@ -83,13 +85,19 @@ class ModelCosts:
     tied: bool
     joined_from: int | None = None
     """The layer from which on all must be in one stage."""
+    int4_bytes: float = WEIGHT_BYTES["int4"]
+    """Of a weight of layers in int4, on average: a GGUF file's own numbers may have more bits."""
 
     @classmethod
     def read(cls, model: Path) -> ModelCosts:
         """Reads the config of a model's folder or GGUF file. Raises Invalid if it is none of a
         causal language model."""
         try:
-            return cls.of(read_config(model))
+            config = read_config(model)
+            in_8_bits = share_above_4_bits(model, config)
+            least = WEIGHT_BYTES["int4"]
+            int4_bytes = least + in_8_bits * (GROUPED_INT8_BYTES - least)
+            return replace(cls.of(config), int4_bytes=int4_bytes)
         except (OSError, ValueError) as error:
             raise Invalid(
                 FIELD,
@@ -123,6 +131,10 @@ class ModelCosts:
             joined_from=None if joined is None else joined.layers.start,
         )
 
+    def weight_bytes(self, dtype: str) -> float:
+        """Returns what a weight of the layers takes on average, by SHARDLINE_DTYPE."""
+        return self.int4_bytes if dtype == "int4" else WEIGHT_BYTES[dtype]
+
     @property
     def embedding_weights(self) -> int:
         """Weights of the embedding; the output layer has as many."""
@@ -141,6 +153,8 @@ class ModelCosts:
         split."""
         costs = msgspec.to_builtins(self)
         costs.pop("joined_from")
+        if self.int4_bytes == WEIGHT_BYTES["int4"]:
+            costs.pop("int4_bytes")
         for kind in costs["layers"]:
             if not kind["state_bytes"]:  # as it was before layers could have some
                 kind.pop("state_bytes")

@@ -19,7 +19,7 @@ from shardline_fleet.planner.fleet import (
     share_memory,
 )
 from shardline_fleet.planner.load_sharing import LoadSharing
-from shardline_fleet.planner.model_costs import WEIGHT_BYTES, ModelCosts
+from shardline_fleet.planner.model_costs import ModelCosts
 from shardline_fleet.planner.partitions import Partitions
 from shardline_fleet.planner.plan import Plan, Plans
 from shardline_fleet.planner.prediction import Predictor, StageAssignment
@@ -248,7 +248,7 @@ def _even(sharing: LoadSharing, profiles: Sequence[DeviceProfile], best: Plan) -
 
 
 def _refuse(model: ModelCosts, profiles: Sequence[DeviceProfile], workload: Workload) -> None:
-    least = min((WEIGHT_BYTES[profile.dtype] for profile in profiles), default=0)
+    least = min((model.weight_bytes(profile.dtype) for profile in profiles), default=0)
     raise Invalid(
         "--devices",
         f"{len(profiles)} devices do not hold the model "

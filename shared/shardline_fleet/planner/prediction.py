@@ -16,7 +16,6 @@ from shardline_fleet.planner.device_profile import DeviceProfile, Link
 from shardline_fleet.planner.model_costs import (
     EMBEDDING_BYTES,
     KV_BYTES,
-    WEIGHT_BYTES,
     ModelCosts,
 )
 from shardline_fleet.planner.plan import DeviceName, PipelinePlan, StagePlan
@@ -218,7 +217,8 @@ class Predictor:
         profile = stage.profile
         layers = self.model.layers[stage.first : stage.stop]
         num_ends = (stage.first == 0) + (stage.stop == len(self.model.layers))
-        layer_bytes = sum(kind.num_weights for kind in layers) * WEIGHT_BYTES[profile.dtype]
+        num_weights = sum(kind.num_weights for kind in layers)
+        layer_bytes = num_weights * self.model.weight_bytes(profile.dtype)
         end_bytes = num_ends * self.model.embedding_weights * EMBEDDING_BYTES[profile.dtype]
         kv_bytes = sum(kind.kv_numbers for kind in layers) * KV_BYTES[profile.dtype]
         cost = self.cost(profile, num_stages)

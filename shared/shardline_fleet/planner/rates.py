@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import msgspec
 
 from shardline_fleet.planner.device_profile import DeviceProfile, LayerTimes, interpolated
-from shardline_fleet.planner.model_costs import KV_BYTES, WEIGHT_BYTES, LayerKind, ModelCosts
+from shardline_fleet.planner.model_costs import KV_BYTES, LayerKind, ModelCosts
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
         rows = [rows for rows, _ in next(iter(profile.layers.values())).rows]
         seconds = {num: _seconds(profile.layers, counts, num) for num in (1.0, *rows)}
         return cls(
-            weight_bytes_per_s=weights * WEIGHT_BYTES[profile.dtype] / seconds[1.0],
+            weight_bytes_per_s=weights * model.weight_bytes(profile.dtype) / seconds[1.0],
             flops=tuple((num, 2 * num * weights / seconds[num]) for num in rows),
             kv_bytes_per_s=kv_bytes / context_s if context_s else None,
         )

@@ -17,7 +17,6 @@ from shardline_fleet.planner.device_profile import DeviceProfile, interpolated
 from shardline_fleet.planner.model_costs import (
     EMBEDDING_BYTES,
     KV_BYTES,
-    WEIGHT_BYTES,
     ModelCosts,
 )
 from shardline_fleet.planner.workload import StepKind
@@ -168,7 +167,7 @@ def stage_cost(
             f"{profile.device} has no times of {', '.join(missing)}",
             "Measure it with this model",
         )
-    weight = WEIGHT_BYTES[profile.dtype]
+    weight = model.weight_bytes(profile.dtype)
     kv = KV_BYTES[profile.dtype]
     layers = [kind.name for kind in model.layers]
     seconds = {

@@ -10,7 +10,7 @@ import math
 
 from shardline_fleet.planner import DeviceProfile, LayerTimes, ModelCosts
 from shardline_fleet.planner.device_profile import Points
-from shardline_fleet.planner.model_costs import KV_BYTES, WEIGHT_BYTES, LayerKind
+from shardline_fleet.planner.model_costs import KV_BYTES, LayerKind
 from shardline_fleet.simulator.datasheets import Datasheet
 from shardline_fleet.simulator.fleet_file import Assumptions
 
@@ -29,7 +29,7 @@ def profile_of(
     """The profile that a worker with this device would have measured, if the assumptions hold."""
     bytes_per_s = sheet.gb_per_s * 1e9 * assumed.bandwidth
     flops = sheet.tflops * 1e12 * assumed.compute
-    weight_bytes = WEIGHT_BYTES[sheet.dtype]
+    weight_bytes = model.weight_bytes(sheet.dtype)
 
     def product_s(num_weights: int, rows: float) -> float:
         return max(num_weights * weight_bytes / bytes_per_s, 2 * num_weights * rows / flops)

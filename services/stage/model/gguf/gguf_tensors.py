@@ -50,6 +50,20 @@ class GgufTensors:
         content = self._maps[place.file][place.start : place.start + place.num_bytes]
         return place, content.reshape(-1, row_bytes)
 
+    def matrices_in_blocks(self) -> Iterator[tuple[str, str]]:
+        """Yields each matrix that is no float and not of experts, by its names here and in the
+        model."""
+        for name, (target, _) in self._targets.items():
+            place = self._places[name]
+            if len(place.shape) == 2 and place.block.num_numbers > 1 and not target.each_expert:
+                yield name, target.name
+
+    def rows(self, name: str) -> Tensor:
+        """Returns where the rows of a matrix's weight lie in its blocks, int64 [rows]."""
+        numbers = torch.arange(self._places[name].shape[0])
+        undo = self._targets[name][0].undo
+        return numbers if undo is None else undo(numbers, self._heads)
+
     def weights(self, name: str, dtype: torch.dtype) -> dict[str, Tensor]:
         """Returns the weights [...] that a tensor of the file means, by their names in the model,
         in `dtype`. A tensor may hold one for each expert."""
@@ -62,6 +76,10 @@ class GgufTensors:
         if not target.each_expert:
             return {target.name: weight.contiguous()}
         return {target.name.format(number): each.clone() for number, each in enumerate(weight)}
+
+    def shape(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Returns a matrix's name in the model and its shape."""
+        return self._targets[name][0].name, self._places[name].shape
 
     def _dequantized(self, name: str, dtype: torch.dtype) -> Tensor:
         """Returns a tensor's numbers, a few rows at a time, so that memory holds them in float32

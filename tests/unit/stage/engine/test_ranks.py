@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
 from services.stage.attention.paged_kv import Span
 from services.stage.device.acquire import acquire
@@ -26,6 +27,7 @@ from shardline.contract.job import SamplingParams
 from shardline_scheduler.events import SequenceFinished
 from tests.adapters import save_adapter
 from tests.chain import Pressure, complete, load_chain, requests, with_adapters
+from tests.gguf_models import write_gguf
 from tests.models import VOCAB_SIZE, save_model
 from tests.pinned import unpinned_afterwards
 
@@ -114,6 +116,23 @@ def test_two_ranks_give_every_bit_of_one_process(
     assert num_fused(stages) == num_fused(whole)
     for stage in stages:
         stage.drop()
+
+
+def test_two_ranks_of_a_file_of_4_bits_give_every_bit_of_one_process(
+    folder: Path, devices: Devices
+) -> None:
+    model = save_model(
+        folder / "wide", "llama-tied", hidden_size=256, head_dim=64, intermediate_size=512
+    )
+    others = {"attn_v": GGMLQuantizationType.Q8_0, "token_embd": GGMLQuantizationType.Q8_0}
+    kind = GGMLQuantizationType.Q4_1
+    path = write_gguf(model, folder / "model.gguf", kind=kind, others=others)
+    whole, stages = (load_chain(path, 1, device, folder, dtype="int4") for device in devices)
+
+    assert completions(stages) == completions(whole)
+    assert stages[0].exact
+    assert num_fused(stages) == num_fused(whole)
+    stages[0].drop()
 
 
 @pytest.mark.parametrize(("name", "same"), [("llama", True), ("gemma2", False)])

@@ -21,7 +21,7 @@ from services.stage.products.packing import (
     packing_for,
     unshare_embedding,
 )
-from services.stage.products.tiled_linear import Int8Embedding, TiledLinear
+from services.stage.products.tiled_linear import Int8Embedding, TiledEmbedding, TiledLinear
 from shardline.base.errors import Invalid
 
 KERNEL = kernel.load()
@@ -167,14 +167,17 @@ def test_an_embedding_of_its_own_lets_a_tied_head_be_packed(packing: str) -> Non
     torch.testing.assert_close(model(ids).logits, expected, atol=atol, rtol=0)
     assert isinstance(model.lm_head, TiledLinear)
     embedding = model.model.embed_tokens
-    assert isinstance(embedding, Int8Embedding) is (used.integers is not None)
+    kinds = {"int8": Int8Embedding, "int4": TiledEmbedding}
+    assert type(embedding) is kinds.get(packing, nn.Embedding)
     if used.integers is not None:
         assert max(parameter.dim() for parameter in model.parameters()) == 1
 
 
-@pytest.mark.parametrize(("packing", "weight_bytes"), [("int8", 1), ("int4", 19 / 32)])
+@pytest.mark.parametrize(
+    ("packing", "weight_bytes", "outer_bytes"), [("int8", 1, 1), ("int4", 20 / 32, 34 / 32)]
+)
 def test_what_integers_will_take_is_known_before_they_are_packed(
-    packing: str, weight_bytes: float
+    packing: str, weight_bytes: float, outer_bytes: float
 ) -> None:
     # Given linear layers and an embedding, and experts stacked in one weight, which keep their
     # dtype
@@ -187,7 +190,8 @@ def test_what_integers_will_take_is_known_before_they_are_packed(
 
     saved = packed_bytes(model, FLOAT32) - packed_bytes(model, integers)
     in_layers = (num_weights - num_outer) * (2 - weight_bytes)
-    assert saved == pytest.approx(in_layers + num_outer, abs=20)  # each weight rounded up
+    outer = num_outer * (2 - outer_bytes)
+    assert saved == pytest.approx(in_layers + outer, abs=20)  # each weight rounded up
 
 
 @pytest.mark.parametrize("integers", [Weights.INT8, Weights.INT4])

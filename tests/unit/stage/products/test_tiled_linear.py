@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from services.stage.kernels.kernel import Weights
-from services.stage.products import int4
+from services.stage.kernels.kernel import Kernel, Weights
+from services.stage.products import groups
 from services.stage.products.tiled_linear import (
     TILE_BYTES,
     Int8Embedding,
+    TiledEmbedding,
     TiledLinear,
     quantized,
     spread,
@@ -47,9 +48,16 @@ def is_int8(kind: int) -> bool:
     return KINDS[kind][1] is Weights.INT8
 
 
-def is_int4(kind: int) -> bool:
-    """Whether the weights of KINDS[kind] are."""
-    return KINDS[kind][1] is Weights.INT4
+def has_groups(kind: int) -> bool:
+    """Whether the weights of KINDS[kind] do."""
+    return KINDS[kind][1] in {Weights.INT4, Weights.GROUPED_INT8}
+
+
+def in_groups(kind: int, weight: Tensor) -> groups.Groups:
+    """A weight as KINDS[kind] stores it."""
+    if KINDS[kind][1] is Weights.INT4:
+        return groups.fitted(KINDS[0][0], weight)
+    return groups.rounded(weight)
 
 
 def dtype_of(kind: int) -> torch.dtype:
@@ -75,20 +83,24 @@ def expected(x: Tensor, weight: Tensor, bias: Tensor | None, *, int8: bool) -> T
     return out @ by.T + (0 if bias is None else bias.double())
 
 
-def int4_product(x: Tensor, weight: int4.Int4, bias: Tensor | None) -> Tensor:
-    """What the kernel promises of int4, in torch: the integers of each group summed exactly, then
+def group_product(x: Tensor, weight: groups.Groups, bias: Tensor | None) -> Tensor:
+    """What the kernel promises of groups, in torch: the integers of each group summed exactly, then
     scaled and added in float32, in the order of the groups."""
     width = weight.numbers.shape[1]
-    groups = functional.pad(x.float(), (0, width - x.shape[1])).unflatten(1, (-1, int4.GROUP))
-    largest = groups.abs().amax(2)
+    inputs = functional.pad(x.float(), (0, width - x.shape[1])).unflatten(1, (-1, groups.GROUP))
+    largest = inputs.abs().amax(2)
     inverse = torch.full_like(largest, 127).div(largest)  # `127 / largest` would round twice
-    integers = torch.where(largest[..., None] > 0, groups * inverse[..., None], 0).round()
-    signed = weight.numbers.unflatten(1, (-1, int4.GROUP)).double() - weight.zeros[..., None]
-    sums = torch.zeros(len(x), len(signed))
-    for group in range(groups.shape[1]):
-        whole = (integers[:, group].double() @ signed[:, group].T).float()
-        scaled = (whole * (largest / 127)[:, group, None]).double()
+    integers = torch.where(largest[..., None] > 0, inputs * inverse[..., None], 0).round()
+    numbers = weight.numbers.unflatten(1, (-1, groups.GROUP)).double()
+    steps, totals = largest / 127, largest / 127 * integers.sum(2)
+    sums = torch.zeros(len(x), len(numbers))
+    for group in range(inputs.shape[1]):
+        whole = (integers[:, group].double() @ numbers[:, group].T).float()
+        scaled = (whole * steps[:, group, None]).double()
         sums = (sums.double() + scaled * weight.scales[:, group].double()).float()
+        if isinstance(weight, groups.Int4):
+            added = totals[:, group, None].double() * weight.minimums[:, group].double()
+            sums = (sums.double() + added).float()
     return (sums * weight.outputs + (0 if bias is None else bias.float())).bfloat16()
 
 
@@ -114,8 +126,8 @@ def test_a_layer_gives_the_product_of_any_shape(
 
     got = layer_of(kind, weight, bias)(x).double()
 
-    if is_int4(kind):
-        assert torch.equal(got, int4_product(x, int4.fitted(KINDS[0][0], weight), bias).double())
+    if has_groups(kind):
+        assert torch.equal(got, group_product(x, in_groups(kind, weight), bias).double())
         return
     wanted = expected(x, weight, bias, int8=is_int8(kind))
     # One rounding of the output and those of a sum in float32; in int8 also x / step, which may
@@ -177,47 +189,71 @@ def test_int8_has_the_same_bits_with_every_instruction_set(
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in range(len(KINDS)) if is_int4(kind)], ids=lambda kind: IDS[kind]
+    "kind", [kind for kind in range(len(KINDS)) if has_groups(kind)], ids=lambda kind: IDS[kind]
 )
-def test_int4_sums_do_not_overflow_where_all_numbers_are_largest(kind: int) -> None:
-    weight = torch.ones(16, 64)
-    x = torch.full((9, 64), 127.0).bfloat16()
-    integers = int4.fitted(KINDS[0][0], weight)
-    assert (integers.numbers == 15).all()
-    assert (integers.zeros == 0).all()
+@pytest.mark.parametrize("sign", [1, -1])
+def test_sums_of_groups_do_not_overflow_where_all_numbers_are_largest(kind: int, sign: int) -> None:
+    ones = torch.ones(16, 2)
+    weights = (
+        groups.gridded(torch.full((16, 64), 15, dtype=torch.uint8), ones, -ones),
+        groups.scaled(torch.full((16, 64), -128 * sign).clamp(max=127).to(torch.int8), ones),
+    )
+    x = torch.full((9, 64), 127.0 * sign).bfloat16()
 
-    assert torch.equal(layer_of(kind, weight, None)(x), int4_product(x, integers, None))
+    for weight in weights:
+        got = TiledLinear(KINDS[kind][0], [weight], None, Weights.INT4)(x)
+        assert torch.equal(got, group_product(x, weight, None))
+
+
+@pytest.mark.parametrize(
+    "kernel", [kernel for kernel, kind in KINDS if kind is Weights.INT4], ids=lambda each: each.isa
+)
+@pytest.mark.parametrize("sizes", [(16, 32, 48), (80, 16, 7), (40, 16)])
+def test_weights_side_by_side_keep_their_numbers(kernel: Kernel, sizes: tuple[int, ...]) -> None:
+    # Given weights in 4 bits, and the last in 8
+    x = drawn(1, 37, 192)
+    weights = [drawn(2 + size, size, 192) for size in sizes]
+    parts = [*(groups.fitted(kernel, each) for each in weights[:-1]), groups.rounded(weights[-1])]
+
+    # When they are one product
+    layer = TiledLinear(kernel, parts, None, Weights.INT4)
+
+    # Then each gives what it gives alone, those in 4 bits where they fill columns, else in 8
+    fills = sum(sizes[:-1]) % groups.COLUMN_OUTPUTS == 0
+    kept = parts if fills else list(map(groups.in_8_bits, parts))
+    assert torch.equal(layer(x), torch.cat([group_product(x, each, None) for each in kept], 1))
+    num_in_4 = sum(sizes[:-1]) if fills else 0
+    columns = -(-(sum(sizes) - num_in_4) // 16) * 16
+    expected = num_in_4 * groups.INT4_BYTES + columns * groups.INT8_BYTES
+    assert layer.tiles.nbytes == 192 * expected
 
 
 def test_a_fitted_weight_is_nearer_than_one_rounded_to_the_range_of_its_groups() -> None:
     weight = drawn(1, 40, 512, dtype=torch.float32) * torch.logspace(-6, 3, 40)[:, None]
-    groups = weight.unflatten(1, (-1, int4.GROUP))
-    low, high = torch.aminmax(groups, dim=2, keepdim=True)
+    values = weight.unflatten(1, (-1, groups.GROUP))
+    low, high = torch.aminmax(values, dim=2, keepdim=True)
     step = (high - low) / 15
-    zeros = (-low / step).round()
-    rounded = ((groups / step + zeros).round().clamp(0, 15) - zeros) * step
+    rounded = ((values - low) / step).round() * step + low
 
-    fitted = int4.fitted(KINDS[0][0], weight)
+    fitted = groups.fitted(KINDS[0][0], weight)
 
     wrong = (fitted.floats() - weight).square().sum(1)
-    assert (wrong / (rounded - groups).square().sum((1, 2))).mean() < 0.95
+    assert (wrong / (rounded - values).square().sum((1, 2))).mean() < 0.95
 
 
-@pytest.mark.parametrize("zero", [8, 7, 3])
-def test_the_numbers_of_a_file_come_back_from_its_values(zero: int) -> None:
+@pytest.mark.parametrize("zero", [8, 3, -2.6, 21.3])
+def test_the_grid_of_a_file_comes_back_from_its_values(zero: float) -> None:
     # Given weights of a file of 4 bits, one scale for 64 inputs, as their rounded floats
-    generator = torch.Generator().manual_seed(zero)
+    generator = torch.Generator().manual_seed(round(abs(zero)))
     numbers = torch.randint(0, 16, (20, 128), generator=generator)
     scales = (torch.rand(20, 2, generator=generator) * 1e-3 + 1e-4).half()
     weight = (numbers - zero) * scales.float().repeat_interleave(64, 1)
 
     # When they become integers again, with every library
-    fits = [int4.fitted(kernel, weight.bfloat16()) for kernel in all_kernels()]
+    fits = [groups.fitted(kernel, weight.bfloat16()) for kernel in all_kernels()]
 
-    # Then they are the file's, and all say the same
-    apart = fits[0].zeros.int() - zero
-    assert torch.equal(fits[0].numbers - apart.repeat_interleave(32, 1), numbers)
-    assert (fits[0].floats() - weight).norm() < 2**-9 * weight.norm()
+    # Then they are nearer to the file's than the floats were, and all say the same
+    assert (fits[0].floats() - weight).norm() < (weight.bfloat16() - weight).norm()
     for other in fits[1:]:
         assert all(torch.equal(one, two) for one, two in zip(fits[0], other, strict=True))
 
@@ -274,6 +310,15 @@ def test_an_int8_embedding_is_near_the_one_it_replaces() -> None:
         (embedding(ids).float() - weight[ids].float()).abs()
         <= steps + 2**-8 * weight[ids].float().abs()
     ).all()
+
+
+@pytest.mark.parametrize(("vocabulary", "width"), [(50, 96), (64, 130)])
+def test_an_embedding_looks_up_the_weights_of_an_output_layer(vocabulary: int, width: int) -> None:
+    weight = drawn(1, vocabulary, width)
+    ids = torch.tensor([[3, vocabulary - 1, 0], [17, 16, 15]])
+    embedding = TiledEmbedding(TiledLinear(KINDS[0][0], weight, None, Weights.GROUPED_INT8))
+    assert embedding.weight.dtype == torch.bfloat16
+    assert torch.equal(embedding(ids), groups.rounded(weight).floats()[ids][..., :width].bfloat16())
 
 
 @pytest.mark.parametrize(
