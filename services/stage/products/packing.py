@@ -177,7 +177,7 @@ def packed_bytes(model: nn.Module, packing: Packing, *, in_ranks: bool = False) 
     shared = 0
     if packing.integers is Weights.INT4 and not in_ranks and _is_tied(model):
         # A skeleton has both.
-        weights = {id(each): each for each in model.parameters() if id(each) in outer}
+        weights = {id(each): each for each in model.parameters() if id(each) in outer & packed}
         shared = sum(map(bytes_of, weights.values())) // 2 if len(weights) == 2 else 0
     return sum(map(bytes_of, model.parameters())) - shared
 

@@ -48,20 +48,22 @@ def read_config(model: Path) -> dict[str, Any]:
 
 def share_above_4_bits(model: Path, config: Mapping[str, Any]) -> float:
     """Returns which share of the numbers in matrices of layers have more bits in int4, as those of
-    blocks that are not of 4 bits; 0 for a model that its config does not name a GGUF file's. Raises
-    Invalid for a file that cannot be read."""
+    blocks that are not of 4 bits; experts never have. 0 for a model that its config does not name a
+    GGUF file's. Raises Invalid for a file that cannot be read."""
     found = model if is_gguf(model) else model_in(model) if "gguf_format" in config else None
     if found is None:
         return 0.0
     in_layers = [
         place
         for name, place in read_parts(found)[1].items()
-        if name.startswith("blk.") and len(place.shape) == 2
+        if name.startswith("blk.") and len(place.shape) >= 2
     ]
     above = [
         math.prod(place.shape)
         for place in in_layers
-        if place.block.num_numbers > 1 and place.block.name not in IN_4_BITS
+        if len(place.shape) == 2
+        and place.block.num_numbers > 1
+        and place.block.name not in IN_4_BITS
     ]
     return sum(above) / max(1, sum(math.prod(place.shape) for place in in_layers))
 

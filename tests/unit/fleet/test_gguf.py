@@ -146,3 +146,20 @@ def test_the_planner_knows_what_a_file_weighs(model: Path, tmp_path: Path) -> No
     path = write_gguf(model, tmp_path / "q8.gguf", kind=GGMLQuantizationType.Q8_0)
     assert ModelCosts.read(path) == ModelCosts.read(model)
     assert ModelCosts.read(tmp_path) == ModelCosts.read(model)
+
+
+def test_plans_know_the_bits_of_a_file(tmp_path: Path) -> None:
+    model = save_model(tmp_path, hidden_size=256, head_dim=64, intermediate_size=512)
+    names = ("Q4_1", "Q8_0")
+    files = [
+        write_gguf(model, tmp_path / f"{name}.gguf", kind=GGMLQuantizationType[name])
+        for name in names
+    ]
+    floats, in_4_bits, in_8_bits = map(ModelCosts.read, (model, *files))
+
+    assert [each.weight_bytes("int4") for each in (floats, in_4_bits, in_8_bits)] == [
+        *(20 / 32, 20 / 32, 34 / 32)
+    ]
+    assert in_8_bits.weight_bytes("int8") == 1
+    # Measured times are of another model only where weights have other sizes
+    assert floats.shapes_id == in_4_bits.shapes_id != in_8_bits.shapes_id
