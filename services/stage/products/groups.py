@@ -31,7 +31,7 @@ AT_ONCE = 1 << 22
 """Weights that are fitted at once, in float32: memory never holds a whole layer of those."""
 
 
-class Int4(NamedTuple):
+class Int4Groups(NamedTuple):
     """A weight [N, K]: (numbers * scales of their groups + minimums of these) * scales of
     outputs."""
 
@@ -50,7 +50,7 @@ class Int4(NamedTuple):
         return (groups + self.minimums[..., None].float()).flatten(1) * self.outputs[:, None]
 
 
-class Int8(NamedTuple):
+class Int8Groups(NamedTuple):
     """A weight [N, K]: numbers * scales of their groups * scales of outputs."""
 
     numbers: Tensor
@@ -66,7 +66,7 @@ class Int8(NamedTuple):
         return groups.flatten(1) * self.outputs[:, None]
 
 
-Groups = Int4 | Int8
+Groups = Int4Groups | Int8Groups
 
 
 class Tiles(NamedTuple):
@@ -80,7 +80,7 @@ class Tiles(NamedTuple):
     """The first output that is in 8 bits."""
 
 
-def fitted(kernel: Kernel, weight: Tensor) -> Int4:
+def fitted(kernel: Kernel, weight: Tensor) -> Int4Groups:
     """Returns a weight [N, K] of any float dtype as integers with little squared error: of each
     group several ranges are tried, and the grid of a file of 4 bits is found again."""
     at_once = max(1, AT_ONCE // weight.shape[1])
@@ -100,54 +100,56 @@ def _fitted(kernel: Kernel, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return numbers, scales, minimums
 
 
-def gridded(numbers: Tensor, scales: Tensor, minimums: Tensor) -> Int4:
+def gridded(numbers: Tensor, scales: Tensor, minimums: Tensor) -> Int4Groups:
     """Returns the integers of a grid, uint8 [N, G * GROUP], with scales and minimums float [N, G].
     These become half precision, in units of the largest of each output."""
     sizes = torch.maximum(scales.float().abs(), minimums.float().abs() / (INT4_MOST + 1))
     outputs = _powers(sizes.amax(1))
     scales, minimums = (each.float() / outputs[:, None] for each in (scales, minimums))
-    return Int4(numbers, scales.half(), minimums.half(), outputs)
+    return Int4Groups(numbers, scales.half(), minimums.half(), outputs)
 
 
-def rounded(weight: Tensor) -> Int8:
+def rounded(weight: Tensor) -> Int8Groups:
     """Returns a weight [N, K] of any float dtype as integers of 8 bits."""
     at_once = max(1, AT_ONCE // weight.shape[1])
     parts = [_rounded(rows.float()) for rows in weight.detach().split(at_once)]
-    return Int8(*map(torch.cat, zip(*parts, strict=True)))
+    return Int8Groups(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def _rounded(rows: Tensor) -> Int8:
+def _rounded(rows: Tensor) -> Int8Groups:
     values = _whole_groups(rows).unflatten(1, (-1, GROUP))
     scales = values.abs().amax(2) / INT8_MOST
     outputs = _powers(scales.amax(1))
     stored = (scales / outputs[:, None]).half()
     steps = stored.float() * outputs[:, None]
     numbers = (values / steps.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round()
-    return Int8(numbers.clamp(-INT8_MOST, INT8_MOST).to(torch.int8).flatten(1), stored, outputs)
+    return Int8Groups(
+        numbers.clamp(-INT8_MOST, INT8_MOST).to(torch.int8).flatten(1), stored, outputs
+    )
 
 
-def scaled(numbers: Tensor, scales: Tensor) -> Int8:
+def scaled(numbers: Tensor, scales: Tensor) -> Int8Groups:
     """Returns integers of 8 bits, int8 [N, G * GROUP], with scales float [N, G]."""
     outputs = _powers(scales.float().abs().amax(1))
     stored = (scales.float() / outputs[:, None]).half()
-    return Int8(numbers.clamp(min=-INT8_MOST), stored, outputs)
+    return Int8Groups(numbers.clamp(min=-INT8_MOST), stored, outputs)
 
 
-def in_8_bits(weight: Groups) -> Int8:
+def in_8_bits(weight: Groups) -> Int8Groups:
     """Returns a weight [N, K] in groups of 8 bits, itself if it is."""
-    if isinstance(weight, Int8):
+    if isinstance(weight, Int8Groups):
         return weight
     at_once = max(1, AT_ONCE // weight.numbers.shape[1])
     rows = zip(*(each.split(at_once) for each in weight), strict=True)
-    return Int8(
-        *map(torch.cat, zip(*(rounded(Int4(*part).floats()) for part in rows), strict=True))
+    return Int8Groups(
+        *map(torch.cat, zip(*(rounded(Int4Groups(*part).floats()) for part in rows), strict=True))
     )
 
 
 def tiled(parts: Sequence[Groups]) -> Tiles:
     """Returns weights [.., K] as one [N, K]. One in 4 bits behind one in 8 is rounded to 8, as is
     one that ends within a column of outputs."""
-    in_4_bits = list(takewhile(lambda part: isinstance(part, Int4), parts))
+    in_4_bits = list(takewhile(lambda part: isinstance(part, Int4Groups), parts))
     first_int8 = sum(len(part.numbers) for part in in_4_bits)
     if len(in_4_bits) < len(parts) and first_int8 % COLUMN_OUTPUTS:
         in_4_bits, first_int8 = [], 0

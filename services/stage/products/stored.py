@@ -32,7 +32,7 @@ class StoredWeight(Protocol):
 
 
 def keep(weight: Tensor, stored: StoredWeight) -> None:
-    """Has a parameter [N, K] stand for a stored weight."""
+    """Has a parameter, [N, K] of any float dtype, stand for a stored weight."""
     setattr(weight, _ATTRIBUTE, stored)
 
 
@@ -44,7 +44,7 @@ def keep_all(model: nn.Module, stored: Mapping[str, StoredWeight]) -> None:
 
 
 def stored_of(weight: Tensor) -> StoredWeight | None:
-    """Returns what a parameter stands for; None: it has values itself."""
+    """Returns what a parameter, [...] of any dtype, stands for; None: it has values itself."""
     found: StoredWeight | None = getattr(weight, _ATTRIBUTE, None)
     return found
 

@@ -21,7 +21,7 @@ from services.stage.products.groups import (
     INT4_BYTES,
     INT8_BYTES,
     Groups,
-    Int8,
+    Int8Groups,
     gridded,
     rounded,
     scaled,
@@ -101,7 +101,7 @@ def _q4_k(rows: Bytes) -> tuple[Any, Any, Any]:
     return _halves(numbers.reshape(len(rows), -1, 32)), *of_rows
 
 
-def _q8_0(rows: Bytes) -> Int8:
+def _q8_0(rows: Bytes) -> Int8Groups:
     scale, numbers = np.split(rows.reshape(len(rows), -1, 34), [2], 2)
     integers = torch.from_numpy(numbers.view(np.int8).reshape(len(rows), -1))
     return scaled(integers, torch.from_numpy(_floats(scale)[:, :, 0]))

@@ -49,7 +49,7 @@ def test_groups_mean_the_weights_of_the_file(name: str, tmp_path: Path) -> None:
     assert stored.keys() == {each for each, weight in expected.items() if weight.dim() == 2}
     for each, weight in stored.items():
         found, exact = weight.groups(), expected[each]
-        assert isinstance(found, groups.Int4) is (name in IN_4_BITS)
+        assert isinstance(found, groups.Int4Groups) is (name in IN_4_BITS)
         largest = exact.unflatten(1, (-1, groups.GROUP)).abs().amax(2).repeat_interleave(32, 1)
         # Scales are in half precision; only other blocks are rounded to 8 bits.
         share = 2**-9 if name in IN_4_BITS else 0 if name == "Q8_0" else 0.51 / 127

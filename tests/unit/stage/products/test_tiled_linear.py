@@ -98,7 +98,7 @@ def group_product(x: Tensor, weight: groups.Groups, bias: Tensor | None) -> Tens
         whole = (integers[:, group].double() @ numbers[:, group].T).float()
         scaled = (whole * steps[:, group, None]).double()
         sums = (sums.double() + scaled * weight.scales[:, group].double()).float()
-        if isinstance(weight, groups.Int4):
+        if isinstance(weight, groups.Int4Groups):
             added = totals[:, group, None].double() * weight.minimums[:, group].double()
             sums = (sums.double() + added).float()
     return (sums * weight.outputs + (0 if bias is None else bias.float())).bfloat16()
