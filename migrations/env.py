@@ -1,6 +1,6 @@
 """Alembic's entry: runs migrations against `SHARDLINE_DATABASE_URL`, while services use the
-database. Owns no schema; that is shardline.contract.tables, response_table, batch_tables
-and webhook_tables."""
+database. Owns no schema; that is shardline.contract.tables, response_table, batch_tables,
+schedule_tables and webhook_tables."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from tenacity import (
 from shardline.base.config import Settings
 from shardline.contract.batches.batch_tables import batches
 from shardline.contract.response_table import responses
+from shardline.contract.schedules.schedule_tables import schedules
 from shardline.contract.webhooks.webhook_tables import webhook_endpoints
 from shardline.store.connection.database import connect
 from shardline_server.refusals import refusing
@@ -31,7 +32,7 @@ from shardline_server.refusals import refusing
 LOCK = 7_305_793_411
 """Advisory lock: of two migrations at once one waits for the other."""
 
-(METADATA,) = {table.metadata for table in (batches, responses, webhook_endpoints)}
+(METADATA,) = {table.metadata for table in (batches, responses, schedules, webhook_endpoints)}
 """One for all tables: whole once each module that has some is imported."""
 
 PATIENCE_S = 600.0

@@ -38,6 +38,7 @@ TABLES = [
         "fleet/fleet_tables",
         "parents/parent_table",
         "tenant_tables",
+        "schedules/schedule_tables",
         "webhooks/webhook_tables",
     )
 ]

@@ -145,6 +145,7 @@ QUEUES = Dashboard(
             total("shardline_intake_entries_total", "outcome"),
         ),
         panel("Webhooks", "reqps", total("shardline_webhook_attempts_total", "outcome")),
+        panel("Schedules due", "reqps", total("shardline_schedules_due_total", "outcome")),
         panel("Rows tokenized by relays", "reqps", total("shardline_relay_prepared_total")),
         panel("Rows refused by relays", "reqps", total("shardline_relay_refused_total")),
         panel("Rows swept", "reqps", total("shardline_relay_swept_total", "outcome")),

@@ -9,13 +9,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
+import msgspec
 from fastapi import Request
 
 from services.gateway.admission import Room
 from services.gateway.context import Gateway
 from services.gateway.errors import NotJson
-from services.gateway.http.json_body import check_fields, decoded_bytes
+from services.gateway.http.json_body import check_fields, decoded_bytes, read_object
 from shardline.base.clock import monotonic_s
+from shardline.contract.request_parsing import invalid_from
 
 JSON = "application/json"
 LARGE_BYTES = 8 << 10
@@ -25,6 +27,7 @@ many streams."""
 
 ArgumentsT = ParamSpec("ArgumentsT")
 ValueT = TypeVar("ValueT")
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 
 @dataclass(slots=True)
@@ -53,6 +56,21 @@ class RequestBody:
         if not self.is_large:
             return work(*arguments, **options)
         return await asyncio.to_thread(work, *arguments, **options)
+
+
+async def read_body(gateway: Gateway, request: Request, kind: type[BodyT]) -> BodyT:
+    """The body of a request as a struct. Raises Invalid, NotJson."""
+    check_is_json(request)
+    with gateway.admission.reading() as room:
+        body = RequestBody(await gateway.admission.read(request, room), room)
+        return await body.run(_converted, body.data, kind)
+
+
+def _converted(data: bytes, kind: type[BodyT]) -> BodyT:
+    try:
+        return msgspec.convert(read_object(data), kind)
+    except msgspec.ValidationError as error:
+        raise invalid_from(error) from error
 
 
 @asynccontextmanager

@@ -15,8 +15,9 @@ from shardline.base.trace_context import is_traceparent
 from shardline.contract.keys import OUTBOX_MARK
 from shardline.contract.queues import GENERATE_TASK, generate_queue
 from shardline_server.failpoints import Point, failpoint
-from shardline_server.store import outbox
+from shardline_server.store import outbox, paused_jobs
 from shardline_server.store.outbox import Send
+from shardline_server.store.windows import MAX_BATCH
 
 log = structlog.get_logger(__name__)
 
@@ -42,13 +43,14 @@ class Outbox(Loop):
         """Send one batch."""
         self._notice_empty_redis()
         with self._database.begin() as connection:
+            num_moved = paused_jobs.settle(connection)
             sends = outbox.stamp_due(connection, resend_s=self._times.resend_s)
         if sends:
             failpoint(Point.STAMPED)
         self._publish(sends)
         if sends:
             self._busy_until_s = monotonic_s() + BUSY_TURNS * self._times.poll_s / 10
-        if len(sends) >= outbox.MAX_BATCH:
+        if num_moved or len(sends) >= MAX_BATCH:
             return 0.0
         return self._times.poll_s / 10 if monotonic_s() < self._busy_until_s else self._times.poll_s
 

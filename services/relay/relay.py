@@ -42,6 +42,7 @@ from services.relay.outbox import Outbox
 from services.relay.preparer import Preparer
 from services.relay.rejects import record_reject
 from services.relay.retention import Retention
+from services.relay.schedule_keeper import ScheduleKeeper
 from services.relay.settings import RelaySettings
 from services.relay.statistics.energy_rates import EnergyRates
 from services.relay.statistics.growth import Growth
@@ -68,7 +69,7 @@ REDIS_TIMEOUT_S = 2.0
 LOOPS = (
     *(Outbox, Preparer, Sweeper, Canceller, Coordinator, Intake, Retention),
     *(CeleryResults, TaskResults, TaskFinisher, JobCounts, EnergyRates, Growth),
-    *(WebhookSender, WebhookKeeper),
+    *(WebhookSender, WebhookKeeper, ScheduleKeeper),
 )
 """Each may hold a connection of the pool."""
 
@@ -142,7 +143,7 @@ class Relay:
             Growth(context, keeps_all=settings.retention_days == 0),
             Retention(context, days=settings.retention_days, is_default=is_default),
             webhooks,
-            WebhookKeeper(context, settings),
+            *(WebhookKeeper(context, settings), ScheduleKeeper(context)),
             self._ended_stream(context),
             listener(channel=JOBS_CHANNEL, wakes={"": (outbox, preparer)}),
             listener(channel=LEASES_CHANNEL, wakes={"": (sweeper,)}),

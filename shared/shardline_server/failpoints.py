@@ -61,6 +61,8 @@ class Point(StrEnum):
     celery)."""
     TASK_ENDED = "task-ended"
     """A relay sent what follows a Celery task, or stored its result, and has not noted that."""
+    SCHEDULE_FIRED = "schedule-fired"
+    """A relay wrote a schedule's job and its next time and has not committed them."""
     GATEWAY_INSERTED = "gateway-inserted"
     """A gateway committed a row and has not answered."""
     HELLO_SENT = "hello-sent"

@@ -109,10 +109,16 @@ class RelayMetrics:
             "Attempts at webhooks; `pending` ones failed and are tried again",
             ["outcome"],
         )
+        self.schedules = counter(
+            "shardline_schedules_due",
+            "Schedules that were due; `refused` and `missed` ones have no job, `invalid` ones wait",
+            ["outcome"],
+        )
         self.errors = counter("shardline_relay_errors", "Turns cut short by a server", ["server"])
         _begin_at_0(self.swept, "lost", "crashed", "failed", "cancelled", "expired")
         _begin_at_0(self.intake, "accepted", "failed", "dead")
         _begin_at_0(self.webhooks, "delivered", "pending", "dead")
+        _begin_at_0(self.schedules, "fired", "missed", "refused", "invalid")
         _begin_at_0(self.errors, "postgres", "redis", "none")
 
 

@@ -49,6 +49,10 @@ POISONS = {
         f"{RELAY}/test_doors.py"
         "::test_invalid_rows_inserted_by_hand_fail_with_a_reason_and_block_nothing"
     ),
+    "services.relay.schedule_keeper.ScheduleKeeper": (
+        "tests/integration/store/test_schedules.py"
+        "::test_a_row_that_is_wrong_is_paused_with_its_reason_and_blocks_no_other"
+    ),
     "services.stage.fleet.peer_server.PeerServer": (
         f"{LOOPS}::test_no_question_of_a_peer_ends_its_server"
     ),

@@ -14,8 +14,9 @@ from shardline.contract.tables import JOBS_CHANNEL
 from shardline.store import jobs
 from shardline.store.connection import notify
 from shardline.store.statistics import reports
-from shardline_server.store import fair_shares, outbox, sweeps
-from shardline_server.store.outbox import MAX_BATCH, MAX_DOUBLINGS, WINDOW_MIN, WINDOW_PER_SEAT
+from shardline_server.store import fair_shares, outbox, paused_jobs, sweeps
+from shardline_server.store.outbox import MAX_DOUBLINGS
+from shardline_server.store.windows import MAX_BATCH, WINDOW_MIN, WINDOW_PER_SEAT
 from tests.simulation.rows import Job, Rows, Tables, Twin
 
 # shardline_server.store.outbox
@@ -30,6 +31,11 @@ def take_turn(_tables: Tables) -> Rows:
 def has_rivals(_tables: Tables) -> Rows:
     """There is one tenant."""
     return [{"has_rivals": False}]
+
+
+def is_needed(_tables: Tables) -> Rows:
+    """Nothing is paused."""
+    return [{"is_paused": False, "is_held": False}]
 
 
 def stamp(tables: Tables, *, resend_s: float) -> Rows:
@@ -194,6 +200,7 @@ def ring(tables: Tables, *, channel: str, words: Collection[str]) -> Rows:
 
 TWINS: Mapping[Executable, Twin] = {
     outbox.TAKE_TURN: take_turn,
+    paused_jobs.IS_NEEDED: is_needed,
     fair_shares.HAS_RIVALS: has_rivals,
     outbox.STAMP: stamp,
     outbox.UNSTAMP: unstamp,

@@ -56,7 +56,7 @@ OFF_THE_PATH = {
         stage/engine/ranked_runner stage/ranks/group stage/ranks/messages
     """,
     "for a tenant with quotas, or with rivals": """
-        shardline/store/limits shardline/store/waiting_lines
+        shardline/store/limits
         shardline_server/store/fair_shares shardline_server/store/running_limits
     """,
     "for encoders": """
@@ -93,6 +93,10 @@ OFF_THE_PATH = {
         gateway/batches/batch_keeper gateway/routes/batches gateway/routes/files
     """,
     "for webhooks, which tell of ends": """gateway/routes/webhooks""",
+    "for what is paused, and for schedules": """
+        gateway/routes/pauses gateway/routes/schedules shardline/store/schedules/pauses
+        shardline_server/store/paused_jobs shardline_server/store/windows
+    """,
     "for a job with structured output": """
         shardline/contract/structured_output shardline_server/tokenize/grammar
         shardline_server/tokenize/grammar_judge shardline_server/tokenize/grammar_load

@@ -13,6 +13,7 @@ from services.gateway.context import Gateway, GatewayDep
 from services.gateway.errors import json_response
 from services.gateway.guard import CancelCaller, ReadCaller, SubmitCaller
 from services.gateway.http.query import described, query
+from services.gateway.request_body import read_body
 from services.gateway.schemas import GUARDED, answer, errors, json_body, parameters
 from services.gateway.webhooks.bodies import (
     ENDPOINT_ID,
@@ -32,7 +33,6 @@ from services.gateway.webhooks.bodies import (
     EventTypeList,
     ReplayRequest,
     RotateRequest,
-    read_body,
 )
 from shardline.base.errors import Invalid, Unavailable
 from shardline.contract.webhooks.event import ENDPOINT, EventType

@@ -3,16 +3,11 @@ types."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import Request
 from msgspec import Meta
 
-from services.gateway.context import Gateway
-from services.gateway.http.json_body import read_object
-from services.gateway.request_body import check_is_json
-from shardline.contract.request_parsing import invalid_from
 from shardline.contract.webhooks.event import DELIVERY, ENDPOINT, EventType, object_name
 from shardline.contract.webhooks.targets import MAX_URL_CHARS
 from shardline.contract.webhooks.webhook_tables import MAX_NAME_CHARS
@@ -29,7 +24,6 @@ Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 EventNames = Annotated[
     list[str], Meta(min_length=1, max_length=64, description="Names, or `job.*`, or `*`")
 ]
-BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 
 class EndpointRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -212,17 +206,6 @@ class DeliveryQuery(msgspec.Struct, frozen=True, kw_only=True):
     state: DeliveryState | None = None
     limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = 20
     after: Annotated[str, Meta(description="`last_id` of the page before")] | None = None
-
-
-async def read_body(gateway: Gateway, request: Request, kind: type[BodyT]) -> BodyT:
-    """The body of a request. Raises Invalid, NotJson."""
-    check_is_json(request)
-    with gateway.admission.reading() as room:
-        document = read_object(await gateway.admission.read(request, room))
-    try:
-        return msgspec.convert(document, kind)
-    except msgspec.ValidationError as error:
-        raise invalid_from(error) from error
 
 
 def _fields(row: WebhookEndpoint) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from shardline.cli.local_stack import LocalGateway
 from shardline.client.database import reachable
 from shardline.store.connection.database import connect
 from shardline.store.pipelines import live_pipelines
+from shardline.store.schedules.pauses import list_pauses
 from shardline.store.statistics.demand import oldest_queued
 from shardline.store.statistics.server_state import (
     missing_parts,
@@ -142,6 +143,9 @@ def _check_work(connection: Connection) -> Iterator[CheckResult]:
                 found=f"no pipeline is ready; jobs wait for {wait_s:.0f} s",
                 remedy="Start its stages, and look at their logs; `shardline pipelines` shows some",
             )
+    if paused := list_pauses(connection):
+        found = _listed([f"{each.kind} {each.target}" for each in paused])
+        yield _ok("pauses", f"jobs wait for `shardline resume`: {found}")
     if num_dead := num_crashed_lately(connection):
         yield _warning("crashed jobs", f"{num_dead} in a day", "See `shardline dead list`")
 

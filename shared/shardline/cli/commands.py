@@ -31,7 +31,9 @@ from shardline.cli.fields import (
 )
 from shardline.cli.keys import keys
 from shardline.cli.local_stack import use_local_stack
+from shardline.cli.pauses import pause, resume
 from shardline.cli.run_batch import run_batch
+from shardline.cli.schedules import schedule
 from shardline.cli.tenants import tenant
 from shardline.cli.top import top
 from shardline.cli.trace import trace
@@ -216,11 +218,14 @@ def models(json: Json = False) -> None:
 # The order of this file is the order of the help: what people use first, first.
 cli.command("run-batch", rich_help_panel=JOBS)(run_batch)
 cli.add_typer(dead, name="dead", rich_help_panel=JOBS)
+cli.add_typer(schedule, name="schedule", rich_help_panel=JOBS)
 cli.add_typer(webhooks, name="webhooks", rich_help_panel=JOBS)
 cli.command(rich_help_panel=INSTALLATION)(top)
 cli.command(rich_help_panel=INSTALLATION)(doctor)
 cli.add_typer(keys, name="keys", rich_help_panel=INSTALLATION)
 cli.add_typer(tenant, name="tenant", rich_help_panel=INSTALLATION)
+cli.command(rich_help_panel=INSTALLATION)(pause)
+cli.command(rich_help_panel=INSTALLATION)(resume)
 cli.command(rich_help_panel=INSTALLATION)(cost)
 cli.command(rich_help_panel=INSTALLATION)(usage)
 cli.command(rich_help_panel=INSTALLATION)(trace)

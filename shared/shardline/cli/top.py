@@ -131,7 +131,7 @@ def screen(now: Overview, speeds: Mapping[str, Speed]) -> Group:
 
 
 def _models_table(models: Iterable[ModelLoad]) -> Table:
-    table = show.new_table("model", "queued", "running", "oldest waits")
+    table = show.new_table("model", "queued", "running", "paused", "oldest waits")
     for each in models:
         table.add_row(each.model, *_counts(each.jobs), f"{each.oldest_s:,.0f} s")
     return table
@@ -159,7 +159,7 @@ def _pipelines_table(pipelines: Iterable[PipelineLoad], speeds: Mapping[str, Spe
 
 
 def _tenants_table(tenants: Mapping[str, OpenJobs]) -> Table:
-    table = show.new_table("tenant", "queued", "running")
+    table = show.new_table("tenant", "queued", "running", "paused")
     busiest = sorted(
         tenants.items(), key=lambda pair: (-pair[1].num_queued - pair[1].num_running, pair[0])
     )
@@ -168,12 +168,11 @@ def _tenants_table(tenants: Mapping[str, OpenJobs]) -> Table:
     return table
 
 
-def _counts(jobs: OpenJobs) -> tuple[str, str]:
-    queued, running = (
+def _counts(jobs: OpenJobs) -> list[str]:
+    return [
         f"{number:,}{'+' if number >= MAX_COUNTED else ''}"
-        for number in (jobs.num_queued, jobs.num_running)
-    )
-    return queued, running
+        for number in (jobs.num_queued, jobs.num_running, jobs.num_paused)
+    ]
 
 
 def _number(value: float | None) -> str:

@@ -176,6 +176,8 @@ jobs = Table(
     time_of("prepared_at"),
     Column("max_tokens", Integer),
     time_of("sent_at"),
+    # By relays: the pause that it waits for, `tenant acme`. It outlives its pause for a moment.
+    Column("paused_by", Text),
     Column("num_sends", Integer, nullable=False, server_default=text("0")),
     # Running.
     Column("state", Text, nullable=False, server_default=text(f"'{JobState.QUEUED}'")),
@@ -236,13 +238,14 @@ jobs = Table(
     ),
 )
 
-_WAITING = "state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL"
+_WAITING = "state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL AND paused_by IS NULL"
 _TO_PREPARE = f"state = 'queued' AND prepared_at IS NULL AND ({IS_READY})"
 partial_index("jobs_to_prepare", jobs.c.created_at, where=_TO_PREPARE)
 partial_index("jobs_waiting", jobs.c.model, where=WAITS)
 # not_before last: delayed jobs are passed over inside the index.
 _TO_SEND = ("model", "priority", "tenant_id", "created_at", "id", "not_before")
 partial_index("jobs_to_send", *(jobs.c[name] for name in _TO_SEND), where=_WAITING)
+partial_index("jobs_paused", jobs.c.paused_by, where="state = 'queued' AND paused_by IS NOT NULL")
 _SENT = "state = 'queued' AND sent_at IS NOT NULL"
 partial_index("jobs_sent", jobs.c.model, jobs.c.priority, where=_SENT)
 # Without lease_until: a heartbeat must not touch an index.

@@ -83,7 +83,7 @@ WHERE EXISTS (SELECT FROM jobs WHERE jobs.model = name AND state = 'running')
     )
     OR EXISTS (
         SELECT FROM jobs WHERE jobs.model = name AND state = 'queued' AND sent_at IS NULL
-            AND prepared_at IS NOT NULL AND not_before <= now()
+            AND prepared_at IS NOT NULL AND paused_by IS NULL AND not_before <= now()
     )
 """)
 

@@ -8,7 +8,8 @@ MAX_LINES = 1_000
 
 # No other index has this order, so that no plan reads more than a row of each line.
 _LINE = """SELECT model, priority, tenant_id FROM jobs
-    WHERE state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL{rule}
+    WHERE state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL
+        AND paused_by IS NULL{rule}
     ORDER BY model, priority, tenant_id LIMIT 1"""
 _NEXT = _LINE.format(
     rule="""

@@ -17,6 +17,7 @@ from sqlalchemy import Connection, Row, text
 
 from shardline.contract.job import JobState, SamplingParams, TokenLogprob
 from shardline.store.connection.encoding import Key, dump, dump_keys, load_logprobs, load_params
+from shardline.store.schedules.pauses import PAUSED_BY
 from shardline_server.store.ends import End, end_queued
 from shardline_server.store.forward_compatibility import sort_rows
 from shardline_server.store.running_limits import IS_LIMITED, over_limit
@@ -57,6 +58,7 @@ WHERE jobs.id = ANY(CAST(:ids AS uuid[])) AND jobs.state = 'queued' AND jobs.pre
     AND NOT {LACKS_EXACT_ROWS}
     AND {KNOWN_TOKENS} <= pipelines.kv_tokens
     AND (jobs.crashes = 0 OR :with_quarantined)
+    AND jobs.paused_by IS NULL AND {PAUSED_BY} IS NULL
 ORDER BY jobs.id FOR UPDATE OF jobs
 """)  # noqa: S608 (constants of ours)
 

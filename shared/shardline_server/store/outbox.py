@@ -13,14 +13,10 @@ from uuid import UUID
 
 from sqlalchemy import Connection, text
 
-from shardline.store.waiting_lines import LINES, MAX_LINES
+from shardline.store.schedules.pauses import PAUSED_BY
 from shardline_server.store.fair_shares import balance
+from shardline_server.store.windows import IS_NEXT, MAX_BATCH, PARTIES
 
-WINDOW_MIN = 64
-WINDOW_PER_SEAT = 4
-MAX_BATCH = 128
-MAX_PARTIES = 32
-"""Tenants with jobs in one batch of a window: those that have had the least."""
 MAX_DOUBLINGS = 4
 """A message is sent again after 1, 2, 4, 8, then always 16 times `resend_s`."""
 
@@ -35,40 +31,7 @@ SELECT pg_try_advisory_xact_lock({STAMP_LOCK}), set_config('jit', 'off', true)
 # The inner LIMIT is a literal, so that the planner walks the index in order instead of sorting the
 # backlog.
 STAMP = text(f"""
--- Each model, priority and tenant with jobs to send, by one step in jobs_to_send.
-WITH RECURSIVE {LINES},
--- The seats of live pipelines, by model.
-seats AS (
-    SELECT model, sum(seats) AS seats FROM pipelines WHERE lease_until > now() GROUP BY model
-),
--- What each window still takes; a model without a pipeline has a small one, so that its queue is
--- ready when one comes.
-windows AS MATERIALIZED (
-    SELECT models.name AS model, priority,
-        greatest({WINDOW_MIN}, {WINDOW_PER_SEAT} * coalesce(seats.seats, 0)) - (
-            SELECT count(*) FROM jobs
-            WHERE state = 'queued' AND sent_at IS NOT NULL
-                AND model = models.name AND priority = priorities.priority
-        ) AS num_free
-    FROM models CROSS JOIN generate_series(0, 9) AS priorities(priority)
-    LEFT JOIN seats ON seats.model = models.name
-),
--- The tenants that wait for each window, with what is behind them: those that have had the least
--- for their weight have their turns.
-parties AS MATERIALIZED (
-    SELECT windows.*, line.tenant_id, weight, coalesce(ratio, 1) AS ratio,
-        (coalesce(served, 0) + coalesce(in_flight, 0)) / weight AS had,
-        count(*) OVER places > 1 AS has_rivals,
-        row_number() OVER (
-            places ORDER BY (coalesce(served, 0) + coalesce(in_flight, 0)) / weight, line.tenant_id
-        ) AS place
-    FROM windows JOIN (SELECT * FROM lines LIMIT {MAX_LINES}) AS line USING (model, priority)
-    JOIN tenants ON tenants.id = line.tenant_id
-    LEFT JOIN tenant_shares
-        ON tenant_shares.model = windows.model AND tenant_shares.tenant_id = line.tenant_id
-    WHERE windows.num_free > 0
-    WINDOW places AS (PARTITION BY windows.model, windows.priority)
-),
+WITH RECURSIVE {PARTIES},
 -- How many more jobs of a tenant may run, where that has a limit.
 rooms AS MATERIALIZED (
     SELECT tenant_id, greatest(max_running - (
@@ -93,13 +56,9 @@ oldest AS (
             CASE WHEN parties.has_rivals THEN (cardinality(prompt_ids) + max_tokens) * ratio
                 ELSE 0 END AS num_tokens
         FROM jobs
-        WHERE state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL
-            AND jobs.model = parties.model AND jobs.priority = parties.priority
-            AND jobs.tenant_id = parties.tenant_id
-            AND not_before <= now() AND cancel_requested_at IS NULL
+        WHERE {IS_NEXT}
         ORDER BY model, priority, tenant_id, created_at, id LIMIT {MAX_BATCH}
     ) AS first
-    WHERE parties.place <= {MAX_PARTIES}
     WINDOW behind AS (
         PARTITION BY parties.model, parties.priority, parties.tenant_id
         ORDER BY deadline_at, created_at, id
@@ -130,7 +89,7 @@ unclaimed AS (
 locked AS (
     SELECT id FROM jobs
     WHERE id = ANY(ARRAY(SELECT id FROM due UNION ALL SELECT id FROM unclaimed))
-        AND state = 'queued' AND cancel_requested_at IS NULL
+        AND state = 'queued' AND cancel_requested_at IS NULL AND {PAUSED_BY} IS NULL
     ORDER BY id FOR UPDATE SKIP LOCKED
 ),
 -- The time that the next look compares with: the message itself leaves after COMMIT.

@@ -25,7 +25,7 @@ from shardline.contract.job import (
     TokenLogprob,
     Usage,
 )
-from shardline.contract.tables import WAITS
+from shardline.contract.tables import IS_READY, WAITS
 from shardline.store.connection.encoding import load_logprobs, readable_params
 from shardline_server.store import crashes
 from shardline_server.store.ends import End, end_queued, end_running
@@ -34,8 +34,9 @@ MAX_BATCH = 64
 MAX_COUNTED = 20_000
 """Of one state and model; more are shown as this many."""
 
+PAUSED = "paused"
 WAITING = "waiting"
-"""Counts apart from queued jobs those that wait for parents."""
+"""What queued jobs are counted as that a pause holds, and that wait for parents."""
 
 MAX_BYTES = 8 << 20
 """Of partial results in one sweep, about, and one more."""
@@ -131,15 +132,16 @@ SELECT model, state, (
     SELECT count(*) FROM (
         SELECT FROM jobs
         WHERE state IN ('queued', 'running') AND state = pairs.state AND model = pairs.model
-        LIMIT {MAX_COUNTED} + waiting.number
+            AND (state = 'running' OR paused_by IS NULL AND ({IS_READY}))
+        LIMIT {MAX_COUNTED}
     ) AS counted
-) - waiting.number AS number
-FROM pairs CROSS JOIN LATERAL (
-    -- For parents: no head can have them yet.
-    SELECT count(*) AS number FROM jobs
-    WHERE {WAITS} AND pairs.state = 'queued' AND jobs.model = pairs.model
-) AS waiting
-UNION ALL SELECT model, '{WAITING}', count(*) FROM jobs WHERE {WAITS} GROUP BY model
+) AS number FROM pairs
+UNION ALL SELECT model, '{PAUSED}', count(*) FROM (
+    SELECT model FROM jobs WHERE state = 'queued' AND paused_by IS NOT NULL LIMIT {MAX_COUNTED}
+) AS paused GROUP BY model
+UNION ALL SELECT model, '{WAITING}', count(*) FROM (
+    SELECT model FROM jobs WHERE {WAITS} AND paused_by IS NULL LIMIT {MAX_COUNTED}
+) AS waiting GROUP BY model
 """)  # noqa: S608 (a constant of ours)
 
 
@@ -178,9 +180,10 @@ def sweep_expired_leases(
 
 
 def count_active(connection: Connection) -> dict[tuple[str, str], int]:
-    """Jobs that have not ended, by model and state, or WAITING; at most MAX_COUNTED of each state,
-    and all that wait."""
-    return {(row.model, row.state): row.number for row in connection.execute(COUNTS)}
+    """Jobs that have not ended, by model and state, those that cannot be sent as PAUSED or WAITING
+    instead of queued; at most MAX_COUNTED of each."""
+    counted = connection.execute(COUNTS)
+    return {(row.model, row.state): row.number for row in counted if row.number}
 
 
 def _locked(connection: Connection, lock: Any, **values: Any) -> list[Row[Any]]:

@@ -111,12 +111,12 @@ def test_top_shows_models_pipelines_and_tenants(
         connection.execute(LATE)
     (look,) = documents(shardline("top", "--once", "--json", "--every", "0.5"))
     (model,) = look["models"]
-    assert model["jobs"] == {"num_queued": 1, "num_running": 0}
+    assert model["jobs"] == {"num_queued": 1, "num_running": 0, "num_paused": 0}
     assert model["oldest_s"] >= 60
     (pipeline,) = look["pipelines"]
     assert pipeline["pipeline"]["ready"]
     assert (pipeline["num_running"], pipeline["tokens_per_s"]) == (0, 0)
-    assert look["tenants"] == {"default": {"num_queued": 1, "num_running": 0}}
+    assert look["tenants"] == {"default": {"num_queued": 1, "num_running": 0, "num_paused": 0}}
 
     ran = shardline("top", "--once", "--every", "0.5")
     assert (ran.exit_code, "clerk" in ran.stdout, "default" in ran.stdout) == (0, True, True)

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from typing import Any
+from uuid import uuid4
 
 import httpx
 
-from tests.integration.gateway.running_gateway import BATCHES, CHATS, FILES, PROMPT, WEBHOOKS
+from tests.integration.gateway.running_gateway import (
+    BATCHES,
+    CHATS,
+    FILES,
+    PAUSES,
+    PROMPT,
+    SCHEDULES,
+    WEBHOOKS,
+)
 
 BODY = {"model": "clerk", "prompt": PROMPT}
 DECISIONS = "/v1/decisions"
@@ -29,6 +38,7 @@ WEBHOOK_BODIES: dict[str, dict[str, Any]] = {
     "replay": {},
 }
 """By the last part of a path."""
+PAUSE: dict[str, Any] = {"kind": "tag", "target": "nobody=has"}
 CHAT = {"model": "clerk", "messages": [{"role": "user", "content": "a"}]}
 NO_FILE = "file-00000000-0000-0000-0000-000000000000"
 STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
@@ -64,7 +74,15 @@ def content_of(path: str, file_id: str = NO_FILE) -> dict[str, Any]:
     if path == BATCHES:
         batch = {"input_file_id": file_id, "endpoint": CHATS, "completion_window": "24h"}
         return {"json": batch}
+    if path.startswith(SCHEDULES):
+        return {"json": schedule_body(path)}
     return {"json": {**(webhook_body(path) if path.startswith(WEBHOOKS) else body_of(path))}}
+
+
+def schedule_body(path: str) -> dict[str, Any]:
+    """What would do for a route of schedules; each has a name of its own."""
+    made = {"name": uuid4().hex, "cron": "0 7 * * *", "request": BODY}
+    return made if path == SCHEDULES else {"paused": True}
 
 
 def webhook_body(path: str) -> dict[str, Any]:
@@ -78,7 +96,7 @@ def body_of(path: str) -> dict[str, Any]:
         return {"model": "clerk", "tokens": [1]}
     if path in ("/v1/responses", "/v1/responses/input_tokens"):
         return {"model": "clerk", "input": PROMPT, "background": True}
-    if path in (others := {DECISIONS: ASKED, **ENCODERS}):
+    if path in (others := {DECISIONS: ASKED, PAUSES: PAUSE, **ENCODERS}):
         return others[path]
     if path.startswith("/v1/chat/completions/"):
         return {"metadata": {"a": "b"}}

@@ -38,6 +38,8 @@ RESPONSES = "/v1/responses"
 FILES = "/v1/files"
 BATCHES = "/v1/batches"
 WEBHOOKS = "/v1/webhook_endpoints"
+SCHEDULES = "/v1/schedules"
+PAUSES = "/v1/pauses"
 PROMPT = "sum: 1 + 2 ="
 COMMENT = "a comment"
 SAMPLES_ARE_TAKEN = text("""
@@ -69,8 +71,8 @@ def gateway_server(database_url: str, redis_url: str, **settings: Any) -> Gatewa
 
 async def one_of_each(http: httpx.AsyncClient, head: TinyHead) -> dict[str, str]:
     """A value for each parameter in the paths of routes: of a job that waits, a stored completion,
-    a response in the background that waits, a file, a batch of it, a webhook endpoint, and the
-    model."""
+    a response in the background that waits, a file, a batch of it, a webhook endpoint, a schedule,
+    what is paused, and the model."""
     chat = {"model": "clerk", "messages": [{"role": "user", "content": PROMPT}], "store": True}
     with head.serving():
         stored = await http.post(CHATS, json=chat)
@@ -89,8 +91,12 @@ async def one_of_each(http: httpx.AsyncClient, head: TinyHead) -> dict[str, str]
     if not endpoints:
         told = {"url": "https://example.org/", "name": "hooks", "event_types": ["batch.*"]}
         endpoints = [(await http.post(WEBHOOKS, json=told)).json()]
-    replies = (stored, response, job, file, batch)
-    assert [reply.is_success for reply in replies] == [True] * 5
+    body = {"model": "clerk", "prompt": PROMPT}
+    planned = {"name": uuid4().hex, "cron": "0 7 * * *", "request": body}
+    schedule = await http.post(SCHEDULES, json=planned)
+    pause = await http.post(PAUSES, json={"kind": "tag", "target": f"a={uuid4().hex}"})
+    replies = (stored, response, job, file, batch, schedule, pause)
+    assert [reply.is_success for reply in replies] == [True] * 7
     return {
         "job_id": job.json()["id"],
         "completion_id": stored.json()["id"],
@@ -98,6 +104,9 @@ async def one_of_each(http: httpx.AsyncClient, head: TinyHead) -> dict[str, str]
         "file_id": file.json()["id"],
         "batch_id": batch.json()["id"],
         "webhook_endpoint_id": endpoints[0]["id"],
+        "schedule_id": schedule.json()["id"],
+        "kind": pause.json()["kind"],
+        "target": pause.json()["target"],
         "name": "clerk",
     }
 

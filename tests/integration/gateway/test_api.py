@@ -25,13 +25,17 @@ from tests.integration.gateway.route_requests import (
     ASKED,
     DECISIONS,
     ENCODERS,
+    PAUSE,
     content_of,
+    schedule_body,
     webhook_body,
 )
 from tests.integration.gateway.running_gateway import (
     BATCHES,
     FILES,
+    PAUSES,
     PROMPT,
+    SCHEDULES,
     WEBHOOKS,
     one_of_each,
     running_gateway,
@@ -59,8 +63,9 @@ ANYTHING_GOES = {
     "/openapi.json",
     "/version",
     "/v1/webhook_event_types",
+    f"GET {PAUSES}",
 }
-"""Paths of routes without a parameter that could be wrong."""
+"""Paths and labels of routes without a parameter that could be wrong."""
 
 FORMS = (f"POST {FILES}",)
 """Operations whose fields are sent as texts: what is none becomes one on its way."""
@@ -76,6 +81,9 @@ OTHER_BODIES: dict[str, Any] = {
     **ENCODERS,
     "/v1/chat/completions/{completion_id}": {"metadata": {"a": "b"}},
     FILES: {"file": "{}", "purpose": "batch"},
+    PAUSES: PAUSE,
+    SCHEDULES: schedule_body(SCHEDULES),
+    f"{SCHEDULES}/{{schedule_id}}": schedule_body(f"{SCHEDULES}/a"),
     WEBHOOKS: webhook_body(WEBHOOKS),
     **{
         f"{WEBHOOKS}/{{webhook_endpoint_id}}{part}": webhook_body(f"{WEBHOOKS}/a{part}")
@@ -152,7 +160,7 @@ def explore(
 
     send(succeed, GenerationMode.POSITIVE, **({"path_parameters": named} if named else {}))
     send(start, GenerationMode.POSITIVE)
-    if operation.path not in ANYTHING_GOES and label not in FORMS:
+    if ANYTHING_GOES.isdisjoint((operation.path, label)) and label not in FORMS:
         send(start, GenerationMode.NEGATIVE)
     return statuses
 

@@ -11,6 +11,7 @@ from sqlalchemy import Engine, text
 
 from shardline.contract.batches.batch_tables import batches
 from shardline.contract.response_table import responses
+from shardline.contract.schedules.schedule_tables import schedules
 from shardline.contract.webhooks.webhook_tables import webhook_endpoints
 from shardline.store.connection.database import connect
 from tests.repository import REPOSITORY
@@ -74,6 +75,7 @@ def test_tables_created_directly_equal_the_migrated_ones(
 ) -> None:
     direct = connect(empty_database_url)
     assert batches.metadata is responses.metadata is webhook_endpoints.metadata
+    assert schedules.metadata is batches.metadata
     with direct.begin() as connection:
         # Functions are the migrations' own; defaults name these.
         connection.execute(text(FUNCTIONS))

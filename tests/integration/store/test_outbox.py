@@ -16,8 +16,9 @@ from shardline.contract.chat import Message
 from shardline.contract.job import JobState
 from shardline.store import jobs, models, pipelines
 from shardline_server.store import outbox, preparation
-from shardline_server.store.outbox import WINDOW_MIN, Send
+from shardline_server.store.outbox import Send
 from shardline_server.store.preparation import PreparedJob
+from shardline_server.store.windows import WINDOW_MIN
 from tests.integration.rows import (
     LONG_S,
     MODEL,

@@ -24,6 +24,7 @@ from shardline_server.store import (
     leases,
     outbox,
     parents,
+    paused_jobs,
     preparation,
     retention,
     sweeps,
@@ -227,6 +228,9 @@ def test_every_statement_of_doors_and_relays_finds_its_rows_by_an_index(
         assert sweeps.count_active(connection)
         assert demand.oldest_queued(connection)["m"] > 0
         assert demand.demand(connection, "m", window_s=900).num_arrived > 0
+        change = "/* advisory */ INSERT INTO pauses (kind, target) VALUES ('tag', 'a=b')"
+        connection.execute(text(change))
+        assert paused_jobs.settle(connection) == 0
         sent = outbox.stamp_due(connection, resend_s=1.0)
         outbox.unstamp(connection, [one.job_id for one in sent[:8]])
         assert outbox.unstamp_sent(connection) == len(sent) - 8

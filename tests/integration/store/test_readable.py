@@ -10,7 +10,7 @@ from sqlalchemy import Engine, text
 
 from shardline.contract.job import JobState
 from shardline.store import jobs
-from shardline_server.store import outbox
+from shardline_server.store import outbox, windows
 from tests.integration.rows import cell, change, claim, pass_time, submit
 
 SET_PARAMS = (
@@ -61,7 +61,7 @@ def test_a_job_for_a_newer_head_is_sent_when_due_and_runs_there(engine: Engine) 
 
 
 def test_rows_for_newer_heads_that_fill_the_window_let_later_jobs_pass(engine: Engine) -> None:
-    newer = submit(engine, outbox.WINDOW_MIN)
+    newer = submit(engine, windows.WINDOW_MIN)
     change(engine, """UPDATE jobs SET params = '{"grammar": "json"}'""")
     (known,) = submit(engine)
     with engine.begin() as connection:

@@ -37,6 +37,7 @@ sizes AS (
 waiting AS (
     SELECT FROM jobs WHERE state = 'queued' AND model = :model AND not_before <= now()
         AND ({IS_READY})
+        AND paused_by IS NULL
     LIMIT :max_counted
 )
 SELECT (SELECT count(*) FROM arrived) AS num_arrived, (SELECT count(*) FROM waiting) AS num_queued,
@@ -56,8 +57,8 @@ SELECT name AS model, extract(epoch FROM now() - (
         SELECT first.* FROM (SELECT * FROM lines LIMIT {MAX_LINES}) AS line CROSS JOIN LATERAL (
             SELECT created_at, not_before, requeued_at FROM jobs
             WHERE state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL
-                AND jobs.model = line.model AND jobs.priority = line.priority
-                AND jobs.tenant_id = line.tenant_id AND not_before <= now()
+                AND paused_by IS NULL AND not_before <= now() AND jobs.model = line.model
+                AND jobs.priority = line.priority AND jobs.tenant_id = line.tenant_id
             ORDER BY model, priority, tenant_id, created_at LIMIT {MAX_AGED}
         ) AS first WHERE line.model = name
     ) AS waiting
@@ -73,7 +74,7 @@ class Demand:
     num_arrived: int
     """Jobs within the window."""
     num_queued: int
-    """Jobs that wait and may run."""
+    """Jobs that wait and may run: those that are paused do not count."""
     prompt: float | None
     """Tokens of a prompt, on average; None if no job of the window succeeded."""
     output: float | None

@@ -18,10 +18,11 @@ MAX_COUNTED = 10_000
 """Jobs of one state of one model: this many means at least."""
 
 OPEN_JOBS = text(f"""
-SELECT name AS model, state, tenant_id, pipeline, count(*) AS num_jobs
+SELECT name AS model, state, tenant_id, pipeline, count(*) AS num_jobs,
+    count(*) FILTER (WHERE state = 'queued' AND paused_by IS NOT NULL) AS num_paused
 FROM models CROSS JOIN (VALUES ('queued'), ('running')) AS states (state)
     CROSS JOIN LATERAL (
-        SELECT tenant_id, pipeline FROM jobs
+        SELECT tenant_id, pipeline, paused_by FROM jobs
         WHERE jobs.state = states.state AND jobs.model = models.name AND ({IS_READY})
         LIMIT :max_counted
     ) AS counted
@@ -43,7 +44,9 @@ class OpenJobs:
     """How many jobs wait and run."""
 
     num_queued: int = 0
+    """Without those that are paused."""
     num_running: int = 0
+    num_paused: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +96,9 @@ def overview(connection: Connection) -> Overview:
         for counts, name in ((by_model, row.model), (by_tenant, row.tenant_id)):
             was = counts.get(name, OpenJobs())
             counts[name] = OpenJobs(
-                num_queued=was.num_queued + (0 if is_running else row.num_jobs),
+                num_queued=was.num_queued + (0 if is_running else row.num_jobs - row.num_paused),
                 num_running=was.num_running + (row.num_jobs if is_running else 0),
+                num_paused=was.num_paused + row.num_paused,
             )
     return Overview(
         taken_at=connection.execute(NOW).scalar_one(),

@@ -32,7 +32,7 @@ SELECT model FROM (
     UNION ALL
     SELECT name FROM models WHERE EXISTS (
         SELECT FROM jobs WHERE state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL
-            AND jobs.model = models.name AND cancel_requested_at IS NULL
+            AND paused_by IS NULL AND jobs.model = models.name AND cancel_requested_at IS NULL
             AND greatest(not_before, created_at) < now() - make_interval(secs => :late_s))
         AND NOT EXISTS (
             SELECT FROM jobs WHERE state = 'queued' AND sent_at IS NOT NULL

@@ -1,0 +1,1 @@
+"""Pauses and schedules: bodies of their routes."""

@@ -1,0 +1,1 @@
+"""What is paused, and schedules: rows that operators and tenants make, list and delete."""
