@@ -111,7 +111,7 @@ class Hurt:
 
 
 @contextmanager
-def small_stack() -> Iterator[Hurt]:
+def small_stack(**settings: str) -> Iterator[Hurt]:
     """Two stages; nothing of it is left at the end."""
     folder = Path(tempfile.mkdtemp(prefix="shardline-small-"))
     failpoints = folder / "failpoints"
@@ -122,6 +122,7 @@ def small_stack() -> Iterator[Hurt]:
         SHARDLINE_STALL_S=STALL_S,
         SHARDLINE_MAX_CRASHES=str(MAX_CRASHES),
         SHARDLINE_FAILPOINTS=str(failpoints),
+        **settings,
     )
     try:
         stack.start()

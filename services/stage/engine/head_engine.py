@@ -57,6 +57,11 @@ class HeadEngine(Engine):
         return 0 if self.is_fenced else self.scheduler.num_in_flight
 
     @property
+    def epoch(self) -> int:
+        """The epoch that it is wired for, or was last."""
+        return self.progress.epoch
+
+    @property
     def num_steps(self) -> int:
         """The number of steps computed in this epoch."""
         return self.progress.num_steps

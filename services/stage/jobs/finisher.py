@@ -109,10 +109,21 @@ class Finisher:
         else:
             job.delivery.drop()  # The lease was lost.
 
-    def give_back_crashed(self) -> None:
-        """Jobs under which the pipeline broke while they ran alone: each is counted a crash, which
-        may be its end."""
+    def judge_crashed(self, formed: Identity | None) -> None:
+        """Gives back jobs under which the pipeline broke while they ran alone, as soon as it is
+        known whether a process ended: `formed` is the pipeline since, None if it stays broken. A
+        process that ended is counted a crash, which may be the job's end; a broken link is not."""
         jobs = self._jobs.select(event.key for event in self._crashed)
+        waiting = {
+            job.key for job in jobs if formed is not None and formed.epoch <= job.broken_epoch
+        }
+        judged = [job for job in jobs if job.key not in waiting]
+        blamed = [job for job in judged if job.is_blamed(formed)]
+        self._count_crashes(blamed)
+        self._give_back([job for job in judged if job not in blamed])
+        self._crashed = [event for event in self._crashed if event.key in waiting]
+
+    def _count_crashes(self, jobs: Sequence[LiveJob]) -> None:
         if jobs:
             with self._database.begin() as connection:
                 self._save(connection, jobs)
@@ -130,7 +141,6 @@ class Finisher:
                 if outcomes.get(job.job_id) == JobState.FAILED:
                     self._fail(job, is_told=job.job_id in told_by_relays)
                 self._drop(job, "crashed")
-        self._crashed.clear()
 
     def _fail(self, job: LiveJob, *, is_told: bool) -> None:
         self._publisher.delta(

@@ -29,6 +29,8 @@ class Identity:
     """The longest sequence that its KV holds."""
     stages: tuple[dict[str, Any], ...]
     software: dict[str, str]
+    processes: frozenset[str] = frozenset()
+    """Incarnations of the stages, this head's with them."""
 
     def claimant(self, adapters: Mapping[str, str]) -> Claimant:
         """Returns it as a claim names it, with its adapters' fingerprints by name."""
@@ -76,6 +78,7 @@ def identity_of(
         kv_tokens=wiring.num_blocks * BLOCK_TOKENS,
         stages=tuple(map(_facts, wiring.members)),
         software=software,
+        processes=frozenset(member.card.incarnation for member in wiring.members),
     )
 
 

@@ -14,6 +14,10 @@ class JobEngine(Protocol):
     engine's thread."""
 
     @property
+    def epoch(self) -> int:
+        """The epoch that it runs in, or ran in last."""
+
+    @property
     def num_steps(self) -> int:
         """Steps computed in this epoch."""
 

@@ -34,7 +34,7 @@ from services.stage.jobs.readiness import PipelineReadiness
 from shardline.base.config import Times
 from shardline.contract.job import FinishReason
 from shardline.store.connection.database import failure_of
-from shardline_scheduler.events import Event, MayBegin, NewTokens
+from shardline_scheduler.events import Event, MayBegin, NewTokens, SequenceCrashed
 
 
 class Phase(IntEnum):
@@ -115,7 +115,11 @@ class LeaseManager(threading.Thread):
         at once, since a resume gives the same ones; others after the COMMIT that holds them. So no
         reader waits for Postgres."""
         for event in events:
-            if isinstance(event, NewTokens) and (job := self._jobs.get(event.key)) is not None:
+            if (job := self._jobs.get(event.key)) is None:
+                continue
+            if isinstance(event, SequenceCrashed):
+                job.broken_epoch = self._engine.epoch
+            elif isinstance(event, NewTokens):
                 job.note_token()
                 if job.exact:
                     self._publisher.delta(job.job_id, job.delta(event))
@@ -186,12 +190,13 @@ class LeaseManager(threading.Thread):
                 self._readiness.announce()
                 if self._finisher.commit_outcomes():
                     self._claimer.again()
-                self._finisher.give_back_crashed()
                 self._finisher.give_back_outgrown()
                 if (identity := self._readiness.identity) is not None:
+                    self._finisher.judge_crashed(identity)
                     self._finisher.give_back_inexact(identity)
                 self._claim()
                 if self._phase >= Phase.RELEASING or self._readiness.is_given_up:
+                    self._finisher.judge_crashed(None)
                     self._finisher.give_back_all()
                 if self._heartbeater.wait_s == 0.0:
                     self._heartbeater.postpone()

@@ -18,6 +18,10 @@ from shardline_scheduler.events import NewTokens
 from shardline_server.store.claims import ClaimedJob
 from shardline_server.store.leases import Beat
 
+FORGIVEN_CLAIMS = 32
+"""A job whose every attempt ends with a broken link ends all the same: its crashes count from the
+claim of this number on."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LiveJob:
@@ -34,6 +38,8 @@ class LiveJob:
     # The engine's thread.
     first_token_s: float | None = None
     last_token_s: float | None = None
+    broken_epoch: int = 0
+    """The epoch that broke while this job ran alone."""
 
     # The lease manager's thread.
     ids: list[int]
@@ -108,6 +114,16 @@ class LiveJob:
         """Whether stages of this exactness may go on with it: an exact job gets its tokens from one
         exactness only."""
         return not self.exact or self.identity.exactness == identity.exactness
+
+    def is_blamed(self, formed: Identity | None) -> bool:
+        """Whether what broke its epoch may be its doing: a process that served it is missing in the
+        pipeline `formed` since, or none was formed in time. Broken links are forgiven until it has
+        been claimed FORGIVEN_CLAIMS times."""
+        return (
+            formed is None
+            or not self.identity.processes <= formed.processes
+            or self.claimed.fence >= FORGIVEN_CLAIMS
+        )
 
     def provenance(self) -> dict[str, Any]:
         """Returns it as stored with its result."""

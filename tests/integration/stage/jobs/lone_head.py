@@ -43,9 +43,10 @@ from shardline.streams import DeltaWriter
 from shardline_scheduler.events import Event
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.scheduler_config import SchedulerConfig
+from shardline_scheduler.step_times import EngineProgress
 from shardline_server.tokenize import Tokens
 from shardline_server.tracing import OFF, Tracer
-from tests.integration.rows import cell, request
+from tests.integration.rows import cell, change, request
 from tests.links import make_card
 from tests.models import VOCAB_SIZE, save_model
 from tests.pinned import first_core
@@ -97,6 +98,13 @@ class LoneHead:
         self.lease_manager.let_go(now)
         self.engine.wire(wiring(self.executor, num_blocks, exactness))
         self.lease_manager.ready(now)
+
+    def form(self, epoch: int, process: str) -> None:
+        """The pipeline is ready again, its stage is this process; the engine stays wired."""
+        self.lease_manager.lost()
+        change(self.database, "UPDATE pipelines SET epoch = :epoch", epoch=epoch)
+        self.engine.progress = EngineProgress(epoch=epoch)
+        self.lease_manager.ready(identity(self.executor, epoch=epoch, process=process))
 
     def verdict(self) -> tuple[UUID, str]:
         """The next thing that Celery is told."""
@@ -256,14 +264,21 @@ def tiny_executor(folder: Path) -> Iterator[Executor]:
         )
 
 
-def wiring(executor: Executor, num_blocks: int | None = None, exactness: str = "x") -> Wiring:
+def wiring(
+    executor: Executor,
+    num_blocks: int | None = None,
+    exactness: str = "x",
+    *,
+    epoch: int = 1,
+    process: str = "first",
+) -> Wiring:
     """Of the only stage."""
     num_blocks = num_blocks or executor.num_blocks
     names = {"model": "m", "worker": "h", "fingerprint": "w", "power": "table"}
-    card = make_card(0, 4, num_blocks=num_blocks, exactness=exactness, **names)
+    card = make_card(0, 4, num_blocks=num_blocks, exactness=exactness, incarnation=process, **names)
     return Wiring(
         pipeline=uuid4(),
-        epoch=1,
+        epoch=epoch,
         stage_index=0,
         num_stages=1,
         num_lanes=1,
@@ -274,10 +289,12 @@ def wiring(executor: Executor, num_blocks: int | None = None, exactness: str = "
     )
 
 
-def identity(executor: Executor, num_blocks: int | None = None, exactness: str = "x") -> Identity:
+def identity(
+    executor: Executor, num_blocks: int | None = None, exactness: str = "x", **changes: Any
+) -> Identity:
     """Of the only stage, in its first epoch."""
     return identity_of(
-        wiring(executor, num_blocks, exactness),
+        wiring(executor, num_blocks, exactness, **changes),
         pipeline="p",
         revision=None,
         software={"torch": "any"},

@@ -20,6 +20,7 @@ from services.stage.engine.executor import Executor
 from services.stage.engine.head_engine import HeadEngine
 from services.stage.jobs import claimer as claiming_module
 from services.stage.jobs import heartbeater as heartbeater_module
+from services.stage.jobs.live_job import FORGIVEN_CLAIMS
 from shardline.base.clock import lease_clock_s
 from shardline.base.config import Times
 from shardline.base.errors import JobFailed
@@ -273,7 +274,8 @@ def test_a_job_that_breaks_the_pipeline_alone_is_counted_to_its_end(head: LoneHe
     for fence, verdict in ((1, Ignore.__name__), (2, JobFailed.__name__)):
         head.offer(job_id)
         assert head.verdict() == (job_id, "started")
-        head.lease_manager.report([SequenceCrashed(key=(str(job_id), fence))])
+        break_under(head, job_id, fence)
+        head.form(fence + 1, f"after {fence} deaths")
         assert head.verdict() == (job_id, verdict)
     assert state(head.database, job_id) is JobState.FAILED
     error = cell(head.database, "SELECT error FROM jobs WHERE id = :id", id=job_id)
@@ -284,13 +286,56 @@ def test_a_job_that_breaks_the_pipeline_alone_is_counted_to_its_end(head: LoneHe
     assert (head.blamed("crashed"), head.blamed("failed"), head.blamed("lost")) == (1, 1, 0)
 
 
+def test_a_job_whose_links_break_while_every_process_lives_counts_no_crash(head: LoneHead) -> None:
+    head.engine.unwire()
+    job_id = submit(head.database, LONG, max_crashes=1)
+    for fence in (1, 2, 3, 4):
+        head.offer(job_id)
+        assert head.verdict() == (job_id, "started")
+        break_under(head, job_id, fence)
+        head.form(fence + 1, "first")
+        assert head.verdict() == (job_id, Ignore.__name__)
+    outcomes = "SELECT array_agg(outcome ORDER BY fence) FROM attempts WHERE job_id = :id"
+    assert cell(head.database, outcomes, id=job_id) == ["released"] * 4
+    assert cell(head.database, "SELECT crashes FROM jobs WHERE id = :id", id=job_id) == 0
+    assert (head.blamed("crashed"), head.blamed("failed")) == (0, 0)
+
+
+def test_a_job_that_has_been_claimed_too_often_is_blamed_for_a_broken_link(head: LoneHead) -> None:
+    head.engine.unwire()
+    job_id = submit(head.database, LONG, max_crashes=1)
+    change(head.database, "UPDATE jobs SET fence = :fence", fence=FORGIVEN_CLAIMS - 1)
+    head.offer(job_id)
+    assert head.verdict() == (job_id, "started")
+    break_under(head, job_id, FORGIVEN_CLAIMS)
+    head.form(2, "first")
+    assert head.verdict() == (job_id, JobFailed.__name__)
+
+
+@pytest.mark.parametrize("times", [TIMES.model_copy(update={"recover_s": 0.1})], ids=["impatient"])
+def test_a_job_is_blamed_for_a_pipeline_that_does_not_form_again(head: LoneHead) -> None:
+    head.engine.unwire()
+    job_id = submit(head.database, LONG, max_crashes=1)
+    head.offer(job_id)
+    assert head.verdict() == (job_id, "started")
+    break_under(head, job_id, 1)
+    head.lease_manager.lost()
+    assert head.verdict() == (job_id, JobFailed.__name__)
+
+
+def break_under(head: LoneHead, job_id: UUID, fence: int) -> None:
+    """As the engine tells it of a job that ran alone and got no token."""
+    head.lease_manager.report([SequenceCrashed(key=(str(job_id), fence))])
+
+
 def test_a_blamed_job_with_tokens_keeps_them_and_counts_no_crash(head: LoneHead) -> None:
     job_id = submit(head.database, LONG)
     head.offer(job_id)
     assert head.verdict() == (job_id, "started")
     until(lambda: saved_tokens(head.database, job_id) > 0)
 
-    head.lease_manager.report([SequenceCrashed(key=(str(job_id), 1))])
+    break_under(head, job_id, 1)
+    head.form(2, "second")
 
     assert head.verdict() == (job_id, Ignore.__name__)
     assert (
