@@ -22,6 +22,7 @@ from services.gateway.http.answers import AnswerSender
 from services.gateway.http.request_middleware import RequestMiddleware
 from services.gateway.routes import (
     batches,
+    bulk_acts,
     completions,
     costs,
     decisions,
@@ -96,6 +97,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         schedules,
         pauses,
         jobs,
+        bulk_acts,
         tokens,
         costs,
         health,

@@ -20,6 +20,7 @@ from shardline.client.questions import Answer, Question, Summaries
 from shardline.contract.ids import JobId
 from shardline.contract.job import Job, JobState, Usage
 from shardline.store import stored_completions as stored
+from shardline.store.bulk_acts import BulkAct, BulkProgress
 from shardline.store.connection.database import autocommitted
 from shardline.store.inserts import EncodedRequest, StoredRequest
 from shardline.store.listing import PageEnd
@@ -39,6 +40,9 @@ Costs = list[Cost]
 Pipelines = list[LivePipeline]
 StoredPage = tuple[list[StoredCompletion], bool]
 """For annotations: inside the class `list` is the method."""
+
+MAX_PAGES = 10
+"""Of jobs that one request changes: it shall not take minutes."""
 
 MAX_ASKING = 4096
 """Callers whom one query for pipelines answers."""
@@ -173,6 +177,20 @@ class GatewayClient(AsyncClient):
     ) -> dict[UUID, JobState]:
         """Cancels as `AsyncClient.cancel`; with `tenant`, another tenant's jobs are left out."""
         return await self._ask(questions.cancel(ids, tenant))
+
+    async def act(self, act: BulkAct, *, dry_run: bool) -> BulkProgress:
+        """Acts on at most MAX_PAGES pages of jobs; of a dry run `num_changed` is a count. Raises
+        Overloaded as `list` does, and what a quota refuses."""
+        async with self._list_turns.take(act.where.tenant):
+            if dry_run:
+                number = await self._ask(questions.count_of(act), pool=self._lists)
+                return BulkProgress(num_changed=number, has_more=False)
+            progress = BulkProgress()
+            for _ in range(MAX_PAGES):
+                progress = await self._ask(questions.next_page(act, progress), pool=self._lists)
+                if not progress.has_more:
+                    break
+            return progress
 
     async def until_ended(self, job_id: UUID) -> Job:
         """Like `wait` for a job that is known to exist and may end in any way."""

@@ -16,6 +16,7 @@ from shardline.base import log
 from shardline.base.errors import Invalid
 from shardline.cli import show
 from shardline.cli.arguments import After, JobId, JobIds, Json, SchemaFile, ToolFiles
+from shardline.cli.bulk_acts import cancel, prioritize, retry
 from shardline.cli.cost import cost
 from shardline.cli.database import transaction
 from shardline.cli.dead import dead
@@ -175,16 +176,8 @@ def list_jobs(
     show.each(jobs, json=json, table=show.jobs_table)
 
 
-@cli.command(rich_help_panel=JOBS)
-def cancel(jobs: JobIds, json: Json = False) -> None:
-    """Ask for the end of jobs: a queued one ends at once, a running one a little later."""
-    with Client() as client:
-        states = client.cancel(jobs)
-        for job_id in jobs:
-            state = states.get(job_id) or client.get(job_id).state
-            show.as_json({"id": job_id, "state": state}) if json else typer.echo(
-                f"{job_id} {state}"
-            )
+for on_many in (cancel, retry, prioritize):
+    cli.command(rich_help_panel=JOBS)(on_many)
 
 
 @cli.command(rich_help_panel=INSTALLATION)

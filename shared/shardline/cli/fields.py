@@ -22,14 +22,14 @@ def read_prompt(argument: str | None) -> str:
     return sys.stdin.read().removesuffix("\n")
 
 
-def parse_fields(assignments: Iterable[str]) -> dict[str, Any]:
+def parse_fields(assignments: Iterable[str], option: str = "--field") -> dict[str, Any]:
     """`top_p=0.9` → {"top_p": 0.9}. What is no JSON is a string."""
     fields: dict[str, Any] = {}
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
         if not (name and equals):
             raise Invalid(
-                "--field", f"{assignment!r} is no name=value", "Write for example --field top_p=0.9"
+                option, f"{assignment!r} is no name=value", f"Write for example {option} top_p=0.9"
             )
         fields[name] = _value(value)
     return fields

@@ -40,7 +40,9 @@ from shardline.client.vectors import (
 )
 from shardline.contract.ids import JobId, as_id, is_one, one_or_many
 from shardline.contract.job import Job, JobState
+from shardline.contract.job_filter import AnyFilter
 from shardline.contract.wire import Delta
+from shardline.store.bulk_acts import Act, BulkAct, BulkProgress
 from shardline.store.connection.database import connect_async
 from shardline.store.dead_letters import DeadLetter
 from shardline.store.listing import PageEnd
@@ -214,6 +216,22 @@ class AsyncClient(BaseClient[AsyncEngine]):
         later."""
         return await self._ask(questions.cancel(ids))
 
+    async def cancel_where(self, where: AnyFilter, *, dry_run: bool = False) -> int:
+        """Ask for the end of all jobs that match. Returns how many there were, or would be. The
+        filter's tenant is its field `tenant`; without it jobs of all tenants are meant."""
+        return await self._act(questions.act_on(Act.CANCEL, where), dry_run)
+
+    async def retry_where(self, where: AnyFilter, *, dry_run: bool = False) -> int:
+        """Submit all jobs that match again, which failed or are in the filter's state, as `replay`
+        does; each once. Returns how many."""
+        return await self._act(questions.act_on(Act.RETRY, where), dry_run)
+
+    async def prioritize_where(
+        self, where: AnyFilter, priority: int, *, dry_run: bool = False
+    ) -> int:
+        """Give all queued jobs that match this priority. Returns how many had another."""
+        return await self._act(questions.act_on(Act.PRIORITIZE, where, priority), dry_run)
+
     @overload
     async def wait(  # type: ignore[overload-overlap] # a text is iterable too: it is one id
         self, ids: JobId, timeout_s: float | None = None, *, must_succeed: bool = True
@@ -291,6 +309,15 @@ class AsyncClient(BaseClient[AsyncEngine]):
             self._make_readers()
         self._loop = loop
         self._pid = pid
+
+    async def _act(self, act: BulkAct, dry_run: bool) -> int:
+        """Page by page, each in a transaction: what was done stays, if a later one fails."""
+        if dry_run:
+            return await self._ask(questions.count_of(act))
+        progress = BulkProgress()
+        while progress.has_more:
+            progress = await self._ask(questions.next_page(act, progress))
+        return progress.num_changed
 
     async def _ask(
         self,

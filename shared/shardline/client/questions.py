@@ -19,7 +19,9 @@ from shardline.contract.choices import check_n, choices_of
 from shardline.contract.decision import Decision
 from shardline.contract.ids import JobId, as_id, as_ids, one_or_many
 from shardline.contract.job import Job, JobRequest, JobState, JobSummary
-from shardline.store import dead_letters, jobs, listing
+from shardline.contract.job_filter import AnyFilter, parse_filter
+from shardline.store import bulk_acts, dead_letters, jobs, listing
+from shardline.store.bulk_acts import Act, BulkAct, BulkProgress, bulk_act
 from shardline.store.dead_letters import DeadLetter
 from shardline.store.inserts import encode_choices, insert_all
 from shardline.store.listing import PageEnd
@@ -109,6 +111,21 @@ def replay(job_id: JobId, idempotency_key: str | None) -> Question[UUID]:
 def cancel(ids: JobId | Iterable[JobId], tenant: str | None = None) -> Question[States]:
     """Ask for the end of jobs, of one tenant or of all."""
     return partial(jobs.request_cancel, ids=one_or_many(ids), tenant=tenant)
+
+
+def act_on(act: Act, where: AnyFilter, priority: int | None = None) -> BulkAct:
+    """An act on all jobs that match, of the filter's tenant or of all. Raises Invalid."""
+    return bulk_act(act, parse_filter(where), priority=priority)
+
+
+def count_of(act: BulkAct) -> Question[int]:
+    """Count the jobs that the act would change."""
+    return partial(bulk_acts.count, act=act)
+
+
+def next_page(act: BulkAct, progress: BulkProgress) -> Question[BulkProgress]:
+    """Do the act on a page of jobs. Raises Invalid, Overloaded."""
+    return partial(bulk_acts.next_page, act=act, progress=progress)
 
 
 def check_exist(ids: Sequence[UUID]) -> Question[None]:

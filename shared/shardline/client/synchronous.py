@@ -41,7 +41,9 @@ from shardline.client.vectors import (
 )
 from shardline.contract.ids import JobId, as_id, is_one, one_or_many
 from shardline.contract.job import Job, JobState
+from shardline.contract.job_filter import AnyFilter
 from shardline.contract.wire import Delta
+from shardline.store.bulk_acts import Act, BulkAct, BulkProgress
 from shardline.store.connection.database import connect
 from shardline.store.dead_letters import DeadLetter
 from shardline.store.listing import PageEnd
@@ -206,6 +208,20 @@ class Client(BaseClient[Engine]):
         later."""
         return self._ask(questions.cancel(ids))
 
+    def cancel_where(self, where: AnyFilter, *, dry_run: bool = False) -> int:
+        """Ask for the end of all jobs that match. Returns how many there were, or would be. The
+        filter's tenant is its field `tenant`; without it jobs of all tenants are meant."""
+        return self._act(questions.act_on(Act.CANCEL, where), dry_run)
+
+    def retry_where(self, where: AnyFilter, *, dry_run: bool = False) -> int:
+        """Submit all jobs that match again, which failed or are in the filter's state, as `replay`
+        does; each once. Returns how many."""
+        return self._act(questions.act_on(Act.RETRY, where), dry_run)
+
+    def prioritize_where(self, where: AnyFilter, priority: int, *, dry_run: bool = False) -> int:
+        """Give all queued jobs that match this priority. Returns how many had another."""
+        return self._act(questions.act_on(Act.PRIORITIZE, where, priority), dry_run)
+
     @overload
     def wait(  # type: ignore[overload-overlap] # a text is iterable too: it is one id
         self, ids: JobId, timeout_s: float | None = None, *, must_succeed: bool = True
@@ -263,6 +279,15 @@ class Client(BaseClient[Engine]):
         self._database = database or connect(url)
         self._redis = SyncDeltaReader.connect(self._settings.redis_url)
         self._listen_here()
+
+    def _act(self, act: BulkAct, dry_run: bool) -> int:
+        """Page by page, each in a transaction: what was done stays, if a later one fails."""
+        if dry_run:
+            return self._ask(questions.count_of(act))
+        progress = BulkProgress()
+        while progress.has_more:
+            progress = self._ask(questions.next_page(act, progress))
+        return progress.num_changed
 
     def _ask(
         self,

@@ -28,19 +28,21 @@ MAX_ATTEMPTS = 100
 CRASHED = "crashed"
 """The code in `error`."""
 
+COPIED = """tenant_id, model, prompt, messages, prompt_ids, params, seed, priority, metadata,
+    max_crashes, depends_on, on_parent_failure, replay_of"""
 # Text is tokenized again by a relay: the model may have another tokenizer by now. Given ids are the
 # prompt itself.
-REPLAY = text(f"""
-INSERT INTO jobs (
-    id, tenant_id, model, prompt, messages, prompt_ids, params, seed, priority, idempotency_key,
-    metadata, max_crashes, depends_on, on_parent_failure, replay_of)
-SELECT
-    :id, tenant_id, model, prompt, messages,
+COPIES = """tenant_id, model, prompt, messages,
     CASE WHEN num_nonnulls(prompt, messages) = 0 THEN prompt_ids END, params, seed, priority,
-    :idempotency_key, metadata, max_crashes, depends_on, on_parent_failure, jobs.id
+    metadata, max_crashes, depends_on, on_parent_failure, jobs.id"""
+"""The columns that a job has of the one that it replays, and what they have in it."""
+
+REPLAY = text(f"""
+INSERT INTO jobs ({COPIED}, id, idempotency_key)
+SELECT {COPIES}, :id, :idempotency_key
 FROM jobs WHERE jobs.id = :dead_id AND {DEAD}
 ON CONFLICT DO NOTHING RETURNING id
-""")  # noqa: S608 (a constant of ours)
+""")  # noqa: S608 (constants of ours)
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):

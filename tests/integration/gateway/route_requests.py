@@ -39,6 +39,10 @@ WEBHOOK_BODIES: dict[str, dict[str, Any]] = {
 }
 """By the last part of a path."""
 PAUSE: dict[str, Any] = {"kind": "tag", "target": "nobody=has"}
+BULK_BODIES: dict[str, dict[str, Any]] = {
+    f"/v1/jobs/{act}": {"filter": {"model": "nobody's"}, **more}
+    for act, more in {"cancel": {}, "retry": {}, "prioritize": {"priority": 3}}.items()
+}
 CHAT = {"model": "clerk", "messages": [{"role": "user", "content": "a"}]}
 NO_FILE = "file-00000000-0000-0000-0000-000000000000"
 STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
@@ -96,7 +100,7 @@ def body_of(path: str) -> dict[str, Any]:
         return {"model": "clerk", "tokens": [1]}
     if path in ("/v1/responses", "/v1/responses/input_tokens"):
         return {"model": "clerk", "input": PROMPT, "background": True}
-    if path in (others := {DECISIONS: ASKED, PAUSES: PAUSE, **ENCODERS}):
+    if path in (others := {DECISIONS: ASKED, PAUSES: PAUSE, **ENCODERS, **BULK_BODIES}):
         return others[path]
     if path.startswith("/v1/chat/completions/"):
         return {"metadata": {"a": "b"}}

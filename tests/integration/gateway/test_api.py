@@ -23,6 +23,7 @@ from schemathesis.checks import CHECKS
 from tests.integration.gateway.api_document import API, LABELS
 from tests.integration.gateway.route_requests import (
     ASKED,
+    BULK_BODIES,
     DECISIONS,
     ENCODERS,
     PAUSE,
@@ -79,6 +80,7 @@ OTHER_BODIES: dict[str, Any] = {
     "/v1/responses/input_tokens": {"model": "clerk", "input": PROMPT, "temperature": 0},
     DECISIONS: ASKED,
     **ENCODERS,
+    **BULK_BODIES,
     "/v1/chat/completions/{completion_id}": {"metadata": {"a": "b"}},
     FILES: {"file": "{}", "purpose": "batch"},
     PAUSES: PAUSE,

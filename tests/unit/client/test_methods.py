@@ -12,6 +12,7 @@ from shardline.client import AsyncClient, Client
 
 METHODS = {
     "cancel",
+    "cancel_where",
     "close",
     "decide",
     "embed",
@@ -20,7 +21,9 @@ METHODS = {
     "get_many",
     "list",
     "list_dead",
+    "prioritize_where",
     "replay",
+    "retry_where",
     "score",
     "stream",
     "submit",
@@ -52,6 +55,7 @@ def test_both_clients_take_the_same_arguments(method: str) -> None:
 
 def test_the_gateways_client_adds_what_only_a_door_needs() -> None:
     assert public(GatewayClient) - METHODS == {
+        "act",
         "ask",
         "change_stored",
         "costs",
