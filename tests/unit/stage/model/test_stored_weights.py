@@ -4,6 +4,7 @@ model."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,11 +89,9 @@ def test_every_split_and_streamed_layers_give_the_same_bits(name: str, tmp_path:
     ]
     found = []
     with first_core(tmp_path / "locks") as device:
-        for num_stages, limits in (
-            (1, {}),
-            (2, {}),
-            (1, {"streamed_layers": 3, "streamed_folder": tmp_path}),
-        ):
+        streamed: dict[str, Any] = {"streamed_layers": 3, "streamed_folder": tmp_path}
+        cases: list[tuple[int, dict[str, Any]]] = [(1, {}), (2, {}), (1, streamed)]
+        for num_stages, limits in cases:
             stages = load_chain(info.path, num_stages, device, tmp_path, dtype="int4", **limits)
             assert all(stage.exact for stage in stages)
             found.append(complete(stages, requests(prompts, sampled), budget=24, seats=4))

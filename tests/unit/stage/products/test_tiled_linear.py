@@ -213,14 +213,17 @@ def test_weights_side_by_side_keep_their_numbers(kernel: Kernel, sizes: tuple[in
     # Given weights in 4 bits, and the last in 8
     x = drawn(1, 37, 192)
     weights = [drawn(2 + size, size, 192) for size in sizes]
-    parts = [*(groups.fitted(kernel, each) for each in weights[:-1]), groups.rounded(weights[-1])]
+    parts: list[groups.Groups] = [
+        *(groups.fitted(kernel, each) for each in weights[:-1]),
+        groups.rounded(weights[-1]),
+    ]
 
     # When they are one product
     layer = TiledLinear(kernel, parts, None, Weights.INT4)
 
     # Then each gives what it gives alone, those in 4 bits where they fill columns, else in 8
     fills = sum(sizes[:-1]) % groups.COLUMN_OUTPUTS == 0
-    kept = parts if fills else list(map(groups.in_8_bits, parts))
+    kept: list[groups.Groups] = parts if fills else [*map(groups.in_8_bits, parts)]
     assert torch.equal(layer(x), torch.cat([group_product(x, each, None) for each in kept], 1))
     num_in_4 = sum(sizes[:-1]) if fills else 0
     columns = -(-(sum(sizes) - num_in_4) // 16) * 16
