@@ -94,14 +94,3 @@ def check_is_json(request: Request) -> None:
         raise NotJson(
             "content-encoding", f"{encoding[:64]!r} is not supported", "Send the body unpacked"
         )
-
-
-async def read_body(gateway: Gateway, request: Request, kind: type[BodyT]) -> BodyT:
-    """The body of a request. Raises Invalid, NotJson."""
-    check_is_json(request)
-    with gateway.admission.reading() as room:
-        document = read_object(await gateway.admission.read(request, room))
-    try:
-        return msgspec.convert(document, kind)
-    except msgspec.ValidationError as error:
-        raise invalid_from(error) from error

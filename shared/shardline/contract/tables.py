@@ -132,7 +132,6 @@ models = Table(
     CheckConstraint("context_length > 0 AND vocab_size > 0", name="sizes_are_positive"),
 )
 
-# That of the role which inserts, if it has one. As Postgres spells it back.
 _TENANT = text(f"COALESCE(shardline_my_tenant(CURRENT_USER), '{DEFAULT_TENANT}'::text)")
 jobs = Table(
     "jobs",
