@@ -47,7 +47,9 @@ def create(
     tenant: Annotated[
         str, typer.Option(help="Whose jobs it makes and sees; made if there is none.")
     ] = DEFAULT_TENANT,
-    scopes: Annotated[str, typer.Option(help=f"Some of {', '.join(Scope)}.")] = ",".join(Scope),
+    scopes: Annotated[
+        str, typer.Option(help=f"Some of {', '.join(Scope)}, which acts on all tenants.")
+    ] = ",".join(scope for scope in Scope if scope is not Scope.ADMIN),
     days: Annotated[
         float | None, typer.Option(min=0, help="Valid for so long. Default: until it is revoked.")
     ] = None,

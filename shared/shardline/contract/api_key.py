@@ -34,7 +34,7 @@ class Scope(StrEnum):
     CANCEL = "cancel"
     """The end of its tenant's jobs."""
     ADMIN = "admin"
-    """The gateway's figures."""
+    """Figures and pauses of all tenants together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,11 +104,8 @@ async def test_both_clients_act_on_what_matches(database: Engine, database_url: 
         "UPDATE jobs SET state = 'failed', finished_at = now() WHERE id = :id",
         id=ids[1],
     )
-    client = AsyncClient(database_url=database_url)
-    try:
-        assert await client.retry_where({"model": "m"}) == 1
-        assert await client.cancel_where({"model": "m"}, dry_run=True) == 2
-        assert await client.cancel_where({"model": "m"}) == 2
-        assert await client.prioritize_where({"model": "m"}, 4) == 0
-    finally:
-        await client.close()
+    async with AsyncClient(database_url=database_url) as asynchronous:
+        assert await asynchronous.retry_where({"model": "m"}) == 1
+        assert await asynchronous.cancel_where({"model": "m"}, dry_run=True) == 2
+        assert await asynchronous.cancel_where({"model": "m"}) == 2
+        assert await asynchronous.prioritize_where({"model": "m"}, 4) == 0

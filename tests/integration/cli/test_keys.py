@@ -73,6 +73,15 @@ def test_a_key_is_printed_once_and_only_its_hash_is_stored(
     ]
 
 
+def test_a_key_acts_on_all_tenants_only_where_that_was_asked_for(shardline: Shardline) -> None:
+    shardline("create", "a", "--tenant", "acme")
+    shardline("create", "b", "--scopes", "admin")
+    assert {each["name"]: each["scopes"] for each in listed(shardline)} == {
+        "a": ["submit", "read", "cancel"],
+        "b": ["admin"],
+    }
+
+
 def test_only_its_owner_can_read_a_key_made_into_a_file(
     shardline: Shardline, database_url: str, tmp_path: Path
 ) -> None:

@@ -86,9 +86,10 @@ async def test_no_act_reaches_another_tenant(
     for where in ({"tenant": "default"}, {"tenant": "nobody"}):
         reply = await http.post(path, json={"filter": where, **more}, headers=theirs)
         check_refusal(reply, 403, "permission_denied", str(where))
-    for where in ({}, {"metadata": {}}, {"state": "succeeded"}):
-        reply = await http.post(path, json={"filter": where, **more})
-        check_refusal(reply, 400, "invalid_value", str(where))
+    empty: dict[str, Any]
+    for empty in ({}, {"metadata": {}}, {"state": "succeeded"}):
+        reply = await http.post(path, json={"filter": empty, **more})
+        check_refusal(reply, 400, "invalid_value", str(empty))
     assert (await http.get(f"{JOBS}/{mine}")).json() == before
     assert len(await states(http)) == 1
 

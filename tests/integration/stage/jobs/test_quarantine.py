@@ -99,6 +99,7 @@ class Head:
 class IdleEngine:
     """Takes jobs and makes no step."""
 
+    epoch = 1
     num_steps = 0
     is_fenced = False
 
