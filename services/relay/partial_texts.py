@@ -9,7 +9,7 @@ import structlog
 from sqlalchemy import Engine
 
 from services.relay.loop import POSTGRES_ERRORS
-from services.relay.registered_tokenizers import RegisteredTokenizers
+from services.relay.preparation.registered_tokenizers import RegisteredTokenizers
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import Invalid
 from shardline_server.store.sweeps import Partial

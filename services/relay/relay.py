@@ -39,7 +39,7 @@ from services.relay.notices.webhook_keeper import WebhookKeeper
 from services.relay.notices.webhook_sender import WebhookSender
 from services.relay.notify_listener import NotifyListener
 from services.relay.outbox import Outbox
-from services.relay.preparer import Preparer
+from services.relay.preparation.preparer import Preparer
 from services.relay.rejects import record_reject
 from services.relay.retention import Retention
 from services.relay.schedule_keeper import ScheduleKeeper

@@ -45,7 +45,7 @@ POISONS = {
         "::test_endpoints_that_fail_hang_or_move_harm_nobody_else_and_replays_arrive"
     ),
     "services.relay.outbox.Outbox": f"{LOOPS}::test_a_job_that_cannot_be_sent_holds_up_no_other",
-    "services.relay.preparer.Preparer": (
+    "services.relay.preparation.preparer.Preparer": (
         f"{RELAY}/test_doors.py"
         "::test_invalid_rows_inserted_by_hand_fail_with_a_reason_and_block_nothing"
     ),

@@ -56,7 +56,7 @@ OFF_THE_PATH = {
         stage/engine/ranked_runner stage/ranks/group stage/ranks/messages
     """,
     "for a tenant with quotas, or with rivals": """
-        shardline/store/limits
+        shardline/store/tenants/limits
         shardline_server/store/fair_shares shardline_server/store/running_limits
     """,
     "for encoders": """

@@ -7,7 +7,7 @@ from __future__ import annotations
 import structlog
 
 from services.relay.loop import Loop, LoopContext
-from shardline.store.quotas import fold_quotas
+from shardline.store.tenants.quotas import fold_quotas
 from shardline_server.store import growth
 
 log = structlog.get_logger(__name__)

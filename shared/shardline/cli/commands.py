@@ -20,7 +20,6 @@ from shardline.cli.bulk_acts import cancel, prioritize, retry
 from shardline.cli.cost import cost
 from shardline.cli.database import transaction
 from shardline.cli.dead import dead
-from shardline.cli.doctor import doctor
 from shardline.cli.exits import HELP, Reporting
 from shardline.cli.fields import (
     callable_tools,
@@ -36,9 +35,10 @@ from shardline.cli.pauses import pause, resume
 from shardline.cli.run_batch import run_batch
 from shardline.cli.schedules import schedule
 from shardline.cli.tenants import tenant
-from shardline.cli.top import top
 from shardline.cli.trace import trace
 from shardline.cli.usage import usage
+from shardline.cli.watching.doctor import doctor
+from shardline.cli.watching.top import top
 from shardline.cli.webhooks import webhooks
 from shardline.client import Client
 from shardline.client.requests import request_of, succeeded

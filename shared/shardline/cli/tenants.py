@@ -14,9 +14,9 @@ from shardline.cli import show
 from shardline.cli.arguments import Json
 from shardline.cli.database import transaction
 from shardline.contract.tenant_tables import LIMITS, PERIODS
-from shardline.store import quotas, tenant_roles
-from shardline.store.quotas import Limit, TenantQuota
-from shardline.store.tenant_roles import TenantRole
+from shardline.store.tenants import quotas, tenant_roles
+from shardline.store.tenants.quotas import Limit, TenantQuota
+from shardline.store.tenants.tenant_roles import TenantRole
 
 tenant = typer.Typer(
     no_args_is_help=True,

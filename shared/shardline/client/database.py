@@ -10,7 +10,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from shardline.base.errors import Busy, Invalid, Unavailable
 from shardline.store.connection.database import READ_ONLY, failure_of, is_over_limit
-from shardline.store.limits import limit_error_of
+from shardline.store.tenants.limits import limit_error_of
 
 AWAY = (OperationalError, InterfaceError, PoolTimeout, OSError)
 

@@ -23,8 +23,8 @@ from shardline.store.choices import repeated_choices
 from shardline.store.connection.database import failure_of, is_over_limit
 from shardline.store.connection.encoding import dump, place_of_unstorable, storable, unstorable
 from shardline.store.idempotency import repeated
-from shardline.store.limits import limit_error_of
 from shardline.store.row_inserts import drop, insert_rows, invalid_row, release
+from shardline.store.tenants.limits import limit_error_of
 
 MAX_ROWS = 2_000
 MAX_BYTES = 8 << 20

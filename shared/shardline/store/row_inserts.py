@@ -18,7 +18,7 @@ from shardline.base.errors import Invalid, LimitExceeded
 from shardline.contract.job import DEFAULT_TENANT
 from shardline.contract.parents.parent_job import FIELD
 from shardline.contract.tables import RANDOM_SEED
-from shardline.store.limits import limit_error
+from shardline.store.tenants.limits import limit_error
 
 FLEXIBLE_SHARE = 0.9
 """Of the time to its deadline, in which a flexible job may begin: the rest is for running it."""

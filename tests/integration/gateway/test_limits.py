@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shardline.store import quotas
+from shardline.store.tenants import quotas
 from shardline_server.failpoints import ArmedPoint, Point
 from tests.chaos.faults.arming import Arming
 from tests.integration.gateway.running_gateway import JOBS, PROMPT

@@ -14,7 +14,8 @@ from sqlalchemy import text
 
 from shardline.contract.job import MAX_METADATA_BYTES, JobState
 from shardline.contract.keys import INTAKE, INTAKE_DEAD, INTAKE_GROUP
-from shardline.store import pipelines, quotas
+from shardline.store import pipelines
+from shardline.store.tenants import quotas
 from tests.integration.relay.relay_stack import PATIENCE_S, RelayStack, relay_stack
 from tests.integration.rows import MODEL, cell, change
 from tests.polling import until

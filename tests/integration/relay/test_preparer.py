@@ -15,7 +15,7 @@ from sqlalchemy import Engine, text
 from services.relay.celery.celery_results import CeleryResults
 from services.relay.loop import LoopContext
 from services.relay.outbox import Outbox
-from services.relay.preparer import Preparer
+from services.relay.preparation.preparer import Preparer
 from shardline.base.config import Times
 from shardline.contract.job import JobState
 from shardline.store import jobs, models

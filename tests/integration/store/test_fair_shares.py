@@ -10,7 +10,8 @@ from uuid import UUID
 import pytest
 from sqlalchemy import Engine
 
-from shardline.store import jobs, quotas
+from shardline.store import jobs
+from shardline.store.tenants import quotas
 from shardline_server.store import outbox
 from shardline_server.store.claims import ClaimedJob
 from tests.integration.rows import (

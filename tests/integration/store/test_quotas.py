@@ -17,11 +17,12 @@ from sqlalchemy import Engine, text
 
 from shardline.base.errors import Invalid, LimitExceeded
 from shardline.contract.job import JobState
-from shardline.store import jobs, quotas
+from shardline.store import jobs
 from shardline.store.connection.database import connect
 from shardline.store.inserts import StoredRequest, encode_choices, encode_request, insert_encoded
-from shardline.store.quotas import TenantQuota
 from shardline.store.statistics.usage import usage
+from shardline.store.tenants import quotas
+from shardline.store.tenants.quotas import TenantQuota
 from shardline_server.store import ends, preparation
 from shardline_server.store.ends import End
 from tests.integration.rows import cell, claim, database_with_head, end, release, request, success

@@ -16,9 +16,9 @@ from sqlalchemy import Connection, Engine, text
 from shardline.base.errors import Conflict, Invalid, NotFound
 from shardline.contract.schedules.cron import next_time
 from shardline.contract.schedules.schedule_tables import CatchUp, PauseKind
-from shardline.store import quotas
 from shardline.store.schedules import pauses, schedule_rows
 from shardline.store.schedules.schedule_rows import NewSchedule, Schedule
+from shardline.store.tenants import quotas
 from shardline_server.store import due_schedules
 from shardline_server.store.due_schedules import Firing
 from tests.integration.rows import MODEL, cell, change, database_with_head

@@ -14,8 +14,14 @@ from psycopg import sql
 from sqlalchemy import Engine
 
 from shardline.base.errors import Invalid, NotFound
-from shardline.store import quotas
-from shardline.store.tenant_roles import GRANTS, TenantRole, grant_role, list_roles, revoke_role
+from shardline.store.tenants import quotas
+from shardline.store.tenants.tenant_roles import (
+    GRANTS,
+    TenantRole,
+    grant_role,
+    list_roles,
+    revoke_role,
+)
 from tests.integration.rows import change, claim, database_with_head, end, submit, success
 
 INSERT = "INSERT INTO jobs (model, prompt) VALUES ('m', 'text') RETURNING id"

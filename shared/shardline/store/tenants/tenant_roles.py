@@ -8,7 +8,7 @@ import msgspec
 from sqlalchemy import Connection, text
 
 from shardline.base.errors import Invalid, NotFound
-from shardline.store.quotas import add_tenant
+from shardline.store.tenants.quotas import add_tenant
 
 MAX_LISTED = 1_000
 

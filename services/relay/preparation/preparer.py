@@ -15,8 +15,8 @@ from sqlalchemy.exc import DataError, IntegrityError
 from services.relay.celery.celery_results import CeleryResults
 from services.relay.loop import POSTGRES_ERRORS, Loop, LoopContext
 from services.relay.outbox import Outbox
-from services.relay.registered_tokenizers import RegisteredTokenizers
-from services.relay.waiting_prompts import WaitingPrompts
+from services.relay.preparation.registered_tokenizers import RegisteredTokenizers
+from services.relay.preparation.waiting_prompts import WaitingPrompts
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import Invalid
 from shardline.contract.chat import Message

@@ -11,8 +11,8 @@ from rich.text import Text
 from shardline.base.config import Settings
 from shardline.cli import show
 from shardline.cli.arguments import Json
-from shardline.cli.checkup import CheckResult, Verdict, check_all
 from shardline.cli.local_stack import local_gateway
+from shardline.cli.watching.checkup import CheckResult, Verdict, check_all
 
 COLORS = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.BROKEN: "red"}
 

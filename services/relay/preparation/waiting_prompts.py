@@ -9,7 +9,7 @@ from uuid import UUID
 import msgspec
 from sqlalchemy import Engine
 
-from services.relay.registered_tokenizers import RegisteredTokenizers
+from services.relay.preparation.registered_tokenizers import RegisteredTokenizers
 from shardline.base.errors import Invalid
 from shardline.contract.chat import Message
 from shardline.contract.job import Prompt

@@ -1,0 +1,1 @@
+"""Tenants as rows: their quotas, weights, prices and roles of Postgres."""
