@@ -99,8 +99,7 @@ class Head:
 class IdleEngine:
     """Takes jobs and makes no step."""
 
-    epoch = 1
-    num_steps = 0
+    epoch, num_steps = 1, 0
     is_fenced = False
 
     def extend_lease(self, until_s: float) -> None:
