@@ -264,7 +264,7 @@ template <class Product> void multiply(const ProductCall& call) {
 #pragma omp for schedule(static)
       for (int64_t i = 0; i < panel.rows; i++)
         pack_row<Product>(call, panel, (const Element*)call.x + row_at(call.x_rows, first + i) * call.x_stride, i);
-if constexpr (has_groups<Product>) {
+      if constexpr (has_groups<Product>) {
         const int64_t in_4_bits = ceil_div(call.first_int8, kTileOutputs);
         multiply_columns<Int4Step>(call, panel, first, weights, 0, in_4_bits);
         const char* others = weights + in_4_bits * panel.steps * Int4Step::kBytes;
