@@ -11,12 +11,10 @@ from services.gateway.batches.validation import BatchError
 from services.gateway.files.bodies import ExpirySeconds, file_name
 from services.gateway.responses.documents import InputDetails, OutputDetails, ResponseUsage
 from shardline.base.errors import Invalid
-from shardline.contract.batches.batch import BatchStatus
+from shardline.contract.batches.batch import PREFIX, BatchStatus
 from shardline.contract.ids import parse_id
 from shardline.store.batches import BatchRow
 
-PREFIX = "batch_"
-BATCH_ID = rf"^({PREFIX})?[0-9a-f]{{8}}(-[0-9a-f]{{4}}){{3}}-[0-9a-f]{{12}}$"
 WINDOW = r"^[1-9][0-9]{0,3}[mhd]$"
 UNITS_S = {"m": 60.0, "h": 3_600.0, "d": 86_400.0}
 MAX_WINDOW_S = 30 * UNITS_S["d"]

@@ -8,8 +8,6 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Request, Response
 
 from services.gateway.batches.bodies import (
-    BATCH_ID,
-    PREFIX,
     BatchDocument,
     BatchList,
     BatchQuery,
@@ -22,6 +20,7 @@ from services.gateway.errors import json_response
 from services.gateway.guard import CancelCaller, ReadCaller, SubmitCaller
 from services.gateway.http.query import described, path_id, query
 from services.gateway.schemas import GUARDED, answer, errors, json_body, parameters
+from shardline.contract.batches.batch import BATCH_ID, PREFIX
 from shardline.store import batches
 
 ROUTE = "/v1/batches"

@@ -12,15 +12,14 @@ import msgspec
 from msgspec import Meta
 
 from shardline.base.errors import Invalid
+from shardline.contract.batches.batch import BATCH_ID, PREFIX
 from shardline.contract.job import JobState
 from shardline.contract.request_parsing import invalid_from
 
 MAX_IDS = 1_000
-BATCH = "batch_"
 REMEDY = "Name at least one field, for example the model or the state"
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
-BATCH_ID = rf"^({BATCH})?[0-9a-f]{{8}}(-[0-9a-f]{{4}}){{3}}-[0-9a-f]{{12}}$"
 BatchId = Annotated[str, Meta(pattern=BATCH_ID)]
 Moment = Annotated[datetime, Meta(tz=True)]
 
@@ -52,7 +51,7 @@ class JobFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def batch_id(self) -> UUID | None:
         """The batch whose lines' jobs are meant."""
-        return None if self.batch is None else UUID(self.batch.removeprefix(BATCH))
+        return None if self.batch is None else UUID(self.batch.removeprefix(PREFIX))
 
 
 AnyFilter = JobFilter | Mapping[str, Any]

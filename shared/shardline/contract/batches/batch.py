@@ -15,6 +15,10 @@ MAX_LINES = 50_000
 MAX_LINE_NUMBER = (1 << 20) - 1
 """Blank lines are counted too."""
 
+PREFIX = "batch_"
+"""Before the UUID of a batch, as clients name it."""
+BATCH_ID = rf"^({PREFIX})?[0-9a-f]{{8}}(-[0-9a-f]{{4}}){{3}}-[0-9a-f]{{12}}$"
+"""A pattern: UUIDs do without the prefix."""
 
 _VERSION_8 = 0x8 << 76
 _VARIANT = 0x2 << 62

@@ -12,6 +12,7 @@ import msgspec
 from sqlalchemy import Connection, text
 
 from shardline.base.errors import Conflict, Invalid, NotFound
+from shardline.contract.batches.batch import PREFIX
 from shardline.contract.ids import parse_id
 from shardline.contract.schedules.schedule_tables import (
     MAX_REASON_CHARS,
@@ -21,9 +22,6 @@ from shardline.contract.schedules.schedule_tables import (
 
 MAX_PAUSES = 1_000
 """Each is compared with each job that is sent or claimed."""
-
-BATCH = "batch_"
-"""Before the UUID of a batch, as clients name it."""
 
 # Of a row of `jobs`: what it is paused by, or null. Costs nothing while there is no pause.
 PAUSED_BY = """(
@@ -101,5 +99,5 @@ def _target(kind: PauseKind, target: str) -> str:
     if kind is PauseKind.TAG and target.find("=") < 1:
         raise Invalid("target", f"{target[:32]!r} is no tag", "Write KEY=VALUE of jobs' metadata")
     if kind is PauseKind.BATCH:
-        return str(parse_id(target.removeprefix(BATCH), "target"))
+        return str(parse_id(target.removeprefix(PREFIX), "target"))
     return target

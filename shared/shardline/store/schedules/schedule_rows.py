@@ -19,9 +19,10 @@ from shardline.contract.ids import parse_id
 from shardline.contract.job import DEFAULT_TENANT, JobRequest
 from shardline.contract.request_parsing import check_metadata, parse_request
 from shardline.contract.schedules.cron import next_time
-from shardline.contract.schedules.schedule_tables import MAX_NAME_CHARS, CatchUp
+from shardline.contract.schedules.schedule_tables import CatchUp
 from shardline.store.connection.encoding import dump
 from shardline.store.inserts import encode_request
+from shardline.store.tenants.quotas import add_tenant, check_name
 
 MAX_SCHEDULES = 1_000
 """Of a tenant."""
@@ -43,7 +44,6 @@ COLUMNS = """id, tenant_id AS tenant, name, cron, time_zone, catch_up, paused, c
 
 # FOR NO KEY UPDATE: jobs of the tenant are inserted meanwhile.
 LOCK_TENANT = text("SELECT now() FROM tenants WHERE id = :tenant FOR NO KEY UPDATE")
-ADD_TENANT = text("INSERT INTO tenants (id) VALUES (:tenant) ON CONFLICT DO NOTHING")
 COUNT = text("SELECT count(*) FROM schedules WHERE tenant_id = :tenant")
 INSERT = text(f"""
 INSERT INTO schedules (id, tenant_id, name, cron, time_zone, request, catch_up, paused, key_name,
@@ -111,11 +111,10 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 def create(connection: Connection, new: NewSchedule) -> Schedule:
     """Makes a schedule; a tenant that there is not is made too. Raises Invalid, and Conflict where
     the tenant has MAX_SCHEDULES, or one of this name."""
-    _check_name("name", new.name)
-    _check_name("tenant", new.tenant)
+    check_name("name", new.name)
     request = _encoded(new.request)
     job_request(new.request, name=new.name, tenant=new.tenant)
-    connection.execute(ADD_TENANT, {"tenant": new.tenant})
+    add_tenant(connection, new.tenant)
     now = connection.scalar(LOCK_TENANT, {"tenant": new.tenant})
     values = {
         **msgspec.structs.asdict(new),
@@ -226,12 +225,6 @@ def _check_is_of_all(request: Mapping[str, Any]) -> None:
     for field in OF_EACH_JOB:
         if request.get(field) is not None:
             raise Invalid(field, "each job of a schedule has its own", "Leave it out")
-
-
-def _check_name(field: str, name: str) -> None:
-    if not (1 <= len(name) <= MAX_NAME_CHARS and name.isprintable()):
-        remedy = f"Write 1 to {MAX_NAME_CHARS} characters, all of them printable"
-        raise Invalid(field, f"{name[:32]!r} cannot be one", remedy)
 
 
 def _schedule(row: RowMapping) -> Schedule:

@@ -76,9 +76,16 @@ class TenantQuota(msgspec.Struct, frozen=True, kw_only=True):
     spent_money: Decimal | None
 
 
+def check_name(field: str, name: str) -> None:
+    """Raises Invalid for what cannot be a name of a tenant, a key or a schedule."""
+    if not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable():
+        remedy = f"Write 1 to {MAX_NAME_CHARS} characters, all of them printable"
+        raise Invalid(field, f"{name[:32]!r} cannot be one", remedy)
+
+
 def add_tenant(connection: Connection, tenant: str) -> None:
     """Makes a tenant if there is none of this name. Raises Invalid."""
-    _check_name("tenant", tenant)
+    check_name("tenant", tenant)
     connection.execute(ADD_TENANT, {"tenant": tenant})
 
 
@@ -88,7 +95,7 @@ def set_quota(
     """Sets some limits of a tenant, or of one of its keys; None takes one away, the others stay. A
     tenant that there is not is made. Raises Invalid."""
     if key_name:
-        _check_name("key", key_name)
+        check_name("key", key_name)
     for name, limit in limits.items():
         _check_limit(name, limit)
     add_tenant(connection, tenant)
@@ -136,12 +143,6 @@ def list_quotas(connection: Connection) -> list[TenantQuota]:
 def fold_quotas(connection: Connection) -> None:
     """Brings what is used up to date, so that changes do not pile up while nobody submits."""
     connection.execute(FOLD)
-
-
-def _check_name(field: str, name: str) -> None:
-    if not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable():
-        remedy = f"Write 1 to {MAX_NAME_CHARS} characters, all of them printable"
-        raise Invalid(field, f"{name[:32]!r} cannot be one", remedy)
 
 
 def _check_limit(name: str, limit: Limit) -> None:

@@ -63,8 +63,8 @@ def grant_role(connection: Connection, tenant: str, role: str) -> None:
 
 
 def revoke_role(connection: Connection, role: str) -> None:
-    """Takes the rights of a tenant's role away. It still belongs to nobody's rows until it is
-    granted again. Raises NotFound."""
+    """Takes the rights that `grant_role` gave away. Rights that somebody else gave stay, and are
+    then of no tenant. Raises NotFound."""
     if connection.scalar(UNBIND, {"role": role}) is None:
         raise NotFound(f"the role {role!r} belongs to no tenant")
     quoted = _quoted(connection, role)
