@@ -22,6 +22,10 @@ from shardline_server.message_guard import MessageGuard, RefusedMessage
 
 log = structlog.get_logger(__name__)
 
+EVENTS_S = 0.05
+"""So long a task's events wait for others, to travel as one message."""
+MAX_EVENTS = 1_000
+"""In one message."""
 ANSWER_KEPT_MS = 60_000
 """Longer than anybody waits: kombu itself would keep the queue of answers for ten seconds."""
 
@@ -67,6 +71,7 @@ class Reconnecting(bootsteps.StartStopStep):
     def start(self, c: Any) -> None:
         """Runs at every connect."""
         guard(c.task_consumer.channel)
+        gather_events(c)
         self._guard.watch(c.task_consumer.channel.connection)
 
     def stop(self, c: Any) -> None:  # noqa: ARG002 (the step's signature)
@@ -79,6 +84,27 @@ class Reconnecting(bootsteps.StartStopStep):
         log.warning(
             "a message that is no task is dropped", task_id=refused.task_id, problem=refused.problem
         )
+
+
+def gather_events(consumer: Any) -> None:
+    """Publishes what waits every EVENTS_S, as one message, which Flower reads like single ones:
+    Celery (5.7) publishes in each turn of its loop, and so nearly each event alone."""
+    events = consumer.event_dispatcher
+    is_due = False
+
+    def publish() -> None:
+        nonlocal is_due
+        is_due = False
+        events.flush(errors=False)
+
+    def publish_soon() -> None:
+        nonlocal is_due
+        if not is_due:
+            is_due = True
+            consumer.hub.call_later(EVENTS_S, publish)
+
+    events.buffer_limit = MAX_EVENTS
+    events.on_send_buffered = publish_soon
 
 
 def guard(channel: Any) -> None:

@@ -35,6 +35,11 @@ from shardline.base.config import Times
 from shardline.contract.job import FinishReason
 from shardline.store.connection.database import failure_of
 from shardline_scheduler.events import Event, MayBegin, NewTokens, SequenceCrashed
+from shardline_server.host.duty_cycle import DutyCycle
+
+SHARE = 0.5
+"""Of the interpreter, while the engine waits for it."""
+LONGEST_REST_S = 0.02
 
 
 class Phase(IntEnum):
@@ -101,6 +106,7 @@ class LeaseManager(threading.Thread):
             times=times,
         )
         self._outage = Outage()
+        self._duty = DutyCycle(share=SHARE, longest_rest_s=LONGEST_REST_S)
 
     # From other threads
     # -----------------------------------------------------------------------------------------
@@ -184,25 +190,29 @@ class LeaseManager(threading.Thread):
         while not self._is_over():
             self._woken.wait(self._heartbeater.wait_s)
             self._woken.clear()
-            self._pass_cancels()
-            self._take_events()
-            with self._reporting_outages():
-                self._readiness.announce()
-                if self._finisher.commit_outcomes():
-                    self._claimer.again()
-                self._finisher.give_back_outgrown()
-                if (identity := self._readiness.identity) is not None:
-                    self._finisher.judge_crashed(identity)
-                    self._finisher.give_back_inexact(identity)
-                self._claim()
-                if self._phase >= Phase.RELEASING or self._readiness.is_given_up:
-                    self._finisher.judge_crashed(None)
-                    self._finisher.give_back_all()
-                if self._heartbeater.wait_s == 0.0:
-                    self._heartbeater.postpone()
-                    self._heartbeater.beat()
-                    self._claimer.again()
-                    self._outage.end()
+            with self._duty:
+                self._turn()
+
+    def _turn(self) -> None:
+        self._pass_cancels()
+        self._take_events()
+        with self._reporting_outages():
+            self._readiness.announce()
+            if self._finisher.commit_outcomes():
+                self._claimer.again()
+            self._finisher.give_back_outgrown()
+            if (identity := self._readiness.identity) is not None:
+                self._finisher.judge_crashed(identity)
+                self._finisher.give_back_inexact(identity)
+            self._claim()
+            if self._phase >= Phase.RELEASING or self._readiness.is_given_up:
+                self._finisher.judge_crashed(None)
+                self._finisher.give_back_all()
+            if self._heartbeater.wait_s == 0.0:
+                self._heartbeater.postpone()
+                self._heartbeater.beat()
+                self._claimer.again()
+                self._outage.end()
 
     def _is_over(self) -> bool:
         has_work = bool(self._jobs) or self._finisher.num_uncommitted > 0

@@ -29,6 +29,11 @@ def process_s() -> float:
     return time.clock_gettime(time.CLOCK_PROCESS_CPUTIME_ID)
 
 
+def thread_s() -> float:
+    """Seconds that a processor has worked for the calling thread."""
+    return time.clock_gettime(time.CLOCK_THREAD_CPUTIME_ID)
+
+
 def wall_clock_s() -> float:
     """Seconds since 1970 by this host's clock, which may jump: to show moments of several hosts
     side by side."""

@@ -32,6 +32,7 @@ PAUSE_S = 0.5
 class _Stream:
     """One that this writer has begun."""
 
+    key: str
     renew_s: float
     """When its time to live is due again, monotonic."""
     num_entries: int = 0
@@ -96,7 +97,7 @@ class DeltaWriter:
         if stream is None:
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
-            stream = self._known[job_id] = _Stream(now_s)
+            stream = self._known[job_id] = _Stream(job_stream(job_id), now_s)
         stream.renew_s = now_s + RENEW_S
         return True
 
@@ -132,10 +133,16 @@ class DeltaWriter:
         self, pipeline: Pipeline, job_id: UUID, delta: Delta, *, to_existing: bool = False
     ) -> None:
         encoded = encode_delta(delta)
-        maxlen = self._known.setdefault(job_id, _Stream(0.0)).add(encoded)
+        stream = self._known.get(job_id)
+        if stream is None:
+            stream = self._known[job_id] = _Stream(job_stream(job_id), 0.0)
         fields: dict[FieldT, EncodableT] = {DELTA_FIELD: encoded}
         pipeline.xadd(
-            job_stream(job_id), fields, maxlen=maxlen, approximate=True, nomkstream=to_existing
+            stream.key,
+            fields,
+            maxlen=stream.add(encoded),
+            approximate=True,
+            nomkstream=to_existing,
         )
 
 
