@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from shardline.base.errors import Invalid
-from shardline.contract.chat import FunctionDefinition
+from shardline.contract.argument_schema import arguments_schema
 from shardline.contract.structured_output import MAX_GRAMMAR_BYTES, StructuredOutput
 from shardline.contract.tool_choice import CallableTools
 from shardline_server.replies import deepseek, harmony, hermes, kimi, mistral
@@ -178,11 +178,6 @@ class ReplyGrammar:
         if place < len(text):
             terms.append(json.dumps(text[place:], ensure_ascii=False))
         return " ".join(terms)
-
-
-def arguments_schema(function: FunctionDefinition) -> dict[str, object]:
-    """Returns the JSON schema of a call's arguments, which are an object in any case."""
-    return {"type": "object", **function.schema}
 
 
 def _composed(lark: str, answer: StructuredOutput | None) -> StructuredOutput:

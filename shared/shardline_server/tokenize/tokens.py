@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from shardline.base.errors import ContextExceeded, Invalid
+from shardline.contract.argument_schema import arguments_schema
 from shardline.contract.chat import Message, Tool
 from shardline.contract.decision import FIELD as QUESTION
 from shardline.contract.decision import Question
@@ -33,7 +34,6 @@ from shardline_server.tokenize.grammar_judge import Question as GrammarQuestion
 from shardline_server.tokenize.grammar_trial import TRIAL, GrammarBudget
 from shardline_server.tokenize.prepared_prompt import PreparedPrompt
 from shardline_server.tokenize.questions import QuestionLabels
-from shardline_server.tokenize.reply_grammar import arguments_schema
 from shardline_server.tokenize.token_texts import TokenTexts
 
 MAX_CHARS_PER_TOKEN = 128
