@@ -18,6 +18,8 @@ BEGIN = "<!-- mutants: begin -->"
 END = "<!-- mutants: end -->"
 HEADER = ("|mutant|caught|by|real stack|", "|---|---|---|---|")
 NOTHING = "-"
+SAME = "″"
+"""The mutant of the row above."""
 
 
 class Row(NamedTuple):
@@ -45,9 +47,9 @@ def update(path: Path, mutants: Sequence[Mutant], seen: Mapping[str, Seen]) -> N
     table, _, after = rest.partition(END)
     old = rows_of(table)
     rows = [
-        row
+        row if place == 0 else row._replace(mutant=SAME)
         for mutant in mutants
-        for row in merged(mutant, old.get(mutant.name, []), seen.get(mutant.name))
+        for place, row in enumerate(merged(mutant, old.get(mutant.name, []), seen.get(mutant.name)))
     ]
     text = "\n".join((*HEADER, *(f"|{'|'.join(row)}|" for row in rows)))
     path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
@@ -56,9 +58,11 @@ def update(path: Path, mutants: Sequence[Mutant], seen: Mapping[str, Seen]) -> N
 def rows_of(table: str) -> dict[str, list[Row]]:
     """The rows of a table as it was written, by mutant."""
     rows: dict[str, list[Row]] = {}
+    mutant = ""
     for line in table.strip().splitlines()[len(HEADER) :]:
         row = Row(*(cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")))
-        rows.setdefault(row.mutant, []).append(row)
+        mutant = mutant if row.mutant == SAME else row.mutant
+        rows.setdefault(mutant, []).append(row._replace(mutant=mutant))
     return rows
 
 
