@@ -61,6 +61,8 @@ class Point(StrEnum):
     celery)."""
     TASK_ENDED = "task-ended"
     """A relay sent what follows a Celery task, or stored its result, and has not noted that."""
+    CHORD_JOINED = "chord-joined"
+    """A relay has claimed a chord and read the values of its parts, and has not sent its body."""
     SCHEDULE_FIRED = "schedule-fired"
     """A relay wrote a schedule's job and its next time and has not committed them."""
     GATEWAY_INSERTED = "gateway-inserted"

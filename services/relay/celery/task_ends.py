@@ -16,6 +16,7 @@ from celery.app.task import Context
 from celery.canvas import maybe_signature
 from kombu.utils import json as kombu_json
 
+from services.relay.celery.chord_backend import BACKENDS
 from services.relay.celery.once_transport import sending
 from services.relay.settings import RelaySettings
 from shardline.contract.job import JobState
@@ -33,11 +34,10 @@ has by default."""
 
 
 def make_ends_app(settings: RelaySettings) -> Celery:
-    """The app that sends callbacks and stores results. Chords wait for it within a relay's lease
-    of a task."""
+    """The app that sends callbacks and stores results."""
     shared = settings.celery()["broker_transport_options"]
     options = {name: value for name, value in shared.items() if name not in NOT_OURS}
-    return results_app(
+    app = results_app(
         settings,
         "shardline.ends",
         broker_transport="services.relay.celery.once_transport:OnceTransport",
@@ -48,6 +48,8 @@ def make_ends_app(settings: RelaySettings) -> Celery:
         task_routes={SUBMIT_TASK: {"queue": INTAKE_QUEUE}},
         result_chord_join_timeout=TIMEOUT_S,
     )
+    app.loader.override_backends = BACKENDS
+    return app
 
 
 class TaskEnds:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import structlog
 
+from services.relay.celery.chord_backend import ChordClaimed
 from services.relay.celery.task_ends import TaskEnds
 from services.relay.loop import REDIS_ERRORS, Loop, LoopContext
 from shardline_server.failpoints import Point, failpoint
@@ -21,17 +22,14 @@ from shardline_server.store.celery_tasks import EndedTask
 log = structlog.get_logger(__name__)
 
 LEASE_S = 20.0
-"""Longer than a chord's dispatch is claimed in Redis: by then the next relay may dispatch it."""
 
 MAX_WAITING = 2 * celery_tasks.MAX_BATCH
 """Tasks that wait for the backend in this relay's memory; the others wait in Postgres."""
 
 PAUSE_S = 1.0
 MAX_PAUSE_S = 60.0
-"""Before a task is tried again, doubling. Some of a chord's steps are claimed for longer: see
-CHORD_PAUSE_S."""
+"""Before a task is tried again, doubling."""
 
-CHORD_PAUSE_S = LEASE_S
 GIVE_UP_S = 86_400.0
 """Celery itself keeps results for a day: later no caller looks for one."""
 
@@ -69,17 +67,25 @@ class TaskResults(Loop):
             ]
             finished: list[EndedTask] = []
             try:
-                for ended in batch:
-                    self._ends.finish(ended)
-                    finished.append(ended)
+                while batch:
+                    self._finish(batch[0], finished)
+                    batch.pop(0)
             except Exception as error:
-                failed, *others = batch[len(finished) :]
+                failed, *others = batch
                 self._put_off(failed, error)
                 self._waiting.extendleft(reversed(others))
                 raise
             finally:
                 self._settle(finished)
         return self._poll_s
+
+    def _finish(self, ended: EndedTask, finished: list[EndedTask]) -> None:
+        try:
+            self._ends.finish(ended)
+        except ChordClaimed as claimed:
+            self._put_off(ended, claimed)
+        else:
+            finished.append(ended)
 
     def _settle(self, finished: Sequence[EndedTask]) -> None:
         if finished:
@@ -92,12 +98,7 @@ class TaskResults(Loop):
             log.error("a Celery task's result is given up", task_id=ended.task_id, exc_info=error)
             self._settle([ended])
             return
-        is_chord = '"chord"' in (ended.request or "")
-        pause_s = (
-            CHORD_PAUSE_S
-            if is_chord
-            else min(PAUSE_S * 2.0 ** min(ended.num_failures, 10), MAX_PAUSE_S)
-        )
+        pause_s = min(PAUSE_S * 2.0 ** min(ended.num_failures, 10), MAX_PAUSE_S)
         log.warning(
             "a Celery task's result is not stored yet",
             task_id=ended.task_id,
