@@ -36,7 +36,10 @@ ROW_ERRORS = (DataError, IntegrityError, TypeError, ValueError, RecursionError, 
 
 TAKE_DUE = text("""
 SELECT id, tenant_id, name, cron, time_zone, CAST(request AS text) AS request, catch_up, key_name,
-    fires_after, next_at, now() AS now
+    fires_after, next_at, now() AS now,
+    -- Of all keys of this name: a rotation has left an old one.
+    (SELECT bool_and(revoked_at IS NOT NULL) FROM api_keys
+        WHERE api_keys.name = key_name AND api_keys.tenant_id = schedules.tenant_id) AS is_revoked
 FROM schedules WHERE NOT paused AND (next_at IS NULL OR next_at <= now())
 ORDER BY next_at NULLS FIRST LIMIT 1 FOR UPDATE SKIP LOCKED
 """)
@@ -93,6 +96,9 @@ def fire_next(connection: Connection) -> Firing | None:
 
 
 def _fire(connection: Connection, row: Row[Any], next_at: datetime) -> FiringOutcome:
+    if row.is_revoked:
+        problem = f"the API key {row.key_name!r}, which made the schedule, was revoked"
+        raise Invalid("key_name", problem, "Delete the schedule, and make it with a valid key")
     if row.next_at is None:
         connection.execute(FIND, {"id": row.id, "next_at": next_at})
         return "found"

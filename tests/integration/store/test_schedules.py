@@ -16,6 +16,8 @@ from sqlalchemy import Connection, Engine, text
 from shardline.base.errors import Conflict, Invalid, NotFound
 from shardline.contract.schedules.cron import next_time
 from shardline.contract.schedules.schedule_tables import CatchUp, PauseKind
+from shardline.store import api_keys
+from shardline.store.api_keys import Grant
 from shardline.store.schedules import pauses, schedule_rows
 from shardline.store.schedules.schedule_rows import NewSchedule, Schedule
 from shardline.store.tenants import quotas
@@ -174,6 +176,29 @@ def test_a_quota_that_refuses_is_told_of_and_the_next_time_is_tried(engine: Engi
     change(engine, MISSED, mins=0)
     assert outcomes(engine) == ["fired"]
     assert get(engine, made).last_error is None
+
+
+def test_a_schedule_ends_with_the_last_key_of_the_name_that_made_it(engine: Engine) -> None:
+    with engine.begin() as connection:
+        api_keys.create(connection, Grant(name="web", tenant="acme"))
+        api_keys.create(connection, Grant(name="other", tenant="default"))
+        api_keys.revoke(connection, "other")
+    made = make(engine, tenant="acme", key_name="web")
+    make(engine, name="other", tenant="acme", key_name="other")
+    with engine.begin() as connection:
+        api_keys.rotate(connection, "web", grace_s=60.0)
+        (old,) = connection.scalars(text("SELECT id FROM api_keys WHERE replaced_at IS NOT NULL"))
+        api_keys.revoke(connection, old)
+    change(engine, MISSED, mins=0)
+    assert outcomes(engine) == ["fired", "fired"]
+    with engine.begin() as connection:
+        api_keys.revoke(connection, "web")
+    change(engine, MISSED, mins=0)
+    assert sorted(outcomes(engine)) == ["fired", "invalid"]
+    after = get(engine, made)
+    assert after.last_error is not None
+    assert (after.paused, after.last_error["field"]) == (True, "key_name")
+    assert "'web', which made the schedule, was revoked" in after.last_error["problem"]
 
 
 def test_a_paused_schedule_fires_nothing_and_catches_nothing_up(engine: Engine) -> None:
