@@ -65,7 +65,8 @@ def test_doctor_and_top_know_that_a_paused_job_is_no_fault(
     ran = shardline("doctor")
     assert (ran.exit_code, "model clerk" in ran.stdout) == (0, True), ran.stdout
     (look,) = documents(shardline("top", "--once", "--json", "--every", "0.5"))
-    assert look["tenants"] == {"default": {"num_queued": 0, "num_running": 0, "num_paused": 1}}
+    counts = {"num_queued": 0, "num_running": 0, "num_paused": 1, "num_waiting": 0}
+    assert look["tenants"] == {"default": counts}
 
 
 @pytest.fixture

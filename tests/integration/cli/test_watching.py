@@ -25,6 +25,10 @@ INSERT INTO jobs (model, prompt_ids, max_tokens, prepared_at, created_at, not_be
 SELECT 'clerk', ARRAY[5], 1, now(), before, before
 FROM (SELECT now() - interval '1 minute' AS before) AS clock
 """)
+CHILD = text("""
+INSERT INTO jobs (model, prompt, depends_on)
+SELECT 'clerk', 'a', jsonb_build_array(jsonb_build_object('job', id)) FROM jobs
+""")
 
 
 @pytest.fixture
@@ -109,14 +113,16 @@ def test_top_shows_models_pipelines_and_tenants(
     with transaction(database_url) as connection:
         connection.execute(ENERGY)
         connection.execute(LATE)
+        connection.execute(CHILD)
     (look,) = documents(shardline("top", "--once", "--json", "--every", "0.5"))
     (model,) = look["models"]
-    assert model["jobs"] == {"num_queued": 1, "num_running": 0, "num_paused": 0}
+    counts = {"num_queued": 1, "num_running": 0, "num_paused": 0, "num_waiting": 1}
+    assert model["jobs"] == counts
     assert model["oldest_s"] >= 60
     (pipeline,) = look["pipelines"]
     assert pipeline["pipeline"]["ready"]
     assert (pipeline["num_running"], pipeline["tokens_per_s"]) == (0, 0)
-    assert look["tenants"] == {"default": {"num_queued": 1, "num_running": 0, "num_paused": 0}}
+    assert look["tenants"] == {"default": counts}
 
     ran = shardline("top", "--once", "--every", "0.5")
     assert (ran.exit_code, "clerk" in ran.stdout, "default" in ran.stdout) == (0, True, True)

@@ -30,6 +30,7 @@ from shardline.store.statistics.overview import (
 
 MAX_TENANTS = 10
 """Those with the most open jobs."""
+COUNTED = ("queued", "running", "paused", "for parents")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +132,7 @@ def screen(now: Overview, speeds: Mapping[str, Speed]) -> Group:
 
 
 def _models_table(models: Iterable[ModelLoad]) -> Table:
-    table = show.new_table("model", "queued", "running", "paused", "oldest waits")
+    table = show.new_table("model", *COUNTED, "oldest waits")
     for each in models:
         table.add_row(each.model, *_counts(each.jobs), f"{each.oldest_s:,.0f} s")
     return table
@@ -159,7 +160,7 @@ def _pipelines_table(pipelines: Iterable[PipelineLoad], speeds: Mapping[str, Spe
 
 
 def _tenants_table(tenants: Mapping[str, OpenJobs]) -> Table:
-    table = show.new_table("tenant", "queued", "running", "paused")
+    table = show.new_table("tenant", *COUNTED)
     busiest = sorted(
         tenants.items(), key=lambda pair: (-pair[1].num_queued - pair[1].num_running, pair[0])
     )
@@ -171,7 +172,7 @@ def _tenants_table(tenants: Mapping[str, OpenJobs]) -> Table:
 def _counts(jobs: OpenJobs) -> list[str]:
     return [
         f"{number:,}{'+' if number >= MAX_COUNTED else ''}"
-        for number in (jobs.num_queued, jobs.num_running, jobs.num_paused)
+        for number in (jobs.num_queued, jobs.num_running, jobs.num_paused, jobs.num_waiting)
     ]
 
 

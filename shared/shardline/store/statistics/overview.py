@@ -10,12 +10,14 @@ from datetime import datetime
 from sqlalchemy import Connection, text
 
 from shardline.contract.job import JobState
-from shardline.contract.tables import IS_READY
+from shardline.contract.tables import IS_READY, WAITS
 from shardline.store.pipelines import LivePipeline, live_pipelines
 from shardline.store.statistics.demand import oldest_queued
 
 MAX_COUNTED = 10_000
 """Jobs of one state of one model: this many means at least."""
+
+WAITING = "waiting"
 
 OPEN_JOBS = text(f"""
 SELECT name AS model, state, tenant_id, pipeline, count(*) AS num_jobs,
@@ -27,6 +29,12 @@ FROM models CROSS JOIN (VALUES ('queued'), ('running')) AS states (state)
         LIMIT :max_counted
     ) AS counted
 GROUP BY 1, 2, 3, 4
+UNION ALL
+SELECT name, 'waiting', tenant_id, NULL, count(*), 0
+FROM models CROSS JOIN LATERAL (
+    SELECT tenant_id FROM jobs WHERE jobs.model = models.name AND ({WAITS}) LIMIT :max_counted
+) AS counted
+GROUP BY 1, 3
 """)  # noqa: S608 (a constant of ours)
 
 # An epoch's rows and joules only grow.
@@ -44,9 +52,11 @@ class OpenJobs:
     """How many jobs wait and run."""
 
     num_queued: int = 0
-    """Without those that are paused."""
+    """Without those that are paused or wait for others."""
     num_running: int = 0
     num_paused: int = 0
+    num_waiting: int = 0
+    """For their parents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +106,11 @@ def overview(connection: Connection) -> Overview:
         for counts, name in ((by_model, row.model), (by_tenant, row.tenant_id)):
             was = counts.get(name, OpenJobs())
             counts[name] = OpenJobs(
-                num_queued=was.num_queued + (0 if is_running else row.num_jobs - row.num_paused),
+                num_queued=was.num_queued
+                + (row.num_jobs - row.num_paused if row.state == JobState.QUEUED else 0),
                 num_running=was.num_running + (row.num_jobs if is_running else 0),
                 num_paused=was.num_paused + row.num_paused,
+                num_waiting=was.num_waiting + (row.num_jobs if row.state == WAITING else 0),
             )
     return Overview(
         taken_at=connection.execute(NOW).scalar_one(),
