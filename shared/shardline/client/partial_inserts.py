@@ -13,12 +13,8 @@ from shardline.client.questions import Question, check_number
 from shardline.client.requests import AnyRequest, checked_each
 from shardline.contract.choices import choices_of
 from shardline.contract.job import JobRequest
-from shardline.store.inserts import (
-    EncodedRequest,
-    StoredRequest,
-    encode_choices,
-    insert_encoded,
-)
+from shardline.store.family_inserts import insert_families, refused_with_parents
+from shardline.store.inserts import EncodedRequest, StoredRequest, encode_choices
 
 Outcomes = list[UUID | ShardlineError]
 
@@ -39,7 +35,7 @@ def insert_some(requests: Iterable[AnyRequest], tenant: str, n: int) -> Question
     good = [one for one in encoded if isinstance(one, EncodedRequest)]
 
     def insert(connection: Connection) -> Outcomes:
-        stored = iter(_stored(connection, good))
+        stored = iter(refused_with_parents(good, _stored(connection, good)))
         outcomes = (next(stored) if isinstance(one, EncodedRequest) else one for one in encoded)
         return [place for outcome in outcomes for place in _places(outcome, n)]
 
@@ -63,7 +59,7 @@ def _stored(
         return []
     try:
         with connection.begin_nested():
-            return insert_encoded(connection, requests)
+            return insert_families(connection, requests)
     except Invalid as error:
         if len(requests) == 1:
             return [error]

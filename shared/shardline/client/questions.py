@@ -23,7 +23,8 @@ from shardline.contract.job_filter import AnyFilter, parse_filter
 from shardline.store import bulk_acts, dead_letters, jobs, listing
 from shardline.store.bulk_acts import Act, BulkAct, BulkProgress, bulk_act
 from shardline.store.dead_letters import DeadLetter
-from shardline.store.inserts import encode_choices, insert_all
+from shardline.store.family_inserts import insert_all_families
+from shardline.store.inserts import encode_choices
 from shardline.store.listing import PageEnd
 from shardline.store.statistics.reports import states
 
@@ -45,12 +46,12 @@ States = dict[UUID, JobState]
 def insert(requests: Sequence[JobRequest], n: int = 1) -> Question[Ids]:
     """Store `n` choices of each of them, or none at all; ids in the same order, the choices of a
     request side by side. Raises Invalid, Conflict."""
-    if n == 1:
-        return lambda connection: [one.job_id for one in jobs.insert_jobs(connection, requests)]
     check_number(len(requests), n)
     encoded = [encode_choices(choices_of(request, n)) for request in requests]
     return lambda connection: [
-        job_id for one in insert_all(connection, encoded) for job_id in (one.job_id, *one.others)
+        job_id
+        for one in insert_all_families(connection, encoded)
+        for job_id in (one.job_id, *one.others)
     ]
 
 

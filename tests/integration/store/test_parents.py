@@ -9,7 +9,7 @@ from uuid import UUID
 import pytest
 from sqlalchemy import Engine, text
 
-from shardline.base.errors import Conflict, Invalid
+from shardline.base.errors import Conflict, Invalid, LimitExceeded
 from shardline.client import Client
 from shardline.contract.ids import new_id
 from shardline.contract.job import JobState
@@ -17,6 +17,7 @@ from shardline.contract.parents.parent_job import ParentJob
 from shardline.store import dead_letters, jobs
 from shardline.store.statistics.demand import demand
 from shardline.store.statistics.server_state import unsent_models
+from shardline.store.tenants import quotas
 from shardline_server.store import parents, preparation, retention, sweeps
 from tests.integration.rows import (
     LONG_S,
@@ -225,6 +226,37 @@ def test_one_call_stores_parents_and_children(engine: Engine, database_url: str)
         outcomes = client.submit_many([good, wrong], on_error="skip")
     assert isinstance(outcomes[0], UUID)
     assert isinstance(outcomes[1], Invalid)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_child_of_a_request_that_a_quota_refuses_is_refused_for_that(
+    engine: Engine, database_url: str, n: int
+) -> None:
+    with engine.begin() as connection:
+        quotas.set_quota(connection, "acme", {"max_queued": 0})
+    first, second, third = new_id(), new_id(), new_id()
+    of_default = {"model": MODEL, "prompt": "a", "tenant": "default"}
+    asked = [
+        {"model": MODEL, "prompt": "a", "id": first, "tenant": "acme"},
+        {**of_default, "id": second, "depends_on": [{"job": first}]},
+        {**of_default, "id": third, "depends_on": [{"job": second}]},
+        of_default,
+        {**of_default, "depends_on": [{"job": new_id()}]},
+    ]
+    with Client(database_url=database_url) as client:
+        for requests in (asked[:2], asked[:4]):
+            with pytest.raises(LimitExceeded) as raised:
+                client.submit_many(requests, n=n)
+            assert raised.value.field == "max_queued"
+        for requests in (asked[:4], asked):
+            parent, child, grandchild, other, *orphans = client.submit_many(
+                requests, n=n, on_error="skip"
+            )[::n]
+            assert isinstance(other, UUID)
+            for refused in (parent, child, grandchild):
+                assert isinstance(refused, LimitExceeded)
+            assert all(isinstance(one, Invalid) and one.field == "depends_on" for one in orphans)
+    assert cell(engine, "SELECT count(*) FROM jobs") == 2 * n
 
 
 def test_a_statement_with_a_circle_is_refused(engine: Engine) -> None:
