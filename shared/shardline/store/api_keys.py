@@ -32,7 +32,8 @@ from sqlalchemy.dialects.postgresql import insert
 from shardline.base.errors import Conflict, Invalid, NotFound
 from shardline.contract.api_key import PresentedKey, Scope, new_key, parse_key
 from shardline.contract.job import DEFAULT_TENANT
-from shardline.contract.tables import MAX_NAME_CHARS, api_keys, tenants
+from shardline.contract.tables import MAX_NAME_CHARS, api_keys
+from shardline.store.tenants.quotas import add_tenant
 
 SHOWN = (
     "id",
@@ -208,7 +209,7 @@ def _insert(connection: Connection, presented: PresentedKey, grant: Grant) -> bo
             raise Invalid(field, f"{text[:32]!r} cannot be one", remedy)
     if not grant.scopes:
         raise Invalid("scopes", "there are none", f"Use some of: {', '.join(Scope)}")
-    connection.execute(insert(tenants).values(id=grant.tenant).on_conflict_do_nothing())
+    add_tenant(connection, grant.tenant)
     lifetime = (
         None if grant.expires_s is None else cast(timedelta(seconds=grant.expires_s), Interval)
     )

@@ -267,6 +267,8 @@ def test_wrong_endpoints_are_refused_and_a_tenant_has_only_so_many(engine: Engin
         {"name": ""},
         {"name": "a\0"},
         {"url": "http://10.0.0.1/"},
+        {"tenant": ""},
+        {"tenant": "a" * 65},
     ):
         good: Any = {"url": URL, "name": "a", "event_types": ("job.*",)}
         with engine.begin() as connection, pytest.raises(Invalid):

@@ -26,6 +26,7 @@ from shardline.contract.webhooks.event import (
 )
 from shardline.contract.webhooks.targets import WebhookReach, check_url
 from shardline.contract.webhooks.webhook_tables import MAX_NAME_CHARS
+from shardline.store.tenants.quotas import add_tenant
 
 MAX_ENDPOINTS = 16
 """Of a tenant: each end of one of its jobs may write so many rows."""
@@ -38,7 +39,6 @@ COLUMNS = """id, tenant_id AS tenant, name, url, event_types, secret, created_at
 
 # FOR NO KEY UPDATE: jobs of the tenant are inserted meanwhile.
 LOCK_TENANT = text("SELECT id FROM tenants WHERE id = :tenant FOR NO KEY UPDATE")
-ADD_TENANT = text("INSERT INTO tenants (id) VALUES (:tenant) ON CONFLICT DO NOTHING")
 COUNT = text("SELECT count(*) FROM webhook_endpoints WHERE tenant_id = :tenant")
 INSERT = text(f"""
 INSERT INTO webhook_endpoints (id, tenant_id, name, url, event_types, secret)
@@ -129,7 +129,7 @@ def create(connection: Connection, new: NewEndpoint, *, reach: WebhookReach) -> 
     the tenant has MAX_ENDPOINTS."""
     named = event_types(new.event_types)
     _check(new.name, new.url, reach)
-    connection.execute(ADD_TENANT, {"tenant": new.tenant})
+    add_tenant(connection, new.tenant)
     connection.execute(LOCK_TENANT, {"tenant": new.tenant})
     if connection.scalar(COUNT, {"tenant": new.tenant}) >= MAX_ENDPOINTS:
         problem = f"the tenant has {MAX_ENDPOINTS} webhook endpoints, which is the limit"
