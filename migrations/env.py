@@ -1,6 +1,6 @@
 """Alembic's entry: runs migrations against `SHARDLINE_DATABASE_URL`, while services use the
-database. Owns no schema; that is shardline.contract.tables, response_table, batch_tables,
-schedule_tables and webhook_tables."""
+database. Owns no schema; that is shardline.contract.tables, audit_table, response_table,
+batch_tables, schedule_tables and webhook_tables."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tenacity import (
 )
 
 from shardline.base.config import Settings
+from shardline.contract.audit_table import audit
 from shardline.contract.batches.batch_tables import batches
 from shardline.contract.response_table import responses
 from shardline.contract.schedules.schedule_tables import schedules
@@ -32,7 +33,9 @@ from shardline_server.refusals import refusing
 LOCK = 7_305_793_411
 """Advisory lock: of two migrations at once one waits for the other."""
 
-(METADATA,) = {table.metadata for table in (batches, responses, schedules, webhook_endpoints)}
+(METADATA,) = {
+    table.metadata for table in (audit, batches, responses, schedules, webhook_endpoints)
+}
 """One for all tables: whole once each module that has some is imported."""
 
 PATIENCE_S = 600.0

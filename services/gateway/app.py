@@ -21,6 +21,7 @@ from services.gateway.context import Gateway
 from services.gateway.http.answers import AnswerSender
 from services.gateway.http.request_middleware import RequestMiddleware
 from services.gateway.routes import (
+    audit,
     batches,
     bulk_acts,
     completions,
@@ -96,6 +97,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         webhooks,
         schedules,
         pauses,
+        audit,
         jobs,
         bulk_acts,
         tokens,

@@ -20,6 +20,7 @@ from shardline.client.questions import Answer, Question, Summaries
 from shardline.contract.ids import JobId
 from shardline.contract.job import Job, JobState, Usage
 from shardline.store import stored_completions as stored
+from shardline.store.audit import acting
 from shardline.store.bulk_acts import BulkAct, BulkProgress
 from shardline.store.connection.database import autocommitted
 from shardline.store.inserts import EncodedRequest, StoredRequest
@@ -82,9 +83,10 @@ class GatewayClient(AsyncClient):
         """The pool that submits, reads and cancels."""
         return self._database
 
-    async def ask(self, question: Question[Answer]) -> Answer:
-        """Asks in a transaction of its own, on the pool that submits. Raises Unavailable."""
-        return await self._ask(question)
+    async def ask(self, question: Question[Answer], *, key_id: str | None = None) -> Answer:
+        """Asks in a transaction of its own, on the pool that submits; what changes is noted as an
+        act of `key_id`. Raises Unavailable."""
+        return await self._ask(question if key_id is None else _acting(key_id, question))
 
     async def insert(
         self, requests: Sequence[EncodedRequest], *, may_repeat: bool
@@ -178,7 +180,7 @@ class GatewayClient(AsyncClient):
         """Cancels as `AsyncClient.cancel`; with `tenant`, another tenant's jobs are left out."""
         return await self._ask(questions.cancel(ids, tenant))
 
-    async def act(self, act: BulkAct, *, dry_run: bool) -> BulkProgress:
+    async def act(self, act: BulkAct, *, dry_run: bool, key_id: str) -> BulkProgress:
         """Acts on at most MAX_PAGES pages of jobs; of a dry run `num_changed` is a count. Raises
         Overloaded as `list` does, and what a quota refuses."""
         async with self._list_turns.take(act.where.tenant):
@@ -187,7 +189,8 @@ class GatewayClient(AsyncClient):
                 return BulkProgress(num_changed=number, has_more=False)
             progress = BulkProgress()
             for _ in range(MAX_PAGES):
-                progress = await self._ask(questions.next_page(act, progress), pool=self._lists)
+                page = _acting(key_id, questions.next_page(act, progress))
+                progress = await self._ask(page, pool=self._lists)
                 if not progress.has_more:
                     break
             return progress
@@ -201,6 +204,10 @@ class GatewayClient(AsyncClient):
     def reader(self) -> JobReader:
         """Follows jobs, as `stream` does, from any place and with the text of their tokens."""
         return self._reader
+
+
+def _acting(key_id: str, question: Question[Answer]) -> Question[Answer]:
+    return acting(f"key {key_id}", question)
 
 
 def _live_pipelines(connection: Connection, asked: Sequence[None]) -> list[Pipelines]:

@@ -125,7 +125,6 @@ class Relay:
         finisher = TaskFinisher(context, ends, task_results)
         webhooks = WebhookSender(context, settings)
         listener = partial(NotifyListener, context, database_url=url)
-        is_default = "retention_days" not in settings.model_fields_set
         self._loops: tuple[Loop, ...] = (
             outbox,
             preparer,
@@ -141,7 +140,7 @@ class Relay:
                 context, {"price": settings.energy_price, "carbon": settings.energy_carbon}
             ),
             Growth(context, keeps_all=settings.retention_days == 0),
-            Retention(context, days=settings.retention_days, is_default=is_default),
+            _retention(context, settings),
             webhooks,
             *(WebhookKeeper(context, settings), ScheduleKeeper(context)),
             self._ended_stream(context),
@@ -232,6 +231,15 @@ class Relay:
             return Submission(id=job_id, document=document_of(request), task=task)
         except Invalid as error:
             return Submission(id=job_id, document=given, task=task, refused=error)
+
+
+def _retention(context: LoopContext, settings: RelaySettings) -> Retention:
+    return Retention(
+        context,
+        days=settings.retention_days,
+        is_default="retention_days" not in settings.model_fields_set,
+        audit_days=settings.audit_days,
+    )
 
 
 def _publisher(settings: RelaySettings) -> Celery:

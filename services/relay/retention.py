@@ -1,11 +1,12 @@
-"""Deletes ended jobs after the retention period. What may be deleted is decided in
-shardline_server.store.retention."""
+"""Deletes ended jobs, and old acts of the audit log, after their retention periods. What may be
+deleted is decided in shardline_server.store.retention."""
 
 from __future__ import annotations
 
 import structlog
 
 from services.relay.loop import Loop, LoopContext
+from shardline.store import audit
 from shardline_server.store import retention
 
 log = structlog.get_logger(__name__)
@@ -20,13 +21,17 @@ TURNS_APART = 60
 
 class Retention(Loop):
     """Deletes in small transactions, so that running jobs are not delayed. `days` 0 keeps all jobs.
-    Where `days` is the default, it warns for a week before it deletes for the first time."""
+    Where `days` is the default, it warns for a week before it deletes for the first time.
+    `audit_days` 0 keeps all acts."""
 
-    def __init__(self, context: LoopContext, *, days: float, is_default: bool) -> None:
+    def __init__(
+        self, context: LoopContext, *, days: float, is_default: bool, audit_days: float = 0.0
+    ) -> None:
         super().__init__("retention", context.metrics.errors)
         self._database = context.database
         self._days = days
         self._is_default = is_default
+        self._audit_days = audit_days
         self._pause_s = TURNS_APART * context.times.poll_s
         self._metrics = context.metrics
         self._after: retention.Place | None = None
@@ -36,6 +41,8 @@ class Retention(Loop):
         if self._after is None:
             with self._database.begin() as connection:
                 retention.prune(connection)
+                if self._audit_days:
+                    audit.delete_old(connection, age_s=self._audit_days * DAY_S)
         if not self._may_delete():
             return self._pause_s
         with self._database.begin() as connection:

@@ -24,6 +24,12 @@ class RelaySettings(WebhookSettings):
     retention_days: float = Field(
         90.0, ge=0, le=36_500, description="days after which ended jobs are deleted; 0 keeps them"
     )
+    audit_days: float = Field(
+        365.0,
+        ge=0,
+        le=36_500,
+        description="days after which entries of the audit log are deleted; 0 keeps them",
+    )
 
     energy_price: str | None = Field(
         None,

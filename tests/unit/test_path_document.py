@@ -128,7 +128,8 @@ OFF_THE_PATH = {
         shardline/client/questions
         shardline/client/requests gateway/turns shardline/store/statistics/costs
         shardline/store/dead_letters shardline/store/listing shardline/store/idempotency
-        gateway/routes/bulk_acts shardline/store/bulk_acts shardline/contract/job_filter
+        gateway/routes/audit gateway/routes/bulk_acts shardline/store/audit
+        shardline/store/bulk_acts shardline/contract/job_filter
         shardline/store/responses shardline/store/statistics/reports
         shardline_server/tokenize/token_texts stage/attention/sdpa
         stage/attention/triton_backend

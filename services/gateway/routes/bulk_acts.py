@@ -87,6 +87,8 @@ async def _done(
         raise Forbidden("tenant: it is not the one of your API key. Leave it out", field="tenant")
     where = msgspec.structs.replace(where, tenant=caller.tenant)
     done = await gateway.client.act(
-        bulk_act(act, where, priority=priority, key_name=caller.key_name), dry_run=asked.dry_run
+        bulk_act(act, where, priority=priority, key_name=caller.key_name),
+        dry_run=asked.dry_run,
+        key_id=caller.key_id,
     )
     return json_response(JobsChanged(changed=done.num_changed, has_more=done.has_more))

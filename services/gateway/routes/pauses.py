@@ -32,11 +32,11 @@ router = APIRouter(
     openapi_extra=json_body(PauseRequest),
     responses={200: answer("It is paused", PauseDocument), **errors(408, 409, 413, 415)},
 )
-async def pause(request: Request, gateway: GatewayDep, _caller: AdminCaller) -> Response:
+async def pause(request: Request, gateway: GatewayDep, caller: AdminCaller) -> Response:
     """Let jobs of a model, tenant, batch or tag wait: those that run go on, deadlines too."""
     asked = await read_body(gateway, request, PauseRequest)
     work = partial(pauses.pause, kind=asked.kind, target=asked.target, reason=asked.reason)
-    return json_response(PauseDocument.of(await gateway.client.ask(work)))
+    return json_response(PauseDocument.of(await gateway.client.ask(work, key_id=caller.key_id)))
 
 
 @router.get(ROUTE, responses={200: answer("All", PauseList)})
@@ -50,10 +50,9 @@ async def list_pauses(gateway: GatewayDep, _caller: AdminCaller) -> Response:
     f"{ROUTE}/{{kind}}/{{target:path}}",
     responses={200: answer("It is resumed", PauseEnded), **errors(404)},
 )
-async def resume(
-    kind: KindPath, target: str, gateway: GatewayDep, _caller: AdminCaller
-) -> Response:
+async def resume(kind: KindPath, target: str, gateway: GatewayDep, caller: AdminCaller) -> Response:
     """Let paused jobs run again, the oldest first."""
     known = kind_of(kind)
-    await gateway.client.ask(partial(pauses.resume, kind=known, target=target))
+    work = partial(pauses.resume, kind=known, target=target)
+    await gateway.client.ask(work, key_id=caller.key_id)
     return json_response(PauseEnded(kind=known, target=target))

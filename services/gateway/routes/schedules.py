@@ -51,7 +51,8 @@ async def create_schedule(request: Request, gateway: GatewayDep, caller: SubmitC
         tenant=caller.tenant,
         key_name=caller.key_name,
     )
-    made = await gateway.client.ask(partial(schedule_rows.create, new=new))
+    work = partial(schedule_rows.create, new=new)
+    made = await gateway.client.ask(work, key_id=caller.key_id)
     return json_response(ScheduleDocument.of(made))
 
 
@@ -108,7 +109,8 @@ async def update_schedule(
         paused=asked.paused,
         tenant=caller.tenant,
     )
-    return json_response(ScheduleDocument.of(await gateway.client.ask(work)))
+    changed = await gateway.client.ask(work, key_id=caller.key_id)
+    return json_response(ScheduleDocument.of(changed))
 
 
 @router.delete(ONE, responses={200: answer("Deleted", ScheduleDeleted), **errors(404)})
@@ -118,5 +120,5 @@ async def delete_schedule(
     """Delete a schedule; its jobs go on."""
     found = schedule_id_of(schedule_id)
     work = partial(schedule_rows.delete, schedule_id=found, tenant=caller.tenant)
-    await gateway.client.ask(work)
+    await gateway.client.ask(work, key_id=caller.key_id)
     return json_response(ScheduleDeleted(id=f"{SCHEDULE}{found}"))

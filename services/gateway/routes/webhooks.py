@@ -75,7 +75,8 @@ async def create_endpoint(request: Request, gateway: GatewayDep, caller: SubmitC
         url=asked.url, name=asked.name, event_types=asked.event_types, tenant=caller.tenant
     )
     reach = gateway.settings.webhook_reach
-    made = await gateway.client.ask(partial(endpoints.create, new=new, reach=reach))
+    work = partial(endpoints.create, new=new, reach=reach)
+    made = await gateway.client.ask(work, key_id=caller.key_id)
     return json_response(EndpointWithSecret.of(made))
 
 
@@ -140,7 +141,8 @@ async def update_endpoint(
         tenant=caller.tenant,
         reach=gateway.settings.webhook_reach,
     )
-    return json_response(EndpointDocument.of(await gateway.client.ask(work)))
+    changed = await gateway.client.ask(work, key_id=caller.key_id)
+    return json_response(EndpointDocument.of(changed))
 
 
 @router.delete(ONE, responses={200: answer("Deleted", EndpointDeleted), **errors(404)})
@@ -149,9 +151,8 @@ async def delete_endpoint(
 ) -> Response:
     """Delete an endpoint. What waits for it is never sent."""
     endpoint_id = endpoint_id_of(webhook_endpoint_id)
-    await gateway.client.ask(
-        partial(endpoints.delete, endpoint_id=endpoint_id, tenant=caller.tenant)
-    )
+    work = partial(endpoints.delete, endpoint_id=endpoint_id, tenant=caller.tenant)
+    await gateway.client.ask(work, key_id=caller.key_id)
     return json_response(EndpointDeleted(id=f"{ENDPOINT}{endpoint_id}"))
 
 
@@ -177,7 +178,8 @@ async def rotate_secret(
         grace_s=DAY_S if asked.keep_old_secret_active_for_24_hours else 0.0,
         tenant=caller.tenant,
     )
-    return json_response(EndpointWithSecret.of(await gateway.client.ask(work)))
+    rotated = await gateway.client.ask(work, key_id=caller.key_id)
+    return json_response(EndpointWithSecret.of(rotated))
 
 
 @router.post(

@@ -13,8 +13,8 @@ import typer
 from shardline.base.errors import Invalid
 from shardline.cli import show
 from shardline.cli.arguments import Json
+from shardline.cli.database import acting_client
 from shardline.cli.fields import parse_fields
-from shardline.client import Client
 
 ASKED_ABOVE = 100
 """More jobs than this are changed only after a question."""
@@ -47,7 +47,7 @@ def cancel(
     json: Json = False,
 ) -> None:
     """Ask for the end of jobs: a queued one ends at once, a running one a little later."""
-    with Client() as client:
+    with acting_client() as client:
         if where or dry_run or not jobs:
             asked = _filter(jobs, where)
             _change(client.cancel_where, asked, "cancelled", dry_run=dry_run, yes=yes, json=json)
@@ -69,7 +69,7 @@ def retry(
     json: Json = False,
 ) -> None:
     """Submit jobs that failed, or are in --where state=…, again as new jobs, each once."""
-    with Client() as client:
+    with acting_client() as client:
         asked = _filter(jobs, where)
         _change(client.retry_where, asked, "retried", dry_run=dry_run, yes=yes, json=json)
 
@@ -84,7 +84,7 @@ def prioritize(
     json: Json = False,
 ) -> None:
     """Give queued jobs another priority."""
-    with Client() as client:
+    with acting_client() as client:
         asked = _filter(jobs, where)
         change = partial(client.prioritize_where, priority=priority)
         _change(change, asked, "prioritized", dry_run=dry_run, yes=yes, json=json)

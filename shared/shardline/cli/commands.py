@@ -16,6 +16,7 @@ from shardline.base import log
 from shardline.base.errors import Invalid
 from shardline.cli import show
 from shardline.cli.arguments import After, JobId, JobIds, Json, SchemaFile, ToolFiles
+from shardline.cli.audit import audit
 from shardline.cli.bulk_acts import cancel, prioritize, retry
 from shardline.cli.cost import cost
 from shardline.cli.database import transaction
@@ -219,6 +220,7 @@ cli.add_typer(keys, name="keys", rich_help_panel=INSTALLATION)
 cli.add_typer(tenant, name="tenant", rich_help_panel=INSTALLATION)
 cli.command(rich_help_panel=INSTALLATION)(pause)
 cli.command(rich_help_panel=INSTALLATION)(resume)
+cli.command(rich_help_panel=INSTALLATION)(audit)
 cli.command(rich_help_panel=INSTALLATION)(cost)
 cli.command(rich_help_panel=INSTALLATION)(usage)
 cli.command(rich_help_panel=INSTALLATION)(trace)

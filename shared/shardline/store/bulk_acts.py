@@ -22,6 +22,7 @@ from shardline.contract.batches.batch_tables import batch_lines
 from shardline.contract.job import PRIORITIES, JobState
 from shardline.contract.job_filter import JobFilter, JobKind
 from shardline.contract.tables import JOBS_CHANNEL, jobs
+from shardline.store import audit
 from shardline.store.connection.encoding import is_any
 from shardline.store.connection.notify import ring
 from shardline.store.dead_letters import COPIED, COPIES
@@ -98,6 +99,8 @@ class BulkProgress(msgspec.Struct, frozen=True, kw_only=True):
     began_at: datetime | None = None
     """Jobs that were created later are not meant."""
     end: PageEnd | None = None
+    audit_id: int | None = None
+    """Of its row in the audit log, once something is changed."""
 
 
 def bulk_act(
@@ -121,19 +124,26 @@ def count(connection: Connection, act: BulkAct) -> int:
 
 
 def next_page(connection: Connection, act: BulkAct, progress: BulkProgress) -> BulkProgress:
-    """Does the act on the oldest PAGE_ROWS jobs behind `progress`; returns how far that is. Raises
-    what a quota refuses."""
+    """Does the act on the oldest PAGE_ROWS jobs behind `progress`, and notes it in the audit log;
+    returns how far that is. Raises what a quota refuses."""
     began_at = progress.began_at or connection.scalar(select(func.now()))
     order = (jobs.c.created_at, jobs.c.id)
     page = _matching(act).where(jobs.c.created_at <= began_at).order_by(*order).limit(PAGE_ROWS)
     if (end := progress.end) is not None:
         page = page.where(tuple_(*order) > tuple_(end.at, end.job_id))
     rows = list(connection.execute(page))
+    num_more = _change(connection, act, [row.id for row in rows])
+    num_changed = progress.num_changed + num_more
+    audit_id = progress.audit_id
+    if num_more:
+        said = {"priority": act.priority, "known": audit_id}
+        audit_id = audit.note_jobs(connection, act.act, act.where, num_changed, **said)
     return BulkProgress(
-        num_changed=progress.num_changed + _change(connection, act, [row.id for row in rows]),
+        num_changed=num_changed,
         has_more=len(rows) == PAGE_ROWS,
         began_at=began_at,
         end=PageEnd(at=rows[-1].created_at, job_id=rows[-1].id) if rows else None,
+        audit_id=audit_id,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -104,3 +105,20 @@ def test_schedules_are_made_listed_paused_and_removed(shardline: Callable[..., R
     assert shardline("schedule", "remove", "chat", "--tenant", "acme").exit_code == 0
     assert shardline("schedule", "remove", "nightly").exit_code == 0
     assert documents(shardline("schedule", "list", "--json")) == []
+
+
+def test_the_audit_log_names_the_user_of_the_command_line(
+    shardline: Callable[..., Result],
+) -> None:
+    assert shardline("pause", "tenant", "acme").exit_code == 0
+    assert shardline("pause", "tenant", "other").exit_code == 0
+    assert shardline("cancel", "--where", "model=nobody's").exit_code == 0
+    assert shardline("resume", "tenant", "acme").exit_code == 0
+    resumed, other, paused = documents(shardline("audit", "--json", "--limit", "3"))
+    actor = f"cli {getpass.getuser()}"
+    assert {one["actor"] for one in (resumed, other, paused)} == {actor}
+    assert [one["act"] for one in (resumed, other, paused)] == ["resume", "pause", "pause"]
+    assert paused["object_id"] == "tenant acme"
+    assert documents(shardline("audit", "--json", "--act", "resume", "--actor", actor)) == [resumed]
+    assert documents(shardline("audit", "--json", "--since", "9000-01-01")) == []
+    assert "tenant acme" in shardline("audit").stdout

@@ -9,6 +9,7 @@ import sys
 import pytest
 from sqlalchemy import Engine, text
 
+from shardline.contract.audit_table import audit
 from shardline.contract.batches.batch_tables import batches
 from shardline.contract.response_table import responses
 from shardline.contract.schedules.schedule_tables import schedules
@@ -75,7 +76,7 @@ def test_tables_created_directly_equal_the_migrated_ones(
 ) -> None:
     direct = connect(empty_database_url)
     assert batches.metadata is responses.metadata is webhook_endpoints.metadata
-    assert schedules.metadata is batches.metadata
+    assert schedules.metadata is audit.metadata is batches.metadata
     with direct.begin() as connection:
         # Functions are the migrations' own; defaults name these.
         connection.execute(text(FUNCTIONS))

@@ -216,6 +216,17 @@ def test_retention_counts_its_batches_and_goes_on_until_none_is_left(engine: Eng
     assert len(left(engine)) == 1
 
 
+@pytest.mark.parametrize(("days", "num_left"), [(7.0, 1), (0.0, 2)])
+def test_old_acts_leave_the_audit_log_unless_the_setting_is_0(
+    engine: Engine, days: float, num_left: int
+) -> None:
+    change(engine, "INSERT INTO pauses (kind, target) VALUES ('tenant', 'old'), ('tenant', 'new')")
+    change(engine, "UPDATE audit SET at = now() - interval '8 days' WHERE object_id LIKE '%old'")
+    context = LoopContext(database=engine, times=Times(), metrics=RelayMetrics(CollectorRegistry()))
+    Retention(context, days=0, is_default=False, audit_days=days).turn()
+    assert cell(engine, "SELECT count(*) FROM audit WHERE object_kind = 'pause'") == num_left
+
+
 def retention_loop(engine: Engine, *, days: float, is_default: bool = False) -> Retention:
     context = LoopContext(database=engine, times=Times(), metrics=RelayMetrics(CollectorRegistry()))
     return Retention(context, days=days, is_default=is_default)
