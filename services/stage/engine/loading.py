@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 import torch
@@ -37,6 +38,7 @@ from services.stage.model.gguf.stored_weights import stored_weights
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.owned_weights import give_back, own
+from services.stage.model.packed_weights import packed_weights
 from services.stage.model.shard import Shard, build_skeleton, shard_layers
 from services.stage.model.split_layers import gathered, send_embedding, split_shard, widest
 from services.stage.model.weights import weight_files
@@ -147,7 +149,7 @@ def load_forward(load: ForwardLoad) -> LoadedForward:
     attention = Attention(load.native or on_gpu, both_ways=looks_ahead)
     packing = load.packing
     converts = load.limits.streamed_layers != 0
-    stored = _stored(load)
+    stored = _stored(load, attention)
     info = with_floats(
         load.info, load.layers, load.of_dtype, load.cache_folder, converts=converts, stored=stored
     )
@@ -197,12 +199,19 @@ def load_forward(load: ForwardLoad) -> LoadedForward:
     return LoadedForward(runner, exact, _num_ranks_that_count(forward, load))
 
 
-def _stored(load: ForwardLoad) -> Mapping[str, StoredWeight]:
+def _stored(load: ForwardLoad, attention: Attention) -> Mapping[str, StoredWeight]:
     """Returns the weights whose numbers are read from the model's own files, by their names."""
-    files = weight_files(load.info.path)
-    if load.packing.integers is not Weights.INT4 or not is_gguf(files[0]):
+    if load.packing.integers is not Weights.INT4:
         return {}
-    return stored_weights(files, load.info.config)
+    files = weight_files(load.info.path)
+    if is_gguf(files[0]):
+        return stored_weights(files, load.info.config)
+    return packed_weights(load.info, partial(_skeleton, load, load.info, attention))
+
+
+def _skeleton(load: ForwardLoad, info: ModelInfo, attention: Attention) -> Any:
+    name = attention.name
+    return build_skeleton(info, load.layers, dtype=load.of_dtype, attn_implementation=name)
 
 
 def _choose_streamed(
@@ -211,8 +220,7 @@ def _choose_streamed(
     """Returns the layers that memory does not hold, by their numbers, after promising the rest.
     Raises Invalid for a model that does not fit, or that the options do not suit."""
     layers = load.layers
-    name = attention.name
-    skeleton = build_skeleton(info, layers, dtype=load.of_dtype, attn_implementation=name)
+    skeleton = _skeleton(load, info, attention)
     keep_all(skeleton, stored)
     load.options.check(skeleton)
     by_layer = {

@@ -31,16 +31,18 @@ struct AdapterStep;
 // Rows of x and out are `x_stride` and `out_stride` elements apart: float32 with such weights, else bfloat16. `scales` and
 // `column_sums` are of int8 weights: what an output's integers are multiplied by, and their sum; those in groups have scales,
 // too, of outputs beside those of their groups (group_steps.h): in 4 bits up to `first_int8`, whole columns of 16, in 8 bits
-// from there on. `bias` may be null. So may
-// `x_rows`: which rows of x are meant; `out_rows`: to which rows of out results are added; and `adapters`.
+// from there on, the former with minimums of groups or, where `has_zeros`, these divided by the scale: zero points, negative.
+// `bias` may be null. So may `x_rows`: which rows of x are meant; `out_rows`: to which rows of out results are added;
+// `x_order`: of weights in groups, which input of a row stands at each place of theirs; and `adapters`.
 struct ProductCall {
   const void *x, *weights;
   void* out;
   const float *bias, *scales;
-  const int32_t *column_sums, *x_rows, *out_rows;
+  const int32_t *column_sums, *x_rows, *out_rows, *x_order;
   const AdapterStep* adapters;
   int64_t num_rows, num_inputs, num_outputs, first_int8, x_stride, out_stride;
   int32_t kind, num_threads, number;  // among the products that adapters know
+  int32_t has_zeros;
 };
 
 // What an adapter adds to outputs of a product, from `first_output` on: up(down(x)), both packed as products are.

@@ -7,7 +7,8 @@
 //
 // Weights lie in steps of 64 inputs by 16 outputs. In 4 bits: [2 groups][4 lines][16 outputs][4 bytes], a byte's low half the
 // number of one of 4 inputs, its high half that of one of the next 4; then [2 groups][16 outputs] scales in half precision
-// and as many minimums. In 8 bits: [2 groups][8 lines][16 outputs][4 bytes], none -128; then the scales. A row lies in steps
+// and as many minimums, or what these divided by the scales are: zero points, whole numbers, so that their product with a
+// scale is exact. In 8 bits: [2 groups][8 lines][16 outputs][4 bytes], none -128; then the scales. A row lies in steps
 // of 64 integers of a byte and two `RowGroup`.
 
 #pragma once
@@ -112,7 +113,7 @@ struct GroupRows {
 struct Int4Step : GroupRows {
   static constexpr int kNumberBytes = kGroup / 2 * kTileOutputs;  // of a group
   static constexpr int kBytes = kGroups * kNumberBytes + 2 * kScalesBytes;
-  static constexpr bool kHasMinimums = true;
+  static constexpr bool kHasMinimums = true, kHasZeros = false;
   using Sum = Int4Sum;
   static Words line(const char* numbers, int line) {
     const Bits both = read<Bits>(numbers + line / 2 * kLine);
@@ -120,10 +121,14 @@ struct Int4Step : GroupRows {
   }
 };
 
+struct Int4ZeroStep : Int4Step {
+  static constexpr bool kHasZeros = true;
+};
+
 struct Int8GroupStep : GroupRows {
   static constexpr int kNumberBytes = kGroup * kTileOutputs;
   static constexpr int kBytes = kGroups * kNumberBytes + kScalesBytes;
-  static constexpr bool kHasMinimums = false;
+  static constexpr bool kHasMinimums = false, kHasZeros = false;
   using Sum = Int8Sum;
   static Words line(const char* numbers, int line) { return read<Words>(numbers + line * kLine); }
 };
@@ -138,6 +143,7 @@ template <class Step> struct GroupWeights {
     const Float16* of_group = (const Float16*)(step + kGroups * Step::kNumberBytes) + group * kTileOutputs + first;
     scales = load(of_group);
     if (Step::kHasMinimums) minimums = load(of_group + kGroups * kTileOutputs);
+    if (Step::kHasZeros) minimums *= scales;
   }
 };
 
@@ -191,6 +197,9 @@ template <class Step, int... rows> void group_sums(const Block& block, Sums& sum
 
 template <> inline void block_sums<Int4Step>(const Block& block, Sums& sums) {
   group_sums<Int4Step>(block, sums, std::make_integer_sequence<int, GroupRows::kRows>());
+}
+template <> inline void block_sums<Int4ZeroStep>(const Block& block, Sums& sums) {
+  group_sums<Int4ZeroStep>(block, sums, std::make_integer_sequence<int, GroupRows::kRows>());
 }
 template <> inline void block_sums<Int8GroupStep>(const Block& block, Sums& sums) {
   group_sums<Int8GroupStep>(block, sums, std::make_integer_sequence<int, GroupRows::kRows>());

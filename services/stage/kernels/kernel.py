@@ -112,6 +112,7 @@ class ProductCall(ctypes.Structure):
                 "column_sums",
                 "x_rows",
                 "out_rows",
+                "x_order",
             )
         ),
         ("adapters", POINTER(AdapterStep)),
@@ -122,7 +123,7 @@ class ProductCall(ctypes.Structure):
                 *("x_stride", "out_stride"),
             )
         ),
-        *((name, c_int32) for name in ("kind", "num_threads", "number")),
+        *((name, c_int32) for name in ("kind", "num_threads", "number", "has_zeros")),
     )
 
 

@@ -61,6 +61,7 @@ template <class Product> constexpr bool has_groups = std::is_same_v<Product, Gro
 // Bytes of weights in a step on the way through the inputs, of 16 outputs.
 template <class Step> constexpr int64_t kWeightStepBytes = kTileBytes;
 template <> constexpr int64_t kWeightStepBytes<Int4Step> = Int4Step::kBytes;
+template <> constexpr int64_t kWeightStepBytes<Int4ZeroStep> = Int4ZeroStep::kBytes;
 template <> constexpr int64_t kWeightStepBytes<Int8GroupStep> = Int8GroupStep::kBytes;
 
 // ---------------------------------------------------------------- rows in
@@ -173,13 +174,21 @@ template <> void pack_row(const ProductCall& call, const Panel<Int8Product>& pan
   }
 }
 
+// `count` inputs of a row from `first` on, in the order of the weights; `room` is for those that lie apart.
+const BFloat16* in_order(const ProductCall& call, const BFloat16* x, int64_t first, int64_t count, BFloat16* room) {
+  if (!call.x_order) return x + first;
+  for (int64_t i = 0; i < count; i++) room[i] = x[call.x_order[first + i]];
+  return room;
+}
+
 // Each group becomes integers by itself: an outlier costs the 31 others of its group their digits, no more.
 template <> void pack_row(const ProductCall& call, const Panel<GroupProduct>& panel, const BFloat16* x, int64_t i) {
   for (int64_t step = 0; step < panel.steps; step++) {
     char* to = panel.row(i) + step * panel.kStepBytes;
     for (int group = 0; group < kGroups; group++) {
-      const int64_t first = step * kLine + group * kGroup;
-      const RowGroup of_row = pack_group(x + first, std::clamp<int64_t>(call.num_inputs - first, 0, kGroup), to + group * kGroup);
+      const int64_t first = step * kLine + group * kGroup, count = std::clamp<int64_t>(call.num_inputs - first, 0, kGroup);
+      BFloat16 room[kGroup];
+      const RowGroup of_row = pack_group(in_order(call, x, first, count, room), count, to + group * kGroup);
       std::memcpy(to + kLine + group * sizeof of_row, &of_row, sizeof of_row);
     }
   }
@@ -266,7 +275,8 @@ template <class Product> void multiply(const ProductCall& call) {
         pack_row<Product>(call, panel, (const Element*)call.x + row_at(call.x_rows, first + i) * call.x_stride, i);
       if constexpr (has_groups<Product>) {
         const int64_t in_4_bits = ceil_div(call.first_int8, kTileOutputs);
-        multiply_columns<Int4Step>(call, panel, first, weights, 0, in_4_bits);
+        if (call.has_zeros) multiply_columns<Int4ZeroStep>(call, panel, first, weights, 0, in_4_bits);
+        else multiply_columns<Int4Step>(call, panel, first, weights, 0, in_4_bits);
         const char* others = weights + in_4_bits * panel.steps * Int4Step::kBytes;
         multiply_columns<Int8GroupStep>(call, panel, first, others, in_4_bits, num_columns);
       } else {

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import structlog
 import torch
@@ -37,6 +38,7 @@ from services.stage.model.weights import (
     fingerprint,
     weight_files,
 )
+from services.stage.products.stored import StoredWeight
 from shardline.base.errors import Invalid
 from shardline_fleet.gguf import is_gguf
 
@@ -60,12 +62,12 @@ def with_floats(
     cache_folder: Path,
     *,
     converts: bool = False,
-    stored: Collection[str] = (),
+    stored: Mapping[str, StoredWeight] = MappingProxyType({}),
 ) -> ModelInfo:
     """Returns the model itself, or one with a folder of float weights of these layers: if its own
     are quantized or in GGUF, or, with `converts`, of another dtype, which the loader would convert
-    in memory, all at once. Weights of GGUF that are `stored`, by their names in the model, are left
-    out: zeros that take no disk and, unread, no memory.
+    in memory, all at once. Weights that are `stored`, by their names in the model, are left out:
+    zeros that take no disk and, unread, no memory.
 
     Raises Invalid if the checkpoint is broken, quantized in an unknown way, or the disk has no
     room.
@@ -79,8 +81,8 @@ def with_floats(
         quantization = Floats()
     if quantization is None:
         return info
-    folder = _folder(info, dtype, cache_folder)
-    return _PackedWriter(info, quantization, dtype, folder).write(layers)
+    folder = _folder(info, dtype, cache_folder, "-rest" if stored else "")
+    return _PackedWriter(info, quantization, dtype, folder, stored).write(layers)
 
 
 def _folder(info: ModelInfo, dtype: torch.dtype, cache_folder: Path, kind: str = "") -> Path:
@@ -181,10 +183,16 @@ class _GgufWriter(_Writer):
 
 class _PackedWriter(_Writer):
     def __init__(
-        self, info: ModelInfo, quantization: Quantization, dtype: torch.dtype, folder: Path
+        self,
+        info: ModelInfo,
+        quantization: Quantization,
+        dtype: torch.dtype,
+        folder: Path,
+        stored: Mapping[str, StoredWeight],
     ) -> None:
         super().__init__(info, dtype, folder)
         self._quantization = quantization
+        self._stored = stored
         self._files: dict[str, Path] = {}
 
     def names(self) -> Mapping[str, Iterable[str]]:
@@ -199,16 +207,29 @@ class _PackedWriter(_Writer):
         return names
 
     def floats(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Returns these tensors [...], unpacked: weights in the dtype, all else as it is."""
-        files = {name: self._files[name] for name in names}
+        """Returns these tensors [...], unpacked: weights in the dtype, all else as it is. Those on
+        no device are left out."""
+        targets = {name: self._stored_target(name) for name in names}
+        files = {name: self._files[name] for name, target in targets.items() if target is None}
+        holes = {
+            target: torch.empty(self._stored[target].shape, dtype=self._dtype, device="meta")
+            for target in targets.values()
+            if target is not None
+        }
         with ExitStack() as stack:
             opened = {
                 path: stack.enter_context(safe_open(path, framework="pt"))
                 for path in set(files.values())
             }
-            return self._unpacked(
+            return holes | self._unpacked(
                 {name: opened[path].get_tensor(name) for name, path in files.items()}
             )
+
+    def _stored_target(self, name: str) -> str | None:
+        """The stored weight that a tensor is a part of."""
+        layer, _, part = name.rpartition(".")
+        target = f"{layer}.weight"
+        return target if target in self._stored and part in self._quantization.parts else None
 
     def _unpacked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         first, *others = self._quantization.parts

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where a word of AWQ holds the number of each output."""
 
 
+Parts = Mapping[str, Tensor]
+"""The tensors of one linear layer that a checkpoint has, by their names behind its own."""
+
+
 class Quantization(ABC):
     """A format of packed weights."""
 
@@ -30,12 +34,68 @@ class Quantization(ABC):
     """Names behind the name of a linear layer: the first one tells that it is quantized."""
 
     @abstractmethod
-    def weight(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Returns the weight [O, I] in float32. `parts` are those of one linear layer that the
-        checkpoint has."""
+    def weight(self, parts: Parts) -> Tensor:
+        """Returns the weight [O, I] in float32."""
 
 
-class Gptq(Quantization):
+class Sizes(NamedTuple):
+    """Sizes of a packed linear layer."""
+
+    bits: int
+    num_outputs: int
+    num_inputs: int
+    num_groups: int
+
+
+class Grid(NamedTuple):
+    """A packed weight [O, I]: (numbers - zero points of their groups) * scales of these."""
+
+    bits: int
+    numbers: Tensor
+    """int32 [O, I], not negative."""
+    zeros: Tensor
+    """int32 [O, G]."""
+    scales: Tensor
+    """Float [O, G]."""
+    groups: Tensor
+    """int64 [I]: the group of each input."""
+
+    def floats(self) -> Tensor:
+        """Returns what the numbers mean, float32 [O, I]."""
+        return (self.numbers - self.zeros[:, self.groups]) * self.scales.float()[:, self.groups]
+
+
+class PackedQuantization(Quantization):
+    """A format of integers with a scale and a zero point for each group of inputs."""
+
+    def weight(self, parts: Parts) -> Tensor:
+        """Returns the weight [O, I] in float32."""
+        return self.grid(parts, self.sizes(parts)).floats()
+
+    @abstractmethod
+    def grid(self, parts: Parts, sizes: Sizes) -> Grid:
+        """Returns the numbers of a linear layer."""
+
+    @abstractmethod
+    def sizes(self, parts: Parts) -> Sizes:
+        """Returns the sizes of a linear layer. Parts that are larger than a vector may be without
+        values."""
+
+    @abstractmethod
+    def rows(self, parts: Parts, sizes: Sizes, outputs: range) -> Parts:
+        """Returns the parts of some outputs, which begin with a word."""
+
+    @staticmethod
+    def groups(parts: Parts, sizes: Sizes, name: str) -> Tensor:
+        """Returns the group of each input, int64 [I]: those of the part with this name, if there is
+        one."""
+        found = parts.get(name)
+        if found is not None and (found >= 0).all():
+            return found.long()
+        return torch.arange(sizes.num_inputs) // max(1, sizes.num_inputs // sizes.num_groups)
+
+
+class Gptq(PackedQuantization):
     """Inputs packed along rows: `qweight` int32 [I/P, O], `qzeros` int32 [G, O/P], `scales` [G, O],
     `g_idx` [I]."""
 
@@ -45,22 +105,21 @@ class Gptq(Quantization):
         """Takes how much less than meant the zero points are that the files hold."""
         self._zeros_are_less = zeros_are_less
 
-    def weight(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Returns the weight [O, I] in float32."""
-        bits = self._bits_of(parts)
-        numbers = unpacked(parts["qweight"].T, bits).T
-        zeros = (
-            unpacked(parts["qzeros"], bits)[:, : parts["scales"].shape[1]] + self._zeros_are_less
+    def grid(self, parts: Parts, sizes: Sizes) -> Grid:
+        """Returns the numbers of a linear layer."""
+        zeros = unpacked(parts["qzeros"], sizes.bits)[:, : sizes.num_outputs]
+        return Grid(
+            sizes.bits,
+            unpacked(parts["qweight"].T, sizes.bits),
+            (zeros + self._zeros_are_less).T,
+            parts["scales"].T,
+            self.groups(parts, sizes, "g_idx"),
         )
-        num_inputs = len(numbers)
-        scales = parts["scales"].float()
-        group = parts.get("g_idx", torch.arange(num_inputs) // (num_inputs // len(scales))).long()
-        return ((numbers - zeros[group]) * scales[group]).T
 
-    def _bits_of(self, parts: Mapping[str, Tensor]) -> int:
-        """Those of this layer, by its shapes: `dynamic` in the config may give some layers others
-        than the model's."""
-        num_outputs = parts["scales"].shape[1]
+    def sizes(self, parts: Parts) -> Sizes:
+        """Returns the sizes of a linear layer by its shapes: `dynamic` in the config may give some
+        layers other bits than the model's."""
+        num_groups, num_outputs = parts["scales"].shape
         words = parts["qzeros"].shape[1]
         found = [bits for bits in BITS if -(-num_outputs * bits // WORD_BITS) == words]
         if not found:
@@ -69,22 +128,41 @@ class Gptq(Quantization):
                 "are of neither 4 nor 8 bits",
                 REMEDY,
             )
-        return found[0]
+        num_inputs = len(parts["qweight"]) * WORD_BITS // found[0]
+        return Sizes(found[0], num_outputs, num_inputs, num_groups)
+
+    def rows(self, parts: Parts, sizes: Sizes, outputs: range) -> Parts:
+        """Returns the parts of some outputs, which begin with a word."""
+        columns = slice(outputs.start, outputs.stop)
+        words = _words(outputs, sizes.bits)
+        sliced = {"qweight": columns, "scales": columns, "qzeros": words}
+        return {**parts, **{name: parts[name][:, each] for name, each in sliced.items()}}
 
 
-class Awq(Quantization):
+class Awq(PackedQuantization):
     """Outputs packed along columns: `qweight` int32 [I, O/P], `qzeros` int32 [G, O/P], `scales` [G,
     O]."""
 
     parts = ("qweight", "qzeros", "scales")
 
-    def weight(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Returns the weight [O, I] in float32."""
-        numbers = self._unpacked(parts["qweight"])
-        zeros = self._unpacked(parts["qzeros"])
-        size = len(numbers) // len(zeros)
-        scales = parts["scales"].float().repeat_interleave(size, 0)
-        return ((numbers - zeros.repeat_interleave(size, 0)) * scales).T
+    def grid(self, parts: Parts, sizes: Sizes) -> Grid:
+        """Returns the numbers of a linear layer."""
+        numbers, zeros = (
+            self._unpacked(parts[name])[:, : sizes.num_outputs].T for name in ("qweight", "qzeros")
+        )
+        return Grid(sizes.bits, numbers, zeros, parts["scales"].T, self.groups(parts, sizes, ""))
+
+    def sizes(self, parts: Parts) -> Sizes:
+        """Returns the sizes of a linear layer."""
+        num_groups, num_outputs = parts["scales"].shape
+        return Sizes(4, num_outputs, len(parts["qweight"]), num_groups)
+
+    def rows(self, parts: Parts, sizes: Sizes, outputs: range) -> Parts:
+        """Returns the parts of some outputs, which begin with a word."""
+        columns = slice(outputs.start, outputs.stop)
+        words = _words(outputs, sizes.bits)
+        sliced = {"qweight": words, "scales": columns, "qzeros": words}
+        return {name: parts[name][:, each] for name, each in sliced.items()}
 
     @staticmethod
     def _unpacked(words: Tensor) -> Tensor:
@@ -92,32 +170,45 @@ class Awq(Quantization):
         return numbers[:, :, list(AWQ_PLACES)].reshape(len(words), -1)
 
 
-class PackedIntegers(Quantization):
+class PackedIntegers(PackedQuantization):
     """Reads compressed-tensors: `weight_packed` int32 [O, I/P], `weight_scale` [O, G],
     `weight_zero_point` int32 [O/P, G], `weight_g_idx` [I]."""
 
     parts = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
 
-    def weight(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Returns the weight [O, I] in float32."""
+    def grid(self, parts: Parts, sizes: Sizes) -> Grid:
+        """Returns the numbers of a linear layer."""
+        scales = _for_outputs(parts["weight_scale"], sizes.num_outputs)
+        zeros = torch.full(scales.shape, 1 << (sizes.bits - 1), dtype=torch.int32)
+        if "weight_zero_point" in parts:
+            zeros = unpacked(parts["weight_zero_point"].T, sizes.bits).T[: sizes.num_outputs]
+        numbers = unpacked(parts["weight_packed"], sizes.bits)[:, : sizes.num_inputs]
+        groups = self.groups(parts, sizes, "weight_g_idx")
+        return Grid(sizes.bits, numbers, zeros, scales, groups)
+
+    def sizes(self, parts: Parts) -> Sizes:
+        """Returns the sizes of a linear layer by its shapes."""
         words = parts["weight_packed"]
-        scale = parts["weight_scale"].float()
         num_outputs, num_inputs = (int(size) for size in parts["weight_shape"])
-        bits = next(
-            (bits for bits in BITS if -(-num_inputs * bits // WORD_BITS) == words.shape[1]), None
-        )
-        if bits is None:
+        found = [bits for bits in BITS if -(-num_inputs * bits // WORD_BITS) == words.shape[1]]
+        if not found:
             refuse(
                 f"weights of {num_inputs} inputs in {words.shape[1]} words "
                 "are of neither 4 nor 8 bits",
                 REMEDY,
             )
-        offset = 1 << (bits - 1)
-        numbers = unpacked(words, bits)[:, :num_inputs] - offset
+        scale = parts["weight_scale"]
+        return Sizes(found[0], num_outputs, num_inputs, scale.shape[1] if scale.dim() > 1 else 1)
+
+    def rows(self, parts: Parts, sizes: Sizes, outputs: range) -> Parts:
+        """Returns the parts of some outputs, which begin with a word."""
+        scale = _for_outputs(parts["weight_scale"], sizes.num_outputs)
+        sliced = {"weight_packed": parts["weight_packed"], "weight_scale": scale}
+        found = {name: each[outputs.start : outputs.stop] for name, each in sliced.items()}
         if "weight_zero_point" in parts:
-            zeros = unpacked(parts["weight_zero_point"].T, bits).T[:num_outputs] - offset
-            numbers = numbers - _spread(zeros, numbers.shape, parts.get("weight_g_idx"))
-        return numbers * _spread(scale, numbers.shape, parts.get("weight_g_idx"))
+            zeros = parts["weight_zero_point"]
+            found["weight_zero_point"] = zeros[_words(outputs, sizes.bits)]
+        return {**parts, **found}
 
 
 class ScaledQuantization(Quantization):
@@ -130,7 +221,7 @@ class ScaledQuantization(Quantization):
         """Takes the outputs and inputs of a block that has one scale."""
         self._block = block
 
-    def weight(self, parts: Mapping[str, Tensor]) -> Tensor:
+    def weight(self, parts: Parts) -> Tensor:
         """Returns the weight [O, I] in float32; one without a scale is not quantized."""
         numbers = parts["weight"].float()
         scale = parts.get("weight_scale", parts.get("weight_scale_inv"))
@@ -151,7 +242,7 @@ class Floats(Quantization):
 
     parts = ("weight",)
 
-    def weight(self, parts: Mapping[str, Tensor]) -> Tensor:
+    def weight(self, parts: Parts) -> Tensor:
         """Returns the weight, [O, I] of any float dtype, as it is."""
         return parts["weight"]
 
@@ -199,6 +290,16 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
     shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32)
     numbers = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
     return numbers.flatten(1)
+
+
+def _words(numbers: range, bits: int) -> slice:
+    """The words of some numbers, of which the first begins one."""
+    return slice(numbers.start * bits // WORD_BITS, -(-numbers.stop * bits // WORD_BITS))
+
+
+def _for_outputs(scale: Tensor, num_outputs: int) -> Tensor:
+    """A scale for the whole, or for each output or group of it, as [O, G]."""
+    return (scale if scale.dim() > 1 else scale.view(-1, 1)).expand(num_outputs, -1)
 
 
 def _spread(values: Tensor, shape: torch.Size, group_of_input: Tensor | None) -> Tensor:

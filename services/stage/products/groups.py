@@ -50,6 +50,30 @@ class Int4Groups(NamedTuple):
         return (groups + self.minimums[..., None].float()).flatten(1) * self.outputs[:, None]
 
 
+class ZeroPointGroups(NamedTuple):
+    """A weight [N, K]: (numbers + minimums of their groups) * scales of these * scales of
+    outputs."""
+
+    numbers: Tensor
+    """uint8 [N, G * GROUP], 0 to 15."""
+    scales: Tensor
+    """float16 [N, G]."""
+    minimums: Tensor
+    """float16 [N, G], whole numbers from -16 to 0."""
+    outputs: Tensor
+    """float32 [N], powers of two."""
+
+    def floats(self) -> Tensor:
+        """Returns what the numbers mean, float32 [N, G * GROUP]."""
+        groups = self.numbers.unflatten(1, (-1, GROUP)) + self.minimums[..., None].float()
+        return (groups * self.scales[..., None].float()).flatten(1) * self.outputs[:, None]
+
+    def with_minimums(self) -> Int4Groups:
+        """Returns the groups with minimums in half precision: exact for a zero point of 8."""
+        minimums = (self.minimums.float() * self.scales.float()).half()
+        return Int4Groups(self.numbers, self.scales, minimums, self.outputs)
+
+
 class Int8Groups(NamedTuple):
     """A weight [N, K]: numbers * scales of their groups * scales of outputs."""
 
@@ -66,7 +90,7 @@ class Int8Groups(NamedTuple):
         return groups.flatten(1) * self.outputs[:, None]
 
 
-Groups = Int4Groups | Int8Groups
+Groups = Int4Groups | ZeroPointGroups | Int8Groups
 
 
 class Tiles(NamedTuple):
@@ -78,6 +102,8 @@ class Tiles(NamedTuple):
     """float32 [N], their scales."""
     first_int8: int
     """The first output that is in 8 bits."""
+    has_zeros: bool
+    """Those in 4 bits are `ZeroPointGroups`."""
 
 
 def fitted(kernel: Kernel, weight: Tensor) -> Int4Groups:
@@ -107,6 +133,16 @@ def gridded(numbers: Tensor, scales: Tensor, minimums: Tensor) -> Int4Groups:
     outputs = _powers(sizes.amax(1))
     scales, minimums = (each.float() / outputs[:, None] for each in (scales, minimums))
     return Int4Groups(numbers, scales.half(), minimums.half(), outputs)
+
+
+def zero_pointed(numbers: Tensor, scales: Tensor, zeros: Tensor) -> ZeroPointGroups:
+    """Returns the integers of a grid, uint8 [N, G * GROUP], with scales float [N, G] and zero
+    points int [N, G]. Scales become half precision, in units of a power of two of each output."""
+    outputs = _powers(scales.float().abs().amax(1))
+    if scales.dtype == torch.float16:
+        outputs = outputs.clamp(max=1)  # divided by more, small ones would lose digits
+    stored = (scales.float() / outputs[:, None]).half()
+    return ZeroPointGroups(numbers, stored, -zeros.half(), outputs)
 
 
 def rounded(weight: Tensor) -> Int8Groups:
@@ -140,27 +176,34 @@ def in_8_bits(weight: Groups) -> Int8Groups:
     if isinstance(weight, Int8Groups):
         return weight
     at_once = max(1, AT_ONCE // weight.numbers.shape[1])
+    kind = type(weight)
     rows = zip(*(each.split(at_once) for each in weight), strict=True)
     return Int8Groups(
-        *map(torch.cat, zip(*(rounded(Int4Groups(*part).floats()) for part in rows), strict=True))
+        *map(torch.cat, zip(*(rounded(kind(*part).floats()) for part in rows), strict=True))
     )
 
 
 def tiled(parts: Sequence[Groups]) -> Tiles:
     """Returns weights [.., K] as one [N, K]. One in 4 bits behind one in 8 is rounded to 8, as is
-    one that ends within a column of outputs."""
-    in_4_bits = list(takewhile(lambda part: isinstance(part, Int4Groups), parts))
+    one that ends within a column of outputs; zero points beside minimums become such."""
+    in_4_bits = [*takewhile(lambda part: not isinstance(part, Int8Groups), parts)]
     first_int8 = sum(len(part.numbers) for part in in_4_bits)
     if len(in_4_bits) < len(parts) and first_int8 % COLUMN_OUTPUTS:
         in_4_bits, first_int8 = [], 0
     others = list(map(in_8_bits, parts[len(in_4_bits) :]))
+    has_zeros = all(isinstance(part, ZeroPointGroups) for part in in_4_bits)
+    if not has_zeros:
+        in_4_bits = [
+            part.with_minimums() if isinstance(part, ZeroPointGroups) else part
+            for part in in_4_bits
+        ]
     data = [
         _tiled(list(map(torch.cat, zip(*each, strict=True))), has_halves=each is in_4_bits)
         for each in (in_4_bits, others)
         if each
     ]
     outputs = torch.cat([part.outputs for part in (*in_4_bits, *others)])
-    return Tiles(torch.cat(data), outputs, first_int8)
+    return Tiles(torch.cat(data), outputs, first_int8, has_zeros)
 
 
 def _tiled(fields: list[Tensor], *, has_halves: bool) -> Tensor:

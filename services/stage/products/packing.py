@@ -60,7 +60,7 @@ _INTEGER_BYTES = {Weights.INT8: 1.0, Weights.INT4: INT4_BYTES}
 _OUTER = {Weights.INT8: Weights.INT8, Weights.INT4: Weights.GROUPED_INT8}
 """The format of embedding and output layer, by that of layers."""
 _OUTER_BYTES = {Weights.INT8: 1.0, Weights.INT4: INT8_BYTES}
-_NAMES = {Weights.INT4: "int4 with minimums"}
+_NAMES = {Weights.INT4: "int4 with minimums and zero points"}
 """Where a format had other bits in a release before."""
 
 _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -286,11 +286,19 @@ def _groups(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[str, nn.Li
 
 def _can_merge(layers: list[nn.Linear | Conv1D | None]) -> bool:
     kinds = {
-        (layer.in_features, layer.bias is None, layer.weight.dtype)
+        (layer.in_features, layer.bias is None, layer.weight.dtype, _order_of(layer.weight))
         for layer in layers
         if type(layer) is nn.Linear
     }
     return all(type(layer) is nn.Linear for layer in layers) and len(kinds) == 1
+
+
+def _order_of(weight: Tensor) -> tuple[int, ...] | None:
+    """The inputs at the places of a stored weight; layers with unlike ones are no single
+    product."""
+    stored = stored_of(weight)
+    order = None if stored is None else stored.order
+    return None if order is None else tuple(order.tolist())
 
 
 def _pack_group(
@@ -320,7 +328,12 @@ def _made(make: MakeLayer, weights: Sequence[Tensor], bias: Tensor | None) -> An
     if not any(stored):
         return make(weights[0] if len(weights) == 1 else torch.cat(list(weights)), bias)
     pairs = zip(weights, stored, strict=True)
-    return make([weight if each is None else each.groups() for weight, each in pairs], bias)
+    made = make([weight if each is None else each.groups() for weight, each in pairs], bias)
+    order = None if stored[0] is None else stored[0].order
+    if order is not None:
+        assert isinstance(made, TiledLinear)
+        made.order_inputs(order)
+    return made
 
 
 def _tied_embedding(model: nn.Module) -> Tensor | None:

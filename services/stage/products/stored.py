@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from services.stage.products.groups import Groups
@@ -19,6 +20,14 @@ _ATTRIBUTE = "shardline_stored"
 
 class StoredWeight(Protocol):
     """Some rows of a weight [N, K] in a file."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+
+    @property
+    def order(self) -> Tensor | None:
+        """Which input stands at each place of `groups`, int32 [K]; None: each at its own."""
 
     @property
     def num_bytes(self) -> int:
@@ -55,4 +64,11 @@ def fill(model: nn.Module) -> None:
     for parameter in model.parameters():
         stored = stored_of(parameter)
         if stored is not None and parameter.numel():
-            parameter.data = stored.groups().floats().to(parameter.dtype)
+            parameter.data = _floats(stored).to(parameter.dtype)
+
+
+def _floats(stored: StoredWeight) -> Tensor:
+    """What a weight means, float32 [N, K]."""
+    floats = stored.groups().floats()
+    order = stored.order
+    return floats if order is None else floats[:, torch.argsort(order)]

@@ -62,6 +62,7 @@ class TiledLinear(nn.Module):
         scales = None
         sums = None
         first_int8 = 0
+        has_zeros = False
         if isinstance(weight, Tensor) and weights not in _IN_GROUPS:
             self.out_features, self.in_features = weight.shape
             rows = weight.detach().to(self._empty.dtype)
@@ -75,7 +76,7 @@ class TiledLinear(nn.Module):
             first = given[0] if isinstance(given[0], Tensor) else given[0].numbers
             self.in_features = first.shape[1]
             parts = [_grouped(kernel, each, weights) for each in given]
-            self._tiles, outputs, first_int8 = tiled(parts)
+            self._tiles, outputs, first_int8, has_zeros = tiled(parts)
             self.out_features = len(outputs)
             scales = _padded(outputs)
         self._scales = scales
@@ -89,6 +90,7 @@ class TiledLinear(nn.Module):
             num_outputs=self.out_features,
             first_int8=first_int8,
             kind=weights,
+            has_zeros=has_zeros,
         )
         """What the kernel is asked, but for rows and threads."""
 
@@ -109,6 +111,11 @@ class TiledLinear(nn.Module):
         assert self._scales is not None
         rows = looked_up(self._tiles, self.in_features, outputs)
         return (rows * self._scales[outputs][:, None]).to(self._empty.dtype)
+
+    def order_inputs(self, order: Tensor) -> None:
+        """Has place i of a weight in groups mean input order[i], int32 [K], from now on."""
+        self._order = order.contiguous()
+        self.call.x_order = self._order.data_ptr()
 
     def use_tiles(self, tiles: Tensor) -> None:
         """Reads the packed weight, int8 [bytes], from this memory from now on."""

@@ -25,7 +25,7 @@ from shardline_fleet.planner.recurrent_costs import ALONE, layer_types, recurren
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 20 / 32}
 """By SHARDLINE_DTYPE; of int4, 32 weights share a scale and a minimum of 2 bytes each."""
 GROUPED_INT8_BYTES = 34 / 32
-"""Of int4, where a GGUF file has more than 4 bits."""
+"""Of int4, where a file has more than 4 bits."""
 EMBEDDING_BYTES = {**WEIGHT_BYTES, "int4": GROUPED_INT8_BYTES}
 """Of a weight of the embedding or the output layer."""
 KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 2, "int4": 2}
@@ -86,7 +86,7 @@ class ModelCosts:
     joined_from: int | None = None
     """The layer from which on all must be in one stage."""
     int4_bytes: float = WEIGHT_BYTES["int4"]
-    """Of a weight of layers in int4, on average: a GGUF file's own numbers may have more bits."""
+    """Of a weight of layers in int4, on average: a file's own numbers may have more bits."""
 
     @classmethod
     def read(cls, model: Path) -> ModelCosts:
@@ -94,7 +94,7 @@ class ModelCosts:
         causal language model."""
         try:
             config = read_config(model)
-            in_8_bits = share_above_4_bits(model, config)
+            in_8_bits = share_above_4_bits(model, config) or float(_is_packed_in_8_bits(config))
             least = WEIGHT_BYTES["int4"]
             int4_bytes = least + in_8_bits * (GROUPED_INT8_BYTES - least)
             return replace(cls.of(config), int4_bytes=int4_bytes)
@@ -251,6 +251,19 @@ def _num_experts(scope: Mapping[str, Any], number: int) -> int:
         or (number + 1) % (scope.get("decoder_sparse_step") or 1) != 0
     )
     return 0 if is_dense else num
+
+
+def _is_packed_in_8_bits(config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's own integers have 8 bits, which int4 keeps, in some layers."""
+    said = config.get("quantization_config") or {}
+    groups = (said.get("config_groups") or {}).values()
+    weights = [group.get("weights") or {} for group in groups]
+    bits = {
+        "gptq": [said.get("bits")],
+        "compressed-tensors": [each.get("num_bits") for each in weights],
+    }
+    is_packed = said.get("format", "pack-quantized") == "pack-quantized"
+    return is_packed and 8 in bits.get(str(said.get("quant_method")), [])
 
 
 def _volume(shapes: tuple[Shape, ...]) -> int:

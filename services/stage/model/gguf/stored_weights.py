@@ -51,6 +51,16 @@ class StoredGguf:
     """int64 [R], in the file."""
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """R and K."""
+        return len(self._rows), self._tensors.blocks(self._name)[0].shape[-1]
+
+    @property
+    def order(self) -> None:
+        """Every input stands at its own place."""
+        return None
+
+    @property
     def num_bytes(self) -> int:
         """What its groups take."""
         place, _ = self._tensors.blocks(self._name)

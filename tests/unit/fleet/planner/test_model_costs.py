@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,15 @@ from tests.models import CONFIGS
 
 NORMS = 0.06
 """Norms and biases are left out. Models of tests are small, so that they are more there."""
+
+
+def packed_in(bits: int) -> dict[str, Any]:
+    """What compressed-tensors writes of one group of layers."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": {"num_bits": bits, "group_size": 128}}},
+    }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -70,3 +80,24 @@ def test_a_config_without_sizes_is_refused(tmp_path: Path) -> None:
         ModelCosts.read(tmp_path)
     with pytest.raises(Invalid, match="cannot be read"):
         ModelCosts.read(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "weight_bytes"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, 20 / 32),
+        ({"quant_method": "gptq", "bits": 8}, 34 / 32),
+        ({"quant_method": "awq", "bits": 4}, 20 / 32),
+        (packed_in(4), 20 / 32),
+        (packed_in(8), 34 / 32),
+        # Unpacked, and fitted in 4 bits
+        ({**packed_in(8), "format": "int-quantized"}, 20 / 32),
+    ],
+)
+def test_plans_know_the_bits_of_a_packed_checkpoint(
+    quantization: dict[str, Any], weight_bytes: float, tmp_path: Path
+) -> None:
+    config = {**CONFIGS["llama"]().to_dict(), "quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    assert ModelCosts.read(tmp_path).weight_bytes("int4") == weight_bytes

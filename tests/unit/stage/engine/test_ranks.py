@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from tests.chain import Pressure, complete, load_chain, requests, with_adapters
 from tests.gguf_models import write_gguf
 from tests.models import VOCAB_SIZE, save_model
 from tests.pinned import unpinned_afterwards
+from tests.unit.stage.model.packed_models import Pack, awq, gptq, save_both
 
 SAMPLED = SamplingParams(max_tokens=8, temperature=0.9, logprobs=1)
 LENGTHS = (1, 5, 40, 17)
@@ -128,6 +129,28 @@ def test_two_ranks_of_a_file_of_4_bits_give_every_bit_of_one_process(
     kind = GGMLQuantizationType.Q4_1
     path = write_gguf(model, folder / "model.gguf", kind=kind, others=others)
     whole, stages = (load_chain(path, 1, device, folder, dtype="int4") for device in devices)
+
+    assert completions(stages) == completions(whole)
+    assert stages[0].exact
+    assert num_fused(stages) == num_fused(whole)
+    stages[0].drop()
+
+
+@pytest.mark.parametrize(
+    ("pack", "config"),
+    [
+        (gptq(group=64, alike=True), {"quant_method": "gptq", "bits": 4}),  # one order for q, k, v
+        (gptq(group=32, reordered=True), {"quant_method": "gptq", "bits": 4}),
+        (awq(128), {"quant_method": "awq", "bits": 4}),
+    ],
+    ids=["ordered", "ordered-apart", "awq"],
+)
+def test_two_ranks_of_a_packed_checkpoint_give_every_bit_of_one_process(
+    pack: Pack, config: dict[str, Any], tmp_path: Path, devices: Devices
+) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
+    _, path = save_both(tmp_path, pack, config, **sizes)
+    whole, stages = (load_chain(path, 1, device, tmp_path, dtype="int4") for device in devices)
 
     assert completions(stages) == completions(whole)
     assert stages[0].exact

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional
 
 from tests.models import save_model
 
@@ -32,10 +33,12 @@ class Packed(NamedTuple):
 Pack = Callable[[torch.Size, torch.Generator], Packed]
 
 
-def save_both(folder: Path, pack: Pack, config: dict[str, Any]) -> tuple[Path, Path]:
+def save_both(
+    folder: Path, pack: Pack, config: dict[str, Any], model: str = "llama", **sizes: Any
+) -> tuple[Path, Path]:
     """Saves a model with packed linear layers and the same one with float weights; returns their
     folders."""
-    whole = save_model(folder / "float")
+    whole = save_model(folder / "float", model, **sizes)
     tensors = load_file(whole / FILE)
     generator = torch.Generator().manual_seed(3)
     packed: dict[str, Tensor] = {}
@@ -58,21 +61,12 @@ def save_both(folder: Path, pack: Pack, config: dict[str, Any]) -> tuple[Path, P
     return whole, other
 
 
-def in_words(numbers: list[int], bits: int) -> list[int]:
-    """Packs numbers into words of 32 bits, the first in the lowest ones, as int32 has them."""
-    size = 32 // bits
-    words = []
-    for first in range(0, len(numbers), size):
-        word = sum(
-            number << (bits * place) for place, number in enumerate(numbers[first : first + size])
-        )
-        words.append(word - (1 << 32) if word >= 1 << 31 else word)
-    return words
-
-
 def rows_in_words(numbers: Tensor, bits: int) -> Tensor:
-    """Packs each row."""
-    return torch.tensor([in_words(row, bits) for row in numbers.tolist()], dtype=torch.int32)
+    """Packs the numbers of each row into words of 32 bits, the first in the lowest ones."""
+    size = 32 // bits
+    whole = functional.pad(numbers.long(), (0, -numbers.shape[1] % size)).unflatten(1, (-1, size))
+    words = sum(whole[..., place] * (1 << bits * place) for place in range(size))
+    return (words - (words >= 1 << 31) * (1 << 32)).int()
 
 
 def integers(generator: torch.Generator, bits: int, *shape: int) -> Tensor:
@@ -84,25 +78,38 @@ def scales_of(generator: torch.Generator, *shape: int, bits: int = 4) -> Tensor:
     return (torch.rand(shape, generator=generator) + 0.5).half() / (1 << bits)
 
 
-def gptq(bits: int = 4, *, less: int = 1, reordered: bool = False) -> Pack:
-    """Zero points are stored this much less than meant."""
+def gptq(
+    bits: int = 4,
+    *,
+    less: int = 1,
+    reordered: bool = False,
+    alike: bool = False,
+    group: int | None = GROUP,
+    symmetric: bool = False,
+) -> Pack:
+    """Zero points are stored this much less than meant; `reordered` gives each layer another order
+    of inputs, `alike` those of as many inputs one."""
 
     def pack(shape: torch.Size, generator: torch.Generator) -> Packed:
         outputs, inputs = shape
         numbers = integers(generator, bits, inputs, outputs)
-        scales = scales_of(generator, inputs // GROUP, outputs, bits=bits)
+        size = group or inputs
+        scales = scales_of(generator, inputs // size, outputs, bits=bits)
         zeros = torch.randint(1, 1 << bits, scales.shape, generator=generator)
-        group = torch.arange(inputs) // GROUP
-        if reordered:
-            group = group[torch.randperm(inputs, generator=generator)]
+        if symmetric:
+            zeros[:] = 1 << (bits - 1)
+        groups = torch.arange(inputs) // size
+        if reordered or alike:
+            order = torch.Generator().manual_seed(inputs) if alike else generator
+            groups = groups[torch.randperm(inputs, generator=order)]
         weight = torch.stack(
-            [scales[g].float() * (numbers[i] - zeros[g]) for i, g in enumerate(group.tolist())]
+            [scales[g].float() * (numbers[i] - zeros[g]) for i, g in enumerate(groups.tolist())]
         )
         tensors = {
             "qweight": rows_in_words(numbers.T, bits).T,
             "qzeros": rows_in_words(zeros - less, bits),
             "scales": scales,
-            "g_idx": group.int(),
+            "g_idx": groups.int(),
         }
         return Packed(tensors, weight.T)
 
@@ -114,24 +121,32 @@ def gptq_dynamic(shape: torch.Size, generator: torch.Generator) -> Packed:
     return gptq(8 if shape[0] < shape[1] else 4)(shape, generator)
 
 
-def awq(shape: torch.Size, generator: torch.Generator) -> Packed:
-    outputs, inputs = shape
-    numbers = integers(generator, 4, inputs, outputs)
-    scales = scales_of(generator, inputs // GROUP, outputs)
-    zeros = integers(generator, 4, *scales.shape)
-    weight = torch.stack(
-        [scales[i // GROUP].float() * (numbers[i] - zeros[i // GROUP]) for i in range(inputs)]
-    )
-    order = [first + place for first in range(0, outputs, 8) for place in AWQ_ORDER]
-    tensors = {
-        "qweight": rows_in_words(numbers[:, order], 4),
-        "qzeros": rows_in_words(zeros[:, order], 4),
-        "scales": scales,
-    }
-    return Packed(tensors, weight.T)
+def awq(group: int | None = GROUP) -> Pack:
+    """`group` None: a scale for each output."""
+
+    def pack(shape: torch.Size, generator: torch.Generator) -> Packed:
+        outputs, inputs = shape
+        size = group or inputs
+        numbers = integers(generator, 4, inputs, outputs)
+        scales = scales_of(generator, inputs // size, outputs)
+        zeros = integers(generator, 4, *scales.shape)
+        weight = torch.stack(
+            [scales[i // size].float() * (numbers[i] - zeros[i // size]) for i in range(inputs)]
+        )
+        order = [first + place for first in range(0, outputs, 8) for place in AWQ_ORDER]
+        tensors = {
+            "qweight": rows_in_words(numbers[:, order], 4),
+            "qzeros": rows_in_words(zeros[:, order], 4),
+            "scales": scales,
+        }
+        return Packed(tensors, weight.T)
+
+    return pack
 
 
-def packed_integers(bits: int, *, group: int | None, symmetric: bool) -> Pack:
+def packed_integers(
+    bits: int, *, group: int | None, symmetric: bool, reordered: bool = False
+) -> Pack:
     """Of compressed-tensors; `group` None: a scale for each row."""
 
     def pack(shape: torch.Size, generator: torch.Generator) -> Packed:
@@ -145,15 +160,20 @@ def packed_integers(bits: int, *, group: int | None, symmetric: bool) -> Pack:
             if symmetric
             else integers(generator, bits, *scales.shape) - offset
         )
+        groups = torch.arange(inputs) // size
+        if reordered:
+            groups = groups[torch.randperm(inputs, generator=generator)]
         columns = [
-            scales[:, i // size].float() * (numbers[:, i] - zeros[:, i // size])
-            for i in range(inputs)
+            scales[:, g].float() * (numbers[:, i] - zeros[:, g])
+            for i, g in enumerate(groups.tolist())
         ]
         tensors = {
             "weight_packed": rows_in_words(numbers + offset, bits),
             "weight_scale": scales,
             "weight_shape": torch.tensor(shape),
         }
+        if reordered:
+            tensors["weight_g_idx"] = groups.int()
         if not symmetric:
             tensors["weight_zero_point"] = rows_in_words((zeros + offset).T, bits).T
         return Packed(tensors, torch.stack(columns, 1))

@@ -45,7 +45,7 @@ FORMATS: dict[str, tuple[Pack, dict[str, Any]]] = {
     ),
     "gptq-reordered": (gptq(reordered=True), {"quant_method": "gptq", "bits": 4, "desc_act": True}),
     "gptq-v2": (gptq(less=0), {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}),
-    "awq": (awq, {"quant_method": "awq", "bits": 4, "version": "gemm"}),
+    "awq": (awq(), {"quant_method": "awq", "bits": 4, "version": "gemm"}),
     "packed-4": (
         packed_integers(4, group=16, symmetric=True),
         {**COMPRESSED, "format": "pack-quantized"},
@@ -56,6 +56,10 @@ FORMATS: dict[str, tuple[Pack, dict[str, Any]]] = {
     ),
     "packed-8-rows": (
         packed_integers(8, group=None, symmetric=True),
+        {**COMPRESSED, "format": "pack-quantized"},
+    ),
+    "packed-4-reordered": (
+        packed_integers(4, group=16, symmetric=False, reordered=True),
         {**COMPRESSED, "format": "pack-quantized"},
     ),
     "int8": (int8_rows, {**COMPRESSED, "format": "int-quantized"}),

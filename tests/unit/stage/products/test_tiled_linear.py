@@ -98,9 +98,11 @@ def group_product(x: Tensor, weight: groups.Groups, bias: Tensor | None) -> Tens
         whole = (integers[:, group].double() @ numbers[:, group].T).float()
         scaled = (whole * steps[:, group, None]).double()
         sums = (sums.double() + scaled * weight.scales[:, group].double()).float()
-        if isinstance(weight, groups.Int4Groups):
-            added = totals[:, group, None].double() * weight.minimums[:, group].double()
-            sums = (sums.double() + added).float()
+        if not isinstance(weight, groups.Int8Groups):
+            minimums = weight.minimums[:, group].double()
+            if isinstance(weight, groups.ZeroPointGroups):
+                minimums = minimums * weight.scales[:, group].double()
+            sums = (sums.double() + totals[:, group, None].double() * minimums).float()
     return (sums * weight.outputs + (0 if bias is None else bias.float())).bfloat16()
 
 
@@ -229,6 +231,52 @@ def test_weights_side_by_side_keep_their_numbers(kernel: Kernel, sizes: tuple[in
     columns = -(-(sum(sizes) - num_in_4) // 16) * 16
     expected = num_in_4 * groups.INT4_BYTES + columns * groups.INT8_BYTES
     assert layer.tiles.nbytes == 192 * expected
+
+
+@pytest.mark.parametrize(
+    "kernel", [kernel for kernel, kind in KINDS if kind is Weights.INT4], ids=lambda each: each.isa
+)
+@pytest.mark.parametrize(("width", "outputs"), [(64, 7), (192, 48), (2816, 40)])
+def test_zero_points_and_sorted_inputs_give_their_product_for_any_rows(
+    kernel: Kernel, width: int, outputs: int
+) -> None:
+    # Given a weight with zero points, and its inputs in another order
+    generator = torch.Generator().manual_seed(width)
+    numbers = torch.randint(0, 16, (outputs, width), generator=generator, dtype=torch.uint8)
+    zeros = torch.randint(0, 17, (outputs, width // groups.GROUP), generator=generator)
+    scales = (torch.rand(zeros.shape, generator=generator) + 1e-3).half()
+    weight = groups.zero_pointed(numbers, scales, zeros)
+    each = (numbers.int() - zeros.repeat_interleave(groups.GROUP, 1)) * scales.float()[
+        ..., None
+    ].expand(-1, -1, groups.GROUP).flatten(1)
+    assert torch.equal(weight.floats(), each)
+    order = torch.randperm(width, generator=generator).int()
+    layer = TiledLinear(kernel, [weight], None, Weights.INT4)
+    layer.order_inputs(order)
+    rows = drawn(3, 260, 2 * width)[:, :width]
+
+    # Then a row gives its sum, whatever runs beside it
+    expected = group_product(rows[:, order.long()], weight, None)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for num in (1, 2, 9, 33, 260):
+            assert torch.equal(layer(rows[:num]), expected[:num]), num
+        assert torch.equal(layer(rows[None, 35:])[0], expected[35:])
+
+
+def test_zero_points_beside_minimums_become_minimums() -> None:
+    kernel = KINDS[0][0]
+    numbers = torch.arange(16 * 64, dtype=torch.int64).view(16, 64) % 16
+    zeros = torch.full((16, 2), 8)
+    weight = groups.zero_pointed(numbers.byte(), torch.rand(16, 2).half() + 0.5, zeros)
+    other = groups.fitted(kernel, drawn(1, 16, 64))
+    x = drawn(2, 9, 64)
+
+    found = TiledLinear(kernel, [weight, other], None, Weights.INT4)(x)
+
+    assert torch.equal(
+        found, torch.cat([group_product(x, each, None) for each in (weight, other)], 1)
+    )
 
 
 def test_a_fitted_weight_is_nearer_than_one_rounded_to_the_range_of_its_groups() -> None:
