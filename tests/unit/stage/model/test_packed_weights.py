@@ -180,10 +180,22 @@ def test_other_groups_become_floats_and_the_log_says_so(
     assert any(each["reason"].startswith(reason) for each in warned)
 
 
-def test_experts_and_the_output_layer_are_not_stored(tmp_path: Path) -> None:
-    _, packed = save_both(tmp_path, gptq(group=32), BITS_4, "mixtral", **SIZES)
+def test_experts_are_fitted_beside_stored_attention(device: Device, tmp_path: Path) -> None:
+    sizes = {**SIZES, "moe_intermediate_size": 64}
+    _, packed = save_both(tmp_path, gptq(group=32), BITS_4, "qwen3-moe", **sizes)
+    assert any(
+        ".experts." in name and name.endswith(".qweight") for name in load_file(packed / FILE)
+    )
 
-    assert all(".self_attn." in name for name in stored_of(packed))
+    found = stored_of(packed)
+    one, two = (load_chain(packed, num, device, tmp_path, dtype="int4") for num in (1, 2))
+
+    assert found.keys() == {
+        f"model.layers.{number}.self_attn.{part}_proj.weight"
+        for number in range(LAYERS)
+        for part in "qkvo"
+    }
+    assert completions(one, 4) == completions(two, 4)
 
 
 def test_a_checkpoint_without_a_part_is_refused_with_its_layer(tmp_path: Path) -> None:
