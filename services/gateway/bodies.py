@@ -25,6 +25,7 @@ from shardline.contract.job import (
     TokenLogprob,
     Usage,
 )
+from shardline.contract.retry_policy import RetryPolicy
 from shardline.store.pipelines import LivePipeline
 from shardline.store.statistics.costs import Cost
 
@@ -178,6 +179,9 @@ class JobDocument(JobHead, frozen=True, kw_only=True):
     params: SamplingParams
     seed: int
     metadata: dict[str, Any]
+    attempts: int
+    retry: RetryPolicy | None
+    next_attempt_at: datetime | None
     depends_on: tuple[Any, ...] | None
     on_parent_failure: str
     waits_for: tuple[UUID, ...]

@@ -27,9 +27,9 @@ from tenacity import (
 
 from services.relay.relay_spans import RelaySpans
 from shardline.base.config import Times
-from shardline.contract.job import MAX_CRASHES
 from shardline.store.connection.database import failure_of
 from shardline_server.metrics import RelayMetrics
+from shardline_server.store.crashes import NO_CEILING, AttemptLimits
 from shardline_server.tracing import OFF, Tracer
 
 log = structlog.get_logger(__name__)
@@ -54,7 +54,7 @@ class LoopContext:
     database: Engine
     times: Times
     metrics: RelayMetrics
-    max_crashes: int = MAX_CRASHES
+    limits: AttemptLimits = NO_CEILING
     tracer: Tracer = OFF
 
     @property

@@ -61,6 +61,7 @@ from shardline_server.failpoints import Point, failpoint
 from shardline_server.message_guard import RefusedMessage
 from shardline_server.metrics import RelayMetrics
 from shardline_server.store.celery_tasks import CeleryTask
+from shardline_server.store.crashes import AttemptLimits
 from shardline_server.tracing import Tracer
 
 log = structlog.get_logger(__name__)
@@ -105,7 +106,7 @@ class Relay:
             database=self._database,
             times=settings.times,
             metrics=self._metrics,
-            max_crashes=settings.max_crashes,
+            limits=AttemptLimits.of(settings),
             tracer=self._tracer,
         )
         self._spans = context.spans

@@ -28,7 +28,7 @@ class Sweeper(Loop):
         self._results = results
         self._database = context.database
         self._times = context.times
-        self._max_crashes = context.max_crashes
+        self._limits = context.limits
         self._metrics = context.metrics
         self._spans = context.spans
         self._partial_texts = PartialTexts(context.database, budget_s=context.times.poll_s)
@@ -70,7 +70,7 @@ class Sweeper(Loop):
                     connection,
                     self._partial_texts,
                     lease_s=self._times.lease_s,
-                    max_crashes=self._max_crashes,
+                    limits=self._limits,
                 )
         self._record(moved)
         self._spans.rescued(moved)

@@ -45,6 +45,7 @@ from shardline_scheduler.events import Event
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.scheduler_config import SchedulerConfig
 from shardline_server.store import leases
+from shardline_server.store.crashes import AttemptLimits
 from shardline_server.tokenize import Tokens
 from shardline_server.tracing import Tracer
 
@@ -145,7 +146,7 @@ class Head:
             ),
             publisher=self._publisher,
             host=LeaseHost(
-                max_crashes=self._settings.max_crashes,
+                limits=AttemptLimits.of(self._settings),
                 results=self._results,
                 observer=JobTelemetry(self.meter, self._spans, self._energy.row_j),
                 on_announced=self.subscription.open,

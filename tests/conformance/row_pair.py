@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ SNAPSHOT = text("""
 SELECT jobs.id, state, jobs.fence, crashes, num_sends, sent_at IS NOT NULL,
     cancel_requested_at IS NOT NULL, worker, pipeline, jobs.exact, exactness, error ->> 'code',
     round(extract(epoch FROM lease_until - now()) / 60)::int,
+    CASE WHEN not_before > requeued_at
+        THEN round(extract(epoch FROM not_before - requeued_at) / 60)::int END,
     results.fence, results.token_ids, results.finish_reason, results.exact
 FROM jobs LEFT JOIN results ON results.job_id = jobs.id ORDER BY jobs.created_at, jobs.id
 """)
@@ -103,6 +106,8 @@ def _told(one: Any) -> tuple[Any, ...]:
 def _job_row(pair: Pair, job: Job) -> tuple[Any, ...]:
     result = pair.tables.results.get(job.id)
     lease_s = None if job.lease_s is None else round((job.lease_s - pair.now_s) / MINUTE_S)
+    waits_s = job.not_before_s - (job.requeued_s or math.inf)
+    wait_min = round(waits_s / MINUTE_S) if waits_s > 0 else None
     told = (
         (None,) * 4
         if result is None
@@ -114,7 +119,7 @@ def _job_row(pair: Pair, job: Job) -> tuple[Any, ...]:
     numbers = (job.fence, job.crashes, job.num_sends)
     return (
         job.id, job.state, *numbers, sent, cancelled, job.worker, job.pipeline, job.exact,
-        job.exactness, error, lease_s, *told,
+        job.exactness, error, lease_s, wait_min, *told,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import pytest
 from sqlalchemy import Engine, text
 
 from shardline.contract.job import FinishReason, JobRequest, JobState, Result, SamplingParams, Usage
+from shardline.contract.retry_policy import RetryPolicy
 from shardline.store import jobs, pipelines
 from shardline_server.store import claims, crashes, ends, leases, outbox, sweeps
 from shardline_server.store.claims import Claimant
@@ -33,6 +34,13 @@ EXACT_WAIT_S = 120 * MINUTE_S
 """Time passes in ticks that never meet these on the minute: what the real clock adds does not
 matter."""
 
+RETRY = RetryPolicy(
+    max_attempts=4,
+    backoff_s=12 * MINUTE_S,
+    max_backoff_s=24 * MINUTE_S,
+    on=("crashed", "engine"),
+)
+"""Whatever is drawn of its waits, no tick meets their ends."""
 NUM_OPERATIONS = 80
 SEQUENCES = range(40)
 
@@ -70,6 +78,7 @@ def submit(pair: Pair) -> None:
     delay_s = rng.choice([0.0, 0.0, 40 * MINUTE_S])
     deadline_s = rng.choice([None, None, 90 * MINUTE_S])
     max_crashes = rng.choice([1, 2, 3])
+    retry = rng.choice([None, RETRY, RetryPolicy(max_attempts=1)])
     priority = rng.choice([1, 5])
     exact = rng.random() < 0.2
     request = JobRequest(
@@ -83,6 +92,7 @@ def submit(pair: Pair) -> None:
         delay_s=delay_s,
         deadline_s=deadline_s,
         max_crashes=max_crashes,
+        retry=retry,
         exact=exact,
     )
     with pair.engine.begin() as connection:
@@ -103,6 +113,7 @@ def submit(pair: Pair) -> None:
             model=MODEL,
             priority=priority,
             max_crashes=max_crashes,
+            retry=msgspec.to_builtins(retry),
         )
     )
     pair.ids.append(job_id)
@@ -230,6 +241,11 @@ def requeue_or_fail(pair: Pair) -> None:
     pair.both(crashes.requeue_or_fail_held, keys)
 
 
+def requeue_failed(pair: Pair) -> None:
+    keys = [(job_id, _fence(pair, job_id)) for job_id in _some(pair)]
+    pair.both(crashes.requeue_failed_held, keys)
+
+
 def quarantined(pair: Pair) -> None:
     ids = [str(job_id) for job_id in pair.ids]
     with pair.engine.begin() as connection:
@@ -252,8 +268,8 @@ def sweep_leases(pair: Pair) -> None:
 OPERATIONS = (
     submit, submit, submit, pass_time, pass_time, take_epoch, leave, announce, announce, unready,
     renew, stamp, stamp, stamp, unstamp, unstamp_sent, claim, claim, claim, claim, park, park, park,
-    begin, postpone, postpone, expire, requeue_or_fail, requeue_or_fail, quarantined,
-    beat, beat, beat, beat, beat, beat, end, end, release, release, cancel,
+    begin, postpone, postpone, expire, requeue_or_fail, requeue_or_fail, requeue_failed,
+    quarantined, beat, beat, beat, beat, beat, beat, end, end, release, release, cancel,
     sweep_queued, sweep_leases, sweep_leases, sweep_leases,
 )  # fmt: skip
 

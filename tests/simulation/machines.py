@@ -32,6 +32,7 @@ from services.stage.runtime import LoadedStage, capacity_of, pipeline_of
 from shardline.base.config import Times
 from shardline.base.errors import Unavailable
 from shardline.contract.job import MAX_CRASHES
+from shardline.contract.retry_policy import MAX_ATTEMPTS
 from shardline.contract.wire import Capacity, StageCard
 from shardline_scheduler.offload import OffloadTerms
 from shardline_scheduler.step_plan import StepPlan
@@ -392,4 +393,5 @@ def _settings(name: str, site: Site) -> SimpleNamespace:
         dtype="float32",
         hop_activations="same",
         max_crashes=MAX_CRASHES,
+        max_attempts=MAX_ATTEMPTS,
     )

@@ -42,6 +42,7 @@ class Job:
     requeued_s: float | None = None
     crashes: int = 0
     max_crashes: int = 3
+    retry: Mapping[str, Any] | None = None
     exactness: str | None = None
     exact: bool = True
     error: Mapping[str, Any] | None = None

@@ -8,6 +8,7 @@ rows are locked, and in which order, is the store's own tests' business.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping
 from typing import Any
 from uuid import UUID
@@ -26,6 +27,7 @@ class KeyRow(msgspec.Struct):
 
     job_id: UUID
     fence: int
+    wait_s: float | None = None
 
 
 class BeatRow(msgspec.Struct):
@@ -213,6 +215,8 @@ def requeue(tables: Tables, *, keys: str, outcome: str) -> Rows:
         job.crashes = {"crashed": job.crashes + 1, "lost": 0}.get(outcome, job.crashes)
         job.lease_s = job.worker = job.pipeline = job.sent_s = None
         job.requeued_s = tables.now_s
+        if key.wait_s is not None:
+            job.not_before_s = tables.now_s + key.wait_s * (0.5 + 0.5 * _jitter(job))
         job.num_sends = 0
         requeued.append({"id": job.id})
     return requeued
@@ -246,6 +250,8 @@ def last_attempts(tables: Tables, *, ids: Collection[UUID]) -> Rows:
                 "fence": job.fence,
                 "crashes": job.crashes,
                 "max_crashes": job.max_crashes,
+                "retry": job.retry,
+                "num_failures": _num_failures(tables, job),
                 "is_cancelled": job.cancel_s is not None,
                 "is_expired": tables.is_past(job.deadline_s),
                 "has_tokens": attempt is not None and len(attempt.tokens) > 0,
@@ -290,6 +296,19 @@ TWINS: Mapping[Executable, Twin] = {
 
 def _keys(keys: str) -> list[KeyRow]:
     return msgspec.json.decode(keys, type=list[KeyRow])
+
+
+def _jitter(job: Job) -> float:
+    """What JITTER is of its attempt."""
+    digest = hashlib.md5(f"{job.id}/{job.fence}".encode(), usedforsecurity=False).hexdigest()
+    return int(digest[:8], 16) / 2**32
+
+
+def _num_failures(tables: Tables, job: Job) -> int | None:
+    if job.retry is None:
+        return None
+    earlier = [one for (job_id, _), one in tables.attempts.items() if job_id == job.id]
+    return sum(one.outcome in ("crashed", "failed") for one in earlier)
 
 
 def _held(tables: Tables, keys: str) -> list[Job]:
@@ -348,6 +367,7 @@ def _claimed(tables: Tables, job: Job, tokens: tuple[int, ...]) -> dict[str, Any
         "seed": job.seed,
         "priority": job.priority,
         "crashes": job.crashes,
+        "retry": job.retry,
         "exact": job.exact,
         "tokens": tokens,
         "logprobs": None,

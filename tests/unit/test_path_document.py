@@ -111,6 +111,7 @@ OFF_THE_PATH = {
     "for a job that limits its tokens, or continues a message": """
         shardline_server/tokenize/bad_words shardline_server/tokenize/continuation
     """,
+    "for a job with a retry policy": """shardline/contract/retry_policy""",
     "for a job with a question": """
         gateway/routes/decisions shardline/client/decisions shardline/contract/decision
         shardline_server/tokenize/questions

@@ -21,7 +21,12 @@ from shardline.base.clock import monotonic_s
 from shardline.base.errors import Invalid
 from shardline.contract.chat import Message
 from shardline.contract.job import JobState, Prompt, SamplingParams, TokenId, address_of
-from shardline.contract.request_parsing import check_metadata, invalid_from, parse_params
+from shardline.contract.request_parsing import (
+    check_metadata,
+    invalid_from,
+    parse_params,
+    parse_retry,
+)
 from shardline.store.connection.database import failure_of
 from shardline_server.store import parents, preparation
 from shardline_server.store.preparation import PreparedJob, UnpreparedJob
@@ -174,6 +179,8 @@ def _params(row: UnpreparedJob) -> SamplingParams:
         invalid = invalid_from(error)
         field = "params" if invalid.field == "request" else invalid.field
         raise Invalid(field, invalid.problem, invalid.remedy) from error
+    if row.retry is not None:
+        parse_retry(row.retry)
     check_metadata(row.metadata)
     return params
 

@@ -79,15 +79,29 @@ class Finisher:
         if not outcomes:
             return False
         with self._database.begin() as connection:
-            committed = ends.end_running(connection, [outcome.row() for outcome in outcomes])
+            again = self._try_again(connection, outcomes)
+            ended = [outcome.row() for outcome in outcomes if outcome.job.job_id not in again]
+            committed = ends.end_running(connection, ended)
             told_by_relays = self._told_by_relays(connection, committed)
             failpoint(Point.END_BEFORE_COMMIT)
         failpoint(Point.END_AFTER_COMMIT)
         self._outcomes = []
         for outcome in outcomes:
             job_id = outcome.job.job_id
+            if job_id in again:
+                self._host.observer.given_back(outcome.job, "failed")
             self._settle(outcome, committed.get(job_id), is_told=job_id in told_by_relays)
         return True
+
+    def _try_again(self, connection: Connection, outcomes: Iterable[JobOutcome]) -> set[UUID]:
+        """Requeues those that failed here and whose policies have an attempt left. Returns
+        them."""
+        failed = [one.job for one in outcomes if one.may_try_again]
+        if not failed:
+            return set()
+        self._save(connection, failed)
+        keys = [job.attempt for job in failed]
+        return crashes.requeue_failed_held(connection, keys, limits=self._host.limits)
 
     def _told_by_relays(self, connection: Connection, job_ids: Iterable[UUID]) -> set[UUID]:
         """Returns those jobs that are Celery tasks; without a result backend no caller asks."""
@@ -107,7 +121,7 @@ class Finisher:
         elif state in (JobState.CANCELLED, JobState.EXPIRED):
             job.delivery.revoke()  # A relay was first, under the same fence.
         else:
-            job.delivery.drop()  # The lease was lost.
+            job.delivery.drop()  # The lease was lost, or the job is tried again.
 
     def judge_crashed(self, formed: Identity | None) -> None:
         """Gives back jobs under which the pipeline broke while they ran alone, as soon as it is
@@ -128,9 +142,7 @@ class Finisher:
             with self._database.begin() as connection:
                 self._save(connection, jobs)
                 keys = [job.attempt for job in jobs]
-                outcomes = crashes.requeue_or_fail_held(
-                    connection, keys, max_crashes=self._host.max_crashes
-                )
+                outcomes = crashes.requeue_or_fail_held(connection, keys, limits=self._host.limits)
                 told_by_relays = self._told_by_relays(connection, outcomes)
             self._host.observer.crashed(outcomes.values())
             log.warning(

@@ -9,6 +9,7 @@ from typing import Protocol
 from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.outcome import JobOutcome
 from services.stage.jobs.result_publisher import ResultPublisher
+from shardline_server.store.crashes import AttemptLimits
 
 
 class JobObserver(Protocol):
@@ -21,15 +22,14 @@ class JobObserver(Protocol):
         """A job's end was committed here."""
 
     def given_back(self, job: LiveJob, outcome: str) -> None:
-        """A job goes on elsewhere, or here later: `released` or `crashed`."""
+        """A job goes on elsewhere, or here later: `released`, `crashed` or `failed`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseHost:
     """A head. Called in the lease manager's thread; no function may block."""
 
-    max_crashes: int
-    """So often at most may engines die under any job before it ends."""
+    limits: AttemptLimits
     results: ResultPublisher | None
     """Takes the ends of jobs that are no Celery tasks; None without a result backend."""
     observer: JobObserver

@@ -50,6 +50,11 @@ class JobOutcome:
         )
 
     @property
+    def may_try_again(self) -> bool:
+        """Whether its policy knows of failures as this one."""
+        return isinstance(self.event, SequenceFailed) and self.job.claimed.retry is not None
+
+    @property
     def num_rows(self) -> int:
         """Token rows that its attempt took."""
         event = self.event

@@ -108,6 +108,12 @@ class Settings(BaseSettings):
         le=100,
         description="ceiling of every job's max_crashes; the same for relays and stages",
     )
+    max_attempts: int = Field(
+        32,
+        ge=1,
+        le=32,
+        description="ceiling of every job's retry.max_attempts",
+    )
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
     log_format: str = Field(
         "auto",

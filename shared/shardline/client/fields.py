@@ -10,6 +10,7 @@ from shardline.contract.chat import Message, Tool
 from shardline.contract.decision import Question
 from shardline.contract.job import ReasoningEffort
 from shardline.contract.parents.parent_job import ParentJob
+from shardline.contract.retry_policy import RetryPolicy
 from shardline.contract.structured_output import StructuredOutput
 from shardline.contract.tool_choice import ToolChoice
 
@@ -64,6 +65,7 @@ class JobFields(TypedDict, total=False):
     delay_s: float
     flexible: Literal["price", "carbon"] | None
     max_crashes: int
+    retry: RetryPolicy | Mapping[str, Any] | None
     depends_on: Sequence[ParentJob | Mapping[str, Any]] | None
     on_parent_failure: Literal["fail", "run"]
     metadata: dict[str, Any]

@@ -17,6 +17,7 @@ from shardline.base.trace_context import MAX_TRACEPARENT_CHARS, TRACEPARENT
 from shardline.contract.chat import Message, ToolCall
 from shardline.contract.decision import Decision, Question
 from shardline.contract.parents.parent_job import OnParentFailure, Parents
+from shardline.contract.retry_policy import RetryPolicy
 from shardline.contract.structured_output import StructuredOutput
 from shardline.contract.tool_choice import ToolChoice, Tools
 
@@ -96,18 +97,16 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=128)]
 VariableName = Annotated[str, Meta(min_length=1, max_length=64)]
-Variable = (
-    bool
-    | Annotated[int, Meta(ge=-(2**53), le=2**53)]
-    | Annotated[str, Meta(max_length=1024)]
-    | None
-)
+VariableNumber = Annotated[int, Meta(ge=-(2**53), le=2**53)]
+VariableText = Annotated[str, Meta(max_length=1024)]
+Variable = bool | VariableNumber | VariableText | None
 AdapterName = Annotated[str, Meta(pattern=ADAPTER_NAME, max_length=128)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
 MAX_PROMPT_LOGPROBS = 32_768
 """Tokens of a prompt times 1 and their alternatives: some 4 MB in a head, and 1 MB in a row."""
 Priority = Annotated[int, Meta(ge=0, le=9)]
+Traceparent = Annotated[str, Meta(pattern=TRACEPARENT, max_length=MAX_TRACEPARENT_CHARS)]
 
 
 class SamplingParams(
@@ -227,6 +226,7 @@ class JobRequest(
     delay_s: Annotated[float, Meta(ge=0, le=31_536_000)] = 0.0
     flexible: Literal["price", "carbon"] | None = None
     max_crashes: Annotated[int, Meta(ge=0, le=MAX_CRASHES)] = DEFAULT_CRASHES
+    retry: RetryPolicy | None = None
     depends_on: Parents | None = None
     """Jobs of the tenant that must have ended before: accepted ones, or earlier ones of the same
     call."""
@@ -234,9 +234,7 @@ class JobRequest(
     """run: the text of a parent that did not succeed is empty."""
     metadata: dict[str, Any] = {}
     tenant: Annotated[str, Meta(min_length=1, max_length=64)] = DEFAULT_TENANT
-    traceparent: (
-        Annotated[str, Meta(pattern=TRACEPARENT, max_length=MAX_TRACEPARENT_CHARS)] | None
-    ) = None
+    traceparent: Traceparent | None = None
 
     @property
     def address(self) -> str:
@@ -361,6 +359,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     cancel_requested: bool = False
     crashes: int = 0
     fence: int = 0
+    retry: RetryPolicy | None = None
+    next_attempt_at: datetime | None = None
+    """Of a queued job: it does not begin before."""
     replay_of: UUID | None = None
     depends_on: tuple[Any, ...] | None = None
     """As its row has them."""
@@ -369,6 +370,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Those of its parents that have not ended."""
     error: dict[str, Any] | None = None
     result: Result | None = None
+
+    @property
+    def attempts(self) -> int:
+        """Returns how often a head has claimed it."""
+        return self.fence
 
 
 class JobSummary(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from shardline.base.errors import Invalid
 from shardline.base.type_info import prepare
 from shardline.contract.decision import check_question
 from shardline.contract.job import (
+    DEFAULT_CRASHES,
     MAX_METADATA_BYTES,
     MAX_PROMPT_LOGPROBS,
     MAX_TOKENS,
@@ -21,11 +22,20 @@ from shardline.contract.job import (
 )
 from shardline.contract.parents.parent_job import check_parents
 from shardline.contract.plain_json import FIELDS, without_nulls
+from shardline.contract.retry_policy import FIELD as RETRY
+from shardline.contract.retry_policy import RETRIED_FAILURES, RetryPolicy, check_retry
 from shardline.contract.structured_output import FIELD as STRUCTURED_OUTPUTS
 from shardline.contract.structured_output import check_structured_output
 from shardline.contract.tool_choice import callable_tools, check_tools
 
-prepare(JobRequest, SamplingParams)
+
+class RetryHolder(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a request that says how its failures are tried again."""
+
+    retry: RetryPolicy
+
+
+prepare(JobRequest, RetryHolder, SamplingParams)
 
 MAX_METADATA_DEPTH = 32
 MAX_SHOWN_CHARS = 64
@@ -93,6 +103,7 @@ def check_request(request: JobRequest) -> JobRequest:
             "Send deadline_s too, or leave it out",
         )
     _check_waits(request)
+    _check_retries(request)
     check_params(request.params())
     check_metadata(request.metadata)
     return request
@@ -103,6 +114,14 @@ def _check_waits(request: JobRequest) -> None:
         check_parents(request.depends_on, request.prompt, request.messages)
     elif request.on_parent_failure != "fail":
         raise Invalid("on_parent_failure", "it waits for no job", "Send depends_on too")
+
+
+def _check_retries(request: JobRequest) -> None:
+    if request.retry is None:
+        return
+    check_retry(request.retry)
+    if request.max_crashes != DEFAULT_CRASHES:
+        raise Invalid("max_crashes", "retry says what follows a crash", "Leave one of the two out")
 
 
 def check_is_no_chat(params: SamplingParams) -> None:
@@ -264,6 +283,13 @@ def _half_a_character(document: object, kind: type[msgspec.Struct]) -> str:
     return "request"
 
 
+def parse_retry(document: object) -> RetryPolicy:
+    """What a row holds as `retry`, which a hand may have written. Raises Invalid."""
+    policy = parse_fields({RETRY: document}, RetryHolder).retry
+    check_retry(policy)
+    return policy
+
+
 def parse_params(document: object) -> SamplingParams:
     """What a row holds as `params`, which a hand may have written. Raises
     msgspec.ValidationError."""
@@ -285,6 +311,8 @@ def _plain(document: object, kind: type[msgspec.Struct]) -> object:
 def _plain_value(name: object, value: object) -> object:
     if isinstance(value, float) and value.is_integer():
         return int(value)
+    if name == RETRY:
+        return _plain(value, RetryPolicy)
     return without_nulls(value) if name in FIELDS else value
 
 
@@ -298,6 +326,9 @@ def invalid_from(error: msgspec.ValidationError) -> Invalid:
         problem = f"{what}`{shown(name)}`"
         remedy = REMEDIES.get(name, remedy)
         field = f"{field}.{name}" if field else name
+    elif field.startswith(f"{RETRY}.on[") and problem.startswith("Invalid enum value"):
+        problem = f"{problem.removeprefix('Invalid enum value ')} is never tried again"
+        remedy = f"Send some of {', '.join(RETRIED_FAILURES)}"
     elif field == "traceparent" and "regex" in problem:
         problem = "it is not the traceparent of a W3C trace context"
     problem = problem[:1].lower() + problem[1:]

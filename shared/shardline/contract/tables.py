@@ -187,6 +187,8 @@ jobs = Table(
     time_of("requeued_at"),
     Column("crashes", Integer, nullable=False, server_default=text("0")),
     Column("max_crashes", Integer, nullable=False, server_default=text("3")),
+    # By producers, in place of max_crashes: how often failed attempts are tried again, and when.
+    Column("retry", JSONB(none_as_null=True)),
     Column("exactness", Text),
     Column("exact", Boolean, nullable=False, server_default=true()),
     # The end.
@@ -224,6 +226,7 @@ jobs = Table(
         on_parent_failure_is_known=one_of("on_parent_failure", ON_PARENT_FAILURE),
         parents_end_before_it_is_prepared=f"prepared_at IS NULL OR {IS_READY}",
         max_crashes_is_0_to_100="max_crashes BETWEEN 0 AND 100",
+        retry_is_an_object="jsonb_typeof(retry) = 'object'",
         counters_are_not_negative="crashes >= 0 AND fence >= 0 AND num_sends >= 0",
         a_lease_belongs_to_running="(state = 'running') = (lease_until IS NOT NULL)",
         finished_at_belongs_to_an_end=(
@@ -263,13 +266,8 @@ partial_index("jobs_dead", jobs.c.finished_at, jobs.c.id, where=DEAD)
 partial_index("jobs_dead_by_model", jobs.c.model, jobs.c.finished_at, jobs.c.id, where=DEAD)
 # Without it, deleting old jobs would read the whole table once for each of them.
 partial_index("jobs_replays", jobs.c.replay_of, where="replay_of IS NOT NULL")
-Index(
-    "jobs_choices",
-    jobs.c.choice_of,
-    jobs.c.choice_index,
-    unique=True,
-    postgresql_where=text("choice_of IS NOT NULL"),
-)
+_CHOICE = (jobs.c.choice_of, jobs.c.choice_index)
+Index("jobs_choices", *_CHOICE, unique=True, postgresql_where=text("choice_of IS NOT NULL"))
 _STORED = "stored IS NOT NULL"
 partial_index("jobs_stored", jobs.c.tenant_id, jobs.c.created_at, jobs.c.id, where=_STORED)
 _BY_MODEL = ("tenant_id", "model", "created_at", "id")

@@ -29,12 +29,12 @@ CRASHED = "crashed"
 """The code in `error`."""
 
 COPIED = """tenant_id, model, prompt, messages, prompt_ids, params, seed, priority, metadata,
-    max_crashes, depends_on, on_parent_failure, replay_of"""
+    max_crashes, retry, depends_on, on_parent_failure, replay_of"""
 # Text is tokenized again by a relay: the model may have another tokenizer by now. Given ids are the
 # prompt itself.
 COPIES = """tenant_id, model, prompt, messages,
     CASE WHEN num_nonnulls(prompt, messages) = 0 THEN prompt_ids END, params, seed, priority,
-    metadata, max_crashes, depends_on, on_parent_failure, jobs.id"""
+    metadata, max_crashes, retry, depends_on, on_parent_failure, jobs.id"""
 """The columns that a job has of the one that it replays, and what they have in it."""
 
 REPLAY = text(f"""

@@ -3,10 +3,10 @@ keys, at every door.
 
 What counts is what was asked for: tenant, model, what to complete, its parents, and the sampling
 parameters.
-What does not count is how it is served (priority, delay, deadline, `max_crashes`), metadata and
-traceparent: who asks again may have less time left, and a new trace. Nor does what preparation adds
-to a row: a drawn seed, the ids of a text. Both sides are compared as Postgres holds them, so that
-nothing depends on how a client spells a list or a number.
+What does not count is how it is served (priority, delay, deadline, `max_crashes`, `retry`),
+metadata and traceparent: who asks again may have less time left, and a new trace. Nor does what
+preparation adds to a row: a drawn seed, the ids of a text. Both sides are compared as Postgres
+holds them, so that nothing depends on how a client spells a list or a number.
 """
 
 from __future__ import annotations

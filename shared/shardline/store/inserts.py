@@ -331,6 +331,7 @@ def _row(request: JobRequest, tokenized: Tokenized | None) -> dict[str, Any]:
         "flexible": request.flexible,
         "max_tokens": max_tokens,
         "max_crashes": request.max_crashes,
+        "retry": plain_json.builtins(request.retry),
         "depends_on": plain_json.builtins(request.depends_on or None),
         "on_parent_failure": request.on_parent_failure,
     }

@@ -32,7 +32,7 @@ WITH new AS (
         params jsonb, seed bigint, priority smallint, idempotency_key text, metadata jsonb,
         traceparent text, delay_s float8, deadline_s float8, flexible text, max_tokens int,
         max_crashes int, choice_of uuid, choice_index smallint, stored jsonb, depends_on jsonb,
-        on_parent_failure text, number int, key_name text)) WITH ORDINALITY AS new
+        on_parent_failure text, retry jsonb, number int, key_name text)) WITH ORDINALITY AS new
 ),
 -- What those of tenants with quotas may take: the others have no row here.
 measured AS (
@@ -58,7 +58,7 @@ inserted AS (
 INSERT INTO jobs (
     id, tenant_id, model, prompt, messages, prompt_ids, params, seed, priority, idempotency_key,
     metadata, traceparent, not_before, deadline_at, max_tokens, max_crashes, choice_of,
-    choice_index, stored, depends_on, on_parent_failure, key_name, prepared_at)
+    choice_index, stored, depends_on, on_parent_failure, retry, key_name, prepared_at)
 SELECT
     id, tenant_id, model, prompt, messages, prompt_ids, params, coalesce(seed, {RANDOM_SEED}),
     priority, idempotency_key, metadata, traceparent,
@@ -66,7 +66,7 @@ SELECT
         ELSE shardline_cheapest_moment(flexible, now() + make_interval(secs => delay_s),
             now() + make_interval(secs => {FLEXIBLE_SHARE} * deadline_s)) END,
     now() + make_interval(secs => deadline_s), max_tokens, max_crashes, choice_of,
-    choice_index, stored, depends_on, on_parent_failure, key_name,
+    choice_index, stored, depends_on, on_parent_failure, retry, key_name,
     CASE WHEN max_tokens IS NOT NULL THEN now() END
 FROM new
 WHERE NOT EXISTS (

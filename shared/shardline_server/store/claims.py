@@ -16,7 +16,15 @@ from uuid import UUID
 from sqlalchemy import Connection, Row, text
 
 from shardline.contract.job import JobState, SamplingParams, TokenLogprob
-from shardline.store.connection.encoding import Key, dump, dump_keys, load_logprobs, load_params
+from shardline.contract.retry_policy import RetryPolicy
+from shardline.store.connection.encoding import (
+    Key,
+    dump,
+    dump_keys,
+    load_logprobs,
+    load_params,
+    readable_retry,
+)
 from shardline.store.schedules.pauses import PAUSED_BY
 from shardline_server.store.ends import End, end_queued
 from shardline_server.store.forward_compatibility import sort_rows
@@ -102,7 +110,7 @@ attempt AS (
     RETURNING job_id, tokens, logprobs
 )
 SELECT claimed.id, claimed.fence, tenant_id, prompt_ids, params, max_tokens, seed, priority,
-    crashes, exact, tokens, logprobs, traceparent, messages IS NOT NULL AS is_chat,
+    crashes, retry, exact, tokens, logprobs, traceparent, messages IS NOT NULL AS is_chat,
     extract(epoch FROM now() - greatest(created_at, not_before, requeued_at))::float8 AS queued_s,
     extract(epoch FROM now() - greatest(created_at, not_before))::float8 AS due_s,
     extract(epoch FROM now() - created_at)::float8 AS age_s
@@ -147,6 +155,7 @@ class ClaimedJob:
     seed: int
     priority: int
     crashes: int
+    retry: RetryPolicy | None
     exact: bool
     """False once a head that is not exact, or heads of different exactness, had it."""
     queued_s: float
@@ -273,6 +282,7 @@ def _claimed(row: Row[Any], adapters: Mapping[str, str]) -> ClaimedJob:
         seed=row.seed,
         priority=row.priority,
         crashes=row.crashes,
+        retry=readable_retry(row.retry),
         exact=row.exact,
         queued_s=row.queued_s,
         due_s=row.due_s,

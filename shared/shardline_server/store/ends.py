@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 from uuid import UUID
 
@@ -73,6 +74,10 @@ result AS (
 SELECT id, state FROM ended
 """)
 
+# From 0 to 1, of a job's attempt. Drawn by nobody: a repeat has the same.
+JITTER = """CAST(CAST('x' || left(md5(concat(jobs.id, '/', jobs.fence)), 8) AS bit(32)) AS bigint)
+            / 4294967296.0"""
+
 ENDED_UNDER = text("""
 SELECT jobs.id, jobs.state
 FROM jobs JOIN jsonb_to_recordset(CAST(:keys AS jsonb)) AS keys(job_id uuid, fence bigint)
@@ -80,21 +85,24 @@ FROM jobs JOIN jsonb_to_recordset(CAST(:keys AS jsonb)) AS keys(job_id uuid, fen
 WHERE jobs.state NOT IN ('queued', 'running')
 """)
 
-REQUEUE = text("""
+REQUEUE = text(f"""
 -- The claims to give up.
 WITH keys AS (
-    SELECT * FROM jsonb_to_recordset(CAST(:keys AS jsonb)) AS keys(job_id uuid, fence bigint)
+    SELECT * FROM jsonb_to_recordset(CAST(:keys AS jsonb))
+        AS keys(job_id uuid, fence bigint, wait_s float8)
 ),
 -- Those that are still held, locked in order of id.
 locked AS (
     SELECT jobs.id FROM jobs JOIN keys ON keys.job_id = jobs.id AND keys.fence = jobs.fence
     WHERE jobs.state = 'running' ORDER BY jobs.id FOR UPDATE OF jobs
 ),
--- Due to be sent at once. A crash counts, progress forgets those before, all else leaves the count
--- as it is.
+-- Due to be sent at once, or after half to all of a wait: jobs that failed together do not come
+-- back together. A crash counts, progress forgets those before, all else leaves the count as it is.
 requeued AS (
     UPDATE jobs SET state = 'queued', lease_until = NULL, worker = NULL, pipeline = NULL,
         requeued_at = now(), sent_at = NULL, num_sends = 0,
+        not_before = CASE WHEN wait_s IS NULL THEN not_before
+            ELSE now() + make_interval(secs => wait_s * (0.5 + 0.5 * {JITTER})) END,
         crashes = CASE CAST(:outcome AS text)
             WHEN 'crashed' THEN crashes + 1 WHEN 'lost' THEN 0 ELSE crashes END
     FROM locked, keys
@@ -108,7 +116,10 @@ attempt AS (
     FROM requeued WHERE attempts.job_id = requeued.id AND attempts.fence = requeued.fence
 )
 SELECT id FROM requeued
-""")
+""")  # noqa: S608 (a constant of ours)
+
+
+NO_WAITS: Mapping[Key, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,13 +151,20 @@ def release_running(connection: Connection, keys: Collection[Key]) -> set[UUID]:
     return requeue_running(connection, keys, outcome="released")
 
 
-def requeue_running(connection: Connection, keys: Collection[Key], *, outcome: str) -> set[UUID]:
+def requeue_running(
+    connection: Connection,
+    keys: Collection[Key],
+    *,
+    outcome: str,
+    waits: Mapping[Key, float] = NO_WAITS,
+) -> set[UUID]:
     """`running` → `queued` under the fence. The outcome of the attempt is `released`, `crashed`
-    (one crash more) or `lost`, which forgets crashes: the attempt got further, so no engine breaks
-    where the last ones did."""
+    (one crash more), `failed`, or `lost`, which forgets crashes: the attempt got further, so no
+    engine breaks where the last ones did. `waits` are seconds until the next attempt, at most."""
     if not keys:
         return set()
-    requeued = set(connection.scalars(REQUEUE, {"keys": dump_keys(keys), "outcome": outcome}))
+    rows = [{"job_id": key[0], "fence": key[1], "wait_s": waits.get(key)} for key in keys]
+    requeued = set(connection.scalars(REQUEUE, {"keys": dump(rows), "outcome": outcome}))
     if requeued:
         ring(connection, JOBS_CHANNEL)
     return requeued

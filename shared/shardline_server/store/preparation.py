@@ -49,10 +49,10 @@ totals AS (
 lent AS (
     UPDATE jobs SET preparing_until = now() + make_interval(secs => :lease_s)
     FROM totals WHERE jobs.id = totals.id AND num_bytes_before < :max_bytes
-    RETURNING jobs.id, model, prompt, messages, prompt_ids, params, created_at, depends_on,
+    RETURNING jobs.id, model, prompt, messages, prompt_ids, params, retry, created_at, depends_on,
         CASE WHEN octet_length(metadata::text) <= :max_metadata_chars THEN metadata END AS metadata
 )
-SELECT id, model, prompt, messages, prompt_ids, params, depends_on, metadata
+SELECT id, model, prompt, messages, prompt_ids, params, retry, depends_on, metadata
 FROM lent ORDER BY created_at, id
 """)  # noqa: S608 (a constant of ours)
 
@@ -86,6 +86,7 @@ class UnpreparedJob:
     messages: Any
     prompt_ids: Sequence[int | None] | None
     params: Any
+    retry: Any
     depends_on: Any
     metadata: Any
     """None: too large to be looked at."""

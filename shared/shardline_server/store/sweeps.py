@@ -16,7 +16,6 @@ from uuid import UUID
 from sqlalchemy import Connection, Row, text
 
 from shardline.contract.job import (
-    MAX_CRASHES,
     PROMPT_END_TOKENS,
     FinishReason,
     JobState,
@@ -28,6 +27,7 @@ from shardline.contract.job import (
 from shardline.contract.tables import IS_READY, WAITS
 from shardline.store.connection.encoding import load_logprobs, readable_params
 from shardline_server.store import crashes
+from shardline_server.store.crashes import NO_CEILING, AttemptLimits
 from shardline_server.store.ends import End, end_queued, end_running
 
 MAX_BATCH = 64
@@ -164,7 +164,7 @@ def sweep_expired_leases(
     decode: Decode,
     *,
     lease_s: float,
-    max_crashes: int = MAX_CRASHES,
+    limits: AttemptLimits = NO_CEILING,
     max_batch: int = MAX_BATCH,
 ) -> dict[UUID, str]:
     """Move running jobs with an expired lease: stopped as asked, else as `crashes.requeue_or_fail`
@@ -174,7 +174,7 @@ def sweep_expired_leases(
     stopped = [row for row in rows if _is_stopped(row)]
     others = [row for row in rows if not _is_stopped(row)]
     return {
-        **crashes.requeue_or_fail(connection, others, max_crashes=max_crashes),
+        **crashes.requeue_or_fail(connection, others, limits=limits),
         **end_running(connection, _ends(connection, stopped, decode)),
     }
 

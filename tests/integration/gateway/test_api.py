@@ -109,6 +109,7 @@ RULES = (
     "tool_choice",
     "depends_on",
     "on_parent_failure",
+    "retry",
 )
 """Fields that have limits which types cannot say."""
 

@@ -91,6 +91,7 @@ async def test_each_line_is_answered_as_its_route_answers(
             {**CHAT, "temperature": 0, "logprobs": True, "top_logprobs": 2},
             {**CHAT, "n": 2, "seed": 5, "service_tier": "auto", "return_token_ids": True},
             {**CHAT, "store": True, "metadata": {"order": "7"}, "max_tokens": 2},
+            {**CHAT, "retry": {"max_attempts": 5}, "max_tokens": 2},
         ],
         COMPLETIONS: [
             {"model": "clerk", "prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 3},
@@ -122,6 +123,9 @@ async def test_each_line_is_answered_as_its_route_answers(
     # What was asked to be stored is, and a response can be asked for
     stored = [one async for one in client.chat.completions.list(metadata={"order": "7"})]
     assert len(stored) == 2
+    with head.database.connect() as connection:
+        patient = text("SELECT count(*) FROM jobs WHERE retry ->> 'max_attempts' = '5'")
+        assert connection.scalar(patient) == 2
 
 
 def num_lines(head: TinyHead) -> int:

@@ -3,8 +3,9 @@ listed."""
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import httpx
 import psycopg
@@ -12,6 +13,7 @@ import pytest
 from sqlalchemy import text
 
 from shardline.contract.job import JobState
+from shardline_server.store import crashes
 from tests.integration.gateway.running_gateway import JOBS, PROMPT, read, submit
 from tests.tiny_head import TinyHead
 
@@ -179,6 +181,13 @@ async def test_a_wrong_request_is_answered_with_openais_error_body(
         ({"tenant": 1}, 400, "tenant", "docs/jobs.md"),
         ({"metadata": "x"}, 400, "metadata", "docs/jobs.md"),
         ({"stream": True}, 400, "stream", "docs/jobs.md"),
+        ({"retry": {"max_attempts": 33}}, 400, "retry.max_attempts", "<= 32"),
+        (
+            {"retry": {"max_attempts": 2, "on": ["expired"]}},
+            400,
+            "retry.on[0]",
+            "crashed, engine",
+        ),
     ],
 )
 async def test_a_wrong_job_names_field_limit_and_remedy(
@@ -189,6 +198,23 @@ async def test_a_wrong_job_names_field_limit_and_remedy(
     assert (reply.status_code, error["param"]) == (status, param)
     assert words in error["message"]
     assert (await http.get(JOBS)).json()["data"] == []
+
+
+async def test_a_jobs_policy_attempts_and_next_attempt_are_shown(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    policy = {"max_attempts": 4, "backoff_s": 60.0, "max_backoff_s": 600.0, "on": ["crashed"]}
+    fields = {"model": "clerk", "prompt": PROMPT, "retry": {"max_attempts": 4, "backoff_s": 60}}
+    job_id = (await http.post(JOBS, json=fields)).json()["id"]
+    head.claim()
+    job = (await http.get(f"{JOBS}/{job_id}")).json()
+    assert (job["attempts"], job["retry"], job["next_attempt_at"]) == (1, policy, None)
+    with head.database.begin() as connection:
+        assert crashes.requeue_or_fail_held(connection, [(UUID(job_id), 1)])
+    job = (await http.get(f"{JOBS}/{job_id}")).json()
+    moments = [datetime.fromisoformat(job[name]) for name in ("created_at", "next_attempt_at")]
+    assert (job["state"], job["crashes"]) == ("queued", 1)
+    assert moments[1] - moments[0] >= timedelta(seconds=30)
 
 
 async def test_a_job_that_waits_for_others_says_so(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -14,6 +15,7 @@ from sqlalchemy import text
 
 from shardline.contract.job import MAX_METADATA_BYTES, JobState
 from shardline.contract.keys import INTAKE, INTAKE_DEAD, INTAKE_GROUP
+from shardline.contract.retry_policy import RetryPolicy
 from shardline.store import pipelines
 from shardline.store.tenants import quotas
 from tests.integration.relay.relay_stack import PATIENCE_S, RelayStack, relay_stack
@@ -153,6 +155,30 @@ def test_a_request_over_a_quota_ends_failed_with_the_limit(here: RelayStack, doo
     assert here.redis.xlen(INTAKE_DEAD) == 0
     with here.engine.begin() as connection:
         assert [each.queued for each in quotas.list_quotas(connection) if each.queued] == [1]
+
+
+@pytest.mark.parametrize("door", ["celery", "redis", "sql"])
+def test_a_policy_comes_with_its_job_and_a_wrong_one_fails_it_by_name(
+    here: RelayStack, door: str
+) -> None:
+    policies: list[dict[str, Any]] = [{"max_attempts": 5, "on": ["engine"]}, {"max_attempts": 99}]
+    ids = [str(uuid4()) for _ in policies]
+    for job_id, retry in zip(ids, policies, strict=True):
+        request = {"model": MODEL, "prompt": "one", "id": job_id, "retry": retry}
+        if door == "celery":
+            here.submit(request)
+        elif door == "redis":
+            here.redis.xadd(INTAKE, {"request": json.dumps(request)})
+        else:
+            statement = "INSERT INTO jobs (id, model, prompt, retry) VALUES (:id, 'm', 'one', :it)"
+            change(here.engine, statement, id=job_id, it=json.dumps(retry))
+    assert here.take_messages(1) == ids[:1]
+    assert (job := here.job(ids[0])) is not None
+    assert job.retry == RetryPolicy(max_attempts=5, on=("engine",))
+    refused = here.wait_for_end(ids[1])
+    error = refused.error or {}
+    assert (refused.state, error["field"]) == (JobState.FAILED, "retry.max_attempts")
+    assert ("<= 32" in error["problem"], bool(error["remedy"])) == (True, True)
 
 
 def test_a_lost_consumer_group_is_made_again(here: RelayStack) -> None:

@@ -51,6 +51,8 @@ def read(engine: Engine, job_id: UUID) -> Job:
     [
         ({"params": """'{"a": 1e5000}'"""}, "a"),
         ({"params": """'{"top_k": 1e5000}'"""}, "top_k"),
+        ({"retry": """'{"max_attempts": 1e5000}'"""}, "retry.max_attempts"),
+        ({"retry": """'{"max_attempts": 2, "on": ["lost"]}'"""}, "retry.on[0]"),
         ({"params": """'{"temperature": 1.5e400}'"""}, "temperature"),
         ({"params": """'{"seed": 18446744073709551616}'"""}, "seed"),
         ({"params": """'{"repetition_penalty": 1e-40}'"""}, "repetition_penalty"),

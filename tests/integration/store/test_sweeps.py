@@ -16,6 +16,7 @@ from shardline.contract.job import Job, JobState
 from shardline.store import jobs
 from shardline_server.store import claims, crashes, leases, sweeps
 from shardline_server.store.claims import ClaimedJob
+from shardline_server.store.crashes import AttemptLimits
 from shardline_server.store.leases import Beat
 from shardline_server.store.sweeps import Partial
 from tests.integration.rows import (
@@ -149,13 +150,14 @@ def test_attempts_without_a_token_of_their_own_end_in_a_dead_letter(engine: Engi
 def test_no_job_outlives_more_crashes_than_the_installation_allows(engine: Engine) -> None:
     swept = submit(engine, max_crashes=100)[0]
     held = submit(engine, max_crashes=100)[0]
+    limits = AttemptLimits(max_crashes=2)
     for outcome in ("crashed", "failed"):
         (first,) = claim(engine, [swept])
         (second,) = claim(engine, [held])
         expire(engine, first)
         with engine.begin() as connection:
-            moved = sweeps.sweep_expired_leases(connection, spell, lease_s=LEASE_S, max_crashes=2)
-            back = crashes.requeue_or_fail_held(connection, [(held, second.fence)], max_crashes=2)
+            moved = sweeps.sweep_expired_leases(connection, spell, lease_s=LEASE_S, limits=limits)
+            back = crashes.requeue_or_fail_held(connection, [(held, second.fence)], limits=limits)
         assert (moved, back) == ({swept: outcome}, {held: outcome})
     assert [(read(engine, job_id).error or {})["crashes"] for job_id in (swept, held)] == [2, 2]
 

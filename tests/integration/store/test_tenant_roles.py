@@ -26,6 +26,7 @@ from tests.integration.rows import change, claim, database_with_head, end, submi
 
 INSERT = "INSERT INTO jobs (model, prompt) VALUES ('m', 'text') RETURNING id"
 CHILD = "INSERT INTO jobs (model, prompt, depends_on) VALUES ('m', 'x', %s) RETURNING id"
+PATIENT = "INSERT INTO jobs (model, prompt, retry) VALUES ('m', 'x', %s) RETURNING id"
 INSERT_AS = "INSERT INTO jobs (model, prompt, tenant_id) VALUES ('m', 'text', %s) RETURNING id"
 
 
@@ -105,12 +106,13 @@ def test_a_tenants_role_sees_and_inserts_its_own_rows_alone(
             mine = insert(connection)
             assert insert(connection, INSERT_AS, "acme")
             assert insert(connection, CHILD, json.dumps([{"job": str(mine)}]))
+            assert insert(connection, PATIENT, json.dumps({"max_attempts": 2}))
             with pytest.raises(psycopg.errors.ForeignKeyViolation, match="has no job"):
                 insert(connection, CHILD, json.dumps([{"job": str(others)}]))
             for tenant in ("other", "default"):
                 with pytest.raises(psycopg.errors.InsufficientPrivilege):
                     insert(connection, INSERT_AS, tenant)
-            assert (seen(connection), seen(owner)) == (3, 4)
+            assert (seen(connection), seen(owner)) == (4, 5)
             cancel = "UPDATE jobs SET cancel_requested_at = now() WHERE id = %s"
             assert connection.execute(cancel, (others,)).rowcount == 0
             assert connection.execute(cancel, (mine,)).rowcount == 1

@@ -73,6 +73,7 @@ def test_an_error_and_a_record_load_no_driver() -> None:
         "contract.job",
         "contract.parents",
         "contract.parents.parent_job",
+        "contract.retry_policy",
         "contract.structured_output",
         "contract.tool_choice",
         "contract.wire",

@@ -11,6 +11,7 @@ from uuid import UUID
 import msgspec
 from sqlalchemy import ARRAY, Column, ColumnElement, RowMapping, Uuid, any_, literal
 
+from shardline.base.errors import Invalid
 from shardline.base.type_info import prepare
 from shardline.contract.chat import ToolCall
 from shardline.contract.decision import Decision
@@ -25,7 +26,8 @@ from shardline.contract.job import (
     Usage,
 )
 from shardline.contract.plain_json import encode_json
-from shardline.contract.request_parsing import parse_params, shown
+from shardline.contract.request_parsing import parse_params, parse_retry, shown
+from shardline.contract.retry_policy import RetryPolicy
 
 prepare(Decision, PromptLogprob, TokenLogprob, ToolCall)
 
@@ -192,6 +194,8 @@ def load_job(row: RowMapping) -> Job:
         cancel_requested=row["cancel_requested_at"] is not None,
         crashes=row["crashes"],
         fence=row["fence"],
+        retry=readable_retry(row["retry"]),
+        next_attempt_at=row["not_before"] if row["state"] == JobState.QUEUED else None,
         replay_of=row["replay_of"],
         depends_on=None if row["depends_on"] is None else tuple(row["depends_on"]),
         on_parent_failure=row["on_parent_failure"],
@@ -273,6 +277,15 @@ def readable_params(document: object) -> SamplingParams:
         )
     except msgspec.ValidationError:
         return SamplingParams()
+
+
+def readable_retry(document: object) -> RetryPolicy | None:
+    """Returns a row's policy; None for a row without one, or whose policy a hand has changed since
+    its check."""
+    try:
+        return None if document is None else parse_retry(document)
+    except Invalid:
+        return None
 
 
 def _finite(value: float) -> float:

@@ -15,7 +15,7 @@ MAX_LISTED = 1_000
 COLUMNS = (
     *("id", "tenant_id", "model", "prompt", "messages", "prompt_ids", "params", "seed"),
     *("priority", "idempotency_key", "metadata", "traceparent", "not_before", "deadline_at"),
-    *("depends_on", "on_parent_failure"),
+    *("depends_on", "on_parent_failure", "retry"),
 )
 """Of a job, what its producer may say."""
 GRANTS = (

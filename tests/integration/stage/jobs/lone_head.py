@@ -37,13 +37,13 @@ from services.stage.jobs.outcome import JobOutcome
 from services.stage.jobs.quarantine import Seats
 from services.stage.metrics import StageMeter
 from shardline.base.config import Times
-from shardline.contract.job import MAX_CRASHES
 from shardline.store import jobs
 from shardline.streams import DeltaWriter
 from shardline_scheduler.events import Event
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.scheduler_config import SchedulerConfig
 from shardline_scheduler.step_times import EngineProgress
+from shardline_server.store.crashes import NO_CEILING
 from shardline_server.tokenize import Tokens
 from shardline_server.tracing import OFF, Tracer
 from tests.integration.rows import cell, change, request
@@ -202,7 +202,7 @@ def open_lone_head(
         requests=_requests(executor, spans),
         publisher=publisher,
         host=LeaseHost(
-            max_crashes=MAX_CRASHES,
+            limits=NO_CEILING,
             results=None,
             observer=counter,
             on_announced=announced.set,
