@@ -18,6 +18,29 @@ ToolFiles = Annotated[
 SchemaFile = Annotated[
     Path | None, typer.Option("--schema", help="A file with the JSON schema of the completion.")
 ]
+ChatOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--text",
+        help="The prompt is a user's message, or a text to complete. "
+        "Default: --chat for chat models.",
+    ),
+]
+FieldsOption = Annotated[
+    list[str] | None,
+    typer.Option("--field", "-f", help="Any other field: -f top_p=0.9 -f 'stop=[\"\\n\"]'."),
+]
+AttemptsOption = Annotated[
+    int | None, typer.Option(help="Failed attempts with which the job ends, 1 to 32.")
+]
+BackoffOption = Annotated[
+    float | None, typer.Option(help="Seconds before the second attempt, then doubled.")
+]
+MaxBackoffOption = Annotated[float | None, typer.Option(help="Seconds that a wait has at most.")]
+RetryOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Failures that are tried again: crashed (the default), engine."),
+]
 After = Annotated[
     list[str] | None,
     typer.Option(

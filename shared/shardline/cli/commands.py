@@ -15,7 +15,20 @@ import typer
 from shardline.base import log
 from shardline.base.errors import Invalid
 from shardline.cli import show
-from shardline.cli.arguments import After, JobId, JobIds, Json, SchemaFile, ToolFiles
+from shardline.cli.arguments import (
+    After,
+    AttemptsOption,
+    BackoffOption,
+    ChatOption,
+    FieldsOption,
+    JobId,
+    JobIds,
+    Json,
+    MaxBackoffOption,
+    RetryOption,
+    SchemaFile,
+    ToolFiles,
+)
 from shardline.cli.audit import audit
 from shardline.cli.bulk_acts import cancel, prioritize, retry
 from shardline.cli.cost import cost
@@ -81,14 +94,7 @@ def submit(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="Default: the only registered one.")
     ] = None,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--text",
-            help="The prompt is a user's message, or a text to complete. "
-            "Default: --chat for chat models.",
-        ),
-    ] = None,
+    chat: ChatOption = None,
     system: Annotated[
         str | None, typer.Option(help="A system message before it; implies --chat.")
     ] = None,
@@ -99,10 +105,11 @@ def submit(
     tool: ToolFiles = None,
     schema: SchemaFile = None,
     after: After = None,
-    field: Annotated[
-        list[str] | None,
-        typer.Option("--field", "-f", help="Any other field: -f top_p=0.9 -f 'stop=[\"\\n\"]'."),
-    ] = None,
+    max_attempts: AttemptsOption = None,
+    backoff_s: BackoffOption = None,
+    max_backoff_s: MaxBackoffOption = None,
+    retry_on: RetryOption = None,
+    field: FieldsOption = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="Print the completion when it is done.")
     ] = False,
@@ -115,7 +122,10 @@ def submit(
     given = _given(max_tokens=max_tokens, temperature=temperature, seed=seed, priority=priority)
     text = read_prompt(prompt)
     files = {**held_to(schema), **callable_tools(tool or ())}
-    fields = {**given, **files, **parents(after or ()), **parse_fields(field or ())}
+    waits = _given(backoff_s=backoff_s, max_backoff_s=max_backoff_s)
+    policy = {**_given(max_attempts=max_attempts, on=retry_on or None), **waits}
+    others = {**parents(after or ()), **_given(retry=policy or None)}
+    fields = {**given, **files, **others, **parse_fields(field or ())}
     _check(text, fields)
     chosen = _choose_model(model)
     is_chat = chosen.has_chat_template if chat is None and system is None else chat

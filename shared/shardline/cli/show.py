@@ -110,6 +110,7 @@ def job_details(job: Job) -> None:
         "finished": _time(job.finished_at),
         "attempts": job.fence,
         "crashes": job.crashes or None,
+        **_retries(job),
         "replay of": job.replay_of,
         "waits for": "\n".join(map(str, job.waits_for)),
         "prompt": _short(job.prompt),
@@ -227,6 +228,18 @@ def _result(job: Job) -> dict[str, object]:
         "timings": ", ".join(
             f"{name.removesuffix('_s')} {value:.3f} s" for name, value in result.timings.items()
         ),
+    }
+
+
+def _retries(job: Job) -> dict[str, object]:
+    policy = job.retry
+    if policy is None:
+        return {}
+    failures = ", ".join(policy.on)
+    waits = f"{policy.backoff_s:g} to {policy.max_backoff_s:g} s"
+    return {
+        "retry": f"{policy.max_attempts} attempts after {failures}, waits {waits}",
+        "next attempt": _time(job.next_attempt_at) if job.fence else None,
     }
 
 

@@ -24,6 +24,7 @@ from shardline.store.fleets import WorkerOffer
 from shardline.store.models import register_adapters
 from shardline.store.statistics.costs import put_fixed
 from shardline_fleet.planner import Link
+from shardline_server.store import crashes
 from tests.repository import REPOSITORY
 from tests.tiny_head import NUM_CACHED, TinyHead, energy_j, tiny_head
 from tests.unit.fleet.planner.fleets import device, model
@@ -57,6 +58,23 @@ def submitted(shardline: Shardline, *options: str) -> UUID:
     ran = shardline("submit", PROMPT, "--model", "clerk", *options)
     assert ran.exit_code == 0, ran.output
     return UUID(ran.stdout.strip())
+
+
+def test_a_submitted_policy_is_shown_with_its_job(shardline: Shardline, head: TinyHead) -> None:
+    waits = ("--backoff-s", "90", "--max-backoff-s", "900")
+    options = ("--max-attempts", "4", *waits, "--retry-on", "crashed", "--retry-on", "engine")
+    job_id = submitted(shardline, *options)
+    head.claim()
+    with head.database.begin() as connection:
+        assert crashes.requeue_failed_held(connection, [(job_id, 1)])
+    shown = shardline("get", job_id).stdout
+    assert "4 attempts after crashed, engine, waits 90 to 900 s" in shown
+    assert "next attempt" in shown
+    wrong = shardline(
+        "submit", PROMPT, "--model", "clerk", "--max-attempts", "3", "--retry-on", "x"
+    )
+    assert wrong.exit_code != 0
+    assert "Send some of crashed, engine" in wrong.output
 
 
 def test_submit_and_wait_prints_the_completion_alone(shardline: Shardline, head: TinyHead) -> None:
