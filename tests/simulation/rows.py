@@ -57,6 +57,13 @@ class Job:
         return self.fence == fence and self.state is state
 
 
+def crash_limits(number: int, *, is_poisoned: bool) -> dict[str, Any]:
+    """Of every second job a policy, as its row has it."""
+    if number % 2:
+        return {"max_crashes": 2 if is_poisoned else 100}
+    return {"retry": {"max_attempts": 2 if is_poisoned else 32, "max_backoff_s": 2.0}}
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Attempt:
     """A row of `attempts`."""

@@ -29,7 +29,7 @@ from tests.simulation.machines import (
     StageMachine,
 )
 from tests.simulation.reader import Reader
-from tests.simulation.rows import Job, Tables
+from tests.simulation.rows import Job, Tables, crash_limits
 from tests.simulation.servers import Postgres, Redis
 from tests.simulation.toy import MAX_LEN, NUM_LAYERS, NUM_TOKENS, POISON, undisturbed
 from tests.simulation.wires import Network
@@ -183,7 +183,7 @@ class World:
             not_before_s=now_s + rng.choice([0.0, 0.0, 0.0, 3.0]),
             priority=rng.choice([3, 5, 5]),
             deadline_s=now_s + rng.uniform(0.5, 15.0) if rng.random() < 0.1 else None,
-            max_crashes=2 if job_id in self.poisoned else 100,
+            **crash_limits(number, is_poisoned=job_id in self.poisoned),
         )
         self.tables.insert(job)
         self.readers.append(Reader(job))
