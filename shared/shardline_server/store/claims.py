@@ -155,7 +155,6 @@ class ClaimedJob:
     seed: int
     priority: int
     crashes: int
-    retry: RetryPolicy | None
     exact: bool
     """False once a head that is not exact, or heads of different exactness, had it."""
     queued_s: float
@@ -164,6 +163,7 @@ class ClaimedJob:
     """Since it was accepted or due, whichever was last: attempts before this one are in it."""
     age_s: float
     """Since it was accepted."""
+    retry: RetryPolicy | None = None
     traceparent: str | None = None
     """The caller's span, as it came with the job."""
     adapter: str | None = None

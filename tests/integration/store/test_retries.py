@@ -100,7 +100,7 @@ def test_a_job_ends_with_the_crash_that_uses_up_its_attempts(
 def test_the_installations_ceiling_is_the_most_of_any_policy(engine: Engine) -> None:
     (job_id,) = submit(engine, retry=FIVE)
     limits = AttemptLimits(max_attempts=2)
-    found = []
+    found: list[str] = []
     for _ in range(2):
         expire(engine, attempt(engine, job_id))
         with engine.begin() as connection:
@@ -273,10 +273,10 @@ def test_python_schedules_and_children_pass_a_policy_on(engine: Engine) -> None:
         one = client.submit(MODEL, "a", retry=wanted)
         many = client.submit_many([JobRequest(model=MODEL, prompt="a", retry=FIVE)], n=2)
         child = client.submit(MODEL, "{{a}}", depends_on=[{"job": one, "as": "a"}], retry=wanted)
-    values = {"name": "n", "cron": "* * * * *"}
     request = {"model": MODEL, "prompt": "a", "retry": wanted}
+    schedule = NewSchedule(name="n", cron="* * * * *", request=request)
     with engine.begin() as connection:
-        schedule_rows.create(connection, NewSchedule(**values, request=request))
+        schedule_rows.create(connection, schedule)
     change(engine, "UPDATE schedules SET next_at = date_trunc('minute', now())")
     with engine.begin() as connection:
         assert due_schedules.fire_next(connection) is not None

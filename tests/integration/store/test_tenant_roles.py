@@ -22,6 +22,7 @@ from shardline.store.tenants.tenant_roles import (
     list_roles,
     revoke_role,
 )
+from tests.integration.migrations.test_migrations import alembic
 from tests.integration.rows import change, claim, database_with_head, end, submit, success
 
 INSERT = "INSERT INTO jobs (model, prompt) VALUES ('m', 'text') RETURNING id"
@@ -118,6 +119,20 @@ def test_a_tenants_role_sees_and_inserts_its_own_rows_alone(
             assert connection.execute(cancel, (mine,)).rowcount == 1
             with pytest.raises(psycopg.errors.InsufficientPrivilege, match="tenant_roles"):
                 connection.execute("UPDATE tenant_roles SET tenant_id = 'other'")
+
+
+def test_a_role_of_before_the_migration_may_say_how_failures_are_tried_again(
+    engine: Engine, database_url: str, role: str
+) -> None:
+    alembic(database_url, "downgrade", "0032")
+    with engine.begin() as connection:
+        quotas.add_tenant(connection, "acme")
+        connection.exec_driver_sql(f'GRANT INSERT (model, prompt), SELECT ON jobs TO "{role}"')
+    bound = "INSERT INTO tenant_roles (role_name, tenant_id) VALUES (:role, 'acme')"
+    change(engine, bound, role=role)
+    alembic(database_url, "upgrade", "head")
+    with acting(database_url, role) as connection:
+        assert insert(connection, PATIENT, json.dumps({"max_attempts": 2}))
 
 
 def test_results_and_decisions_are_the_tenants_own(
