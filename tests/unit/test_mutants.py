@@ -19,6 +19,8 @@ def test_each_patch_of_a_mutant_fits_once_and_its_file_still_parses(mutant: Muta
         sources[patch.file] = patch.applied(source)
         assert sources[patch.file] != source
     for file, source in sources.items():
+        if file.endswith(".sql"):
+            continue
         ast.parse(source, filename=file)
 
 

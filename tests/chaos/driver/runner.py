@@ -18,6 +18,8 @@ from tests.chaos.judge.choices import torn_choices
 from tests.chaos.judge.decisions import changed_decisions
 from tests.chaos.judge.emissions import stale_deltas
 from tests.chaos.judge.responses import torn_responses
+from tests.chaos.judge.tenants.rows import tenant_jobs
+from tests.chaos.judge.tenants.tribunal import broken_tenants
 from tests.chaos.judge.texts import torn_texts
 from tests.chaos.load.journal import Asked, Watched
 from tests.chaos.load.load import Load
@@ -81,7 +83,9 @@ def _hurt(
     storm.findings += [*_connections(target), *torn_batches(target.database_url, load.batches())]
     held = load.held()
     lines = line_jobs(target.database_url, load.batches())
-    asked = [*target.journal.everything(), *held, *lines]
+    storm.findings += broken_tenants(target.database_url, load.tenants())
+    of_tenants = tenant_jobs(target.database_url)
+    asked = [*target.journal.everything(), *held, *lines, *of_tenants]
     readers = target.journal.readers()
     storm.findings += _broken_promises(target, asked, readers, expected)
     by_state, num_tokens = achieved(
@@ -104,6 +108,8 @@ def _hurt(
         held_back=len(held),
         batches=sum(each.has_ended for each in load.batches()),
         batch_lines=len(lines),
+        tenant_jobs=len(of_tenants),
+        webhooks_heard=len(load.tenants().deliveries),
         followed=canvases.num_jobs,
         followed_loosely=canvases.num_excused,
         kv_blocks_leaked=num_leaked,

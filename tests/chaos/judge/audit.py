@@ -1,5 +1,5 @@
 """The judge's own eyes in Postgres: triggers that write down who changed a running job without
-holding it.
+holding it, and how jobs of tenants move.
 
 Sessions are told apart by the application name that the services give themselves; leases by
 Postgres's clock. Knows tables and those names, none of the product's code. Heads write under
@@ -11,6 +11,7 @@ from __future__ import annotations
 import psycopg
 from psycopg.rows import dict_row
 
+from tests.chaos.judge.tenants import rows
 from tests.chaos.report.finding import Finding
 
 INSTALL = """
@@ -68,6 +69,7 @@ def install(database_url: str, *, lease_s: float) -> None:
     """From now on. Before anything is asked for: the tables are locked for a moment."""
     with psycopg.connect(database_url) as connection:
         connection.execute(INSTALL)
+        connection.execute(rows.INSTALL)
         connection.execute("INSERT INTO judge.times VALUES (make_interval(secs => %s))", (lease_s,))
 
 

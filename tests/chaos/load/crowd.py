@@ -1,6 +1,6 @@
 """The rest of the users' load: callers, a chooser, a Celery app with a canvas, a bulk load, a
-caller of batches, cancels, readers in Python, bad messages, requests beyond limits, a look at dead
-letters.
+caller of batches, tenants, cancels, readers in Python, bad messages, requests beyond limits, a look
+at dead letters.
 
 Knows no fault and no invariant. Nobody of it comes with the lab's load.
 """
@@ -43,6 +43,8 @@ from tests.chaos.load.producer import Producer
 from tests.chaos.load.requests import MODEL
 from tests.chaos.load.responder import Responder
 from tests.chaos.load.target import ResultBackend, Target
+from tests.chaos.load.tenants.ledger import TenantLedger
+from tests.chaos.load.tenants.party import TenantParty, party
 from tests.chaos.load.workload import MARK
 from tests.chaos.report.finding import Finding
 from tests.poisoned_messages import poisons
@@ -65,6 +67,7 @@ class Crowd:
     batch: Batch | None = None
     batcher: Batcher | None = None
     canvas_worker: CanvasWorker | None = None
+    tenants: TenantLedger = field(default_factory=TenantLedger)
 
     def workers(self, read: Callable[[Read], None]) -> Mapping[str, Work]:
         """What each thread runs. `read` finds jobs for a reader."""
@@ -79,9 +82,10 @@ class Crowd:
         }
 
     def is_done(self, timeout_s: float) -> bool:
-        """Whether its bulk load and its batches have ended in time."""
+        """Whether its bulk load, its batches and what its tenants asked for have ended in time."""
         until_s = time.monotonic() + timeout_s
         ends = [each.is_done for each in (self.batch, self.batcher) if each is not None]
+        ends += self.tenants.ends
         return all(end.wait(max(0.0, until_s - time.monotonic())) for end in ends)
 
     def held(self) -> list[Asked]:
@@ -127,15 +131,12 @@ def crowd(
         _cancel, target, client, random.Random(f"{seed} canceller"), stopping, drained
     )
     people["poisoner"] = partial(_poison, target, random.Random(f"{seed} poisoner"), drained)
-    if target.workload.generates:
-        people["limit prober"] = LimitProber(
-            doors=LimitProber.doors_of(target.urls),
-            journal=target.journal,
-            stopping=stopping,
-            drained=drained,
-            rng=random.Random(f"{seed} limit prober"),
-        ).run
     people["dead letters"] = partial(_look_at_dead_letters, target, drained)
+    tenants = TenantParty()
+    if target.workload.generates:
+        people["limit prober"] = _limit_prober(target, stopping, drained, seed).run
+        tenants = party(target, stopping, drained, seed=seed)
+        people |= tenants.people
     worker = None if target.results is None else _canvas_worker(target, target.results, drained)
     if worker is not None:
         people["canvas worker"] = worker.run
@@ -146,6 +147,19 @@ def crowd(
         batch=batch,
         batcher=batcher,
         canvas_worker=worker,
+        tenants=tenants.ledger,
+    )
+
+
+def _limit_prober(
+    target: Target, stopping: threading.Event, drained: threading.Event, seed: int
+) -> LimitProber:
+    return LimitProber(
+        doors=LimitProber.doors_of(target.urls),
+        journal=target.journal,
+        stopping=stopping,
+        drained=drained,
+        rng=random.Random(f"{seed} limit prober"),
     )
 
 

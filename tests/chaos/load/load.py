@@ -21,6 +21,7 @@ from tests.chaos.load.journal import Asked
 from tests.chaos.load.producer import LOOK_S, Producer
 from tests.chaos.load.reader import Reader
 from tests.chaos.load.target import Target
+from tests.chaos.load.tenants.ledger import TenantLedger
 
 NUM_READERS = 5
 SLOW_READERS = frozenset({3, 4})
@@ -116,6 +117,10 @@ class Load:
     def batches(self) -> list[SentBatch]:
         """What was sent as batches; their jobs are not in the journal either."""
         return self._crowd.batches()
+
+    def tenants(self) -> TenantLedger:
+        """What tenants asked for and were told; their jobs are not in the journal either."""
+        return self._crowd.tenants
 
     def disturbed_s(self) -> list[float]:
         """When Redis may have lost messages of other teams' workers (seconds since 1970)."""

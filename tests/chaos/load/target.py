@@ -78,6 +78,10 @@ class Target(Protocol):
     def results(self) -> ResultBackend | None:
         """Where it stores results; None: nowhere."""
 
+    @property
+    def hears_webhooks(self) -> bool:
+        """Whether its relays may reach a server of this machine."""
+
     def running(self) -> Mapping[str, Running]:
         """Our services' processes that live, by the service's name."""
 
@@ -100,3 +104,5 @@ class TargetRun:
     """How long the stack took to get ready."""
     calm_s: float = 0.0
     """How long it took for the whole set of requests, undisturbed."""
+    hears_webhooks: bool = False
+    """Whether its relays may reach a server of this machine."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.chaos.mutants import door_mutants, row_mutants, stage_mutants
+from tests.chaos.mutants import door_mutants, row_mutants, stage_mutants, tenant_mutants
 from tests.chaos.mutants.mutant import Mutant
 
 MUTANTS: Final[tuple[Mutant, ...]] = (
     *row_mutants.MUTANTS,
     *stage_mutants.MUTANTS,
     *door_mutants.MUTANTS,
+    *tenant_mutants.MUTANTS,
 )

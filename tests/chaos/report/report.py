@@ -62,6 +62,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Batches that ended."""
     batch_lines: int = 0
     """Their lines that became jobs."""
+    tenant_jobs: int = 0
+    """Jobs of tenants that are requests of the set."""
+    webhooks_heard: int = 0
     followed: int = 0
     """Jobs in canvases of a Celery app."""
     followed_loosely: int = 0
@@ -95,6 +98,18 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     callbacks: int = 0
     """What followed a Celery task never, twice, or with another value, and results that the backend
     does not have."""
+    quotas: int = 0
+    """Limits of a tenant that were exceeded, and reservations that were not settled."""
+    pauses: int = 0
+    """Attempts that began under a pause."""
+    schedules: int = 0
+    """Times with two jobs or none."""
+    families: int = 0
+    """Jobs that waited for others wrongly."""
+    webhooks: int = 0
+    """Ends that an endpoint heard nothing of, or something wrong."""
+    bulk_acts: int = 0
+    """What acts on many jobs did otherwise than they said."""
     stale_commits: int = 0
     stale_deltas: int = 0
     blamed: int = 0

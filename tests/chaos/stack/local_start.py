@@ -137,6 +137,7 @@ def local_target(options: Options) -> Iterator[LocalTarget]:
             workload=workload.with_adapters(adapter_names(options.adapters)),
             results=results,
             start_s=start_s,
+            hears_webhooks=True,
         )
 
 
@@ -160,6 +161,7 @@ def _asked(options: Options, folder: Path, results: ResultBackend | None) -> Map
         **_outside_memory(options, folder / "offload"),
         "SHARDLINE_KERNEL": "auto" if options.exact else "off",
         "SHARDLINE_FAILPOINTS": str(folder / FAILPOINTS),
+        "SHARDLINE_WEBHOOK_NETWORKS": f"{LOOPBACK}/32",
     }
 
 

@@ -26,6 +26,7 @@ LOOK_S = 0.5
 NUM_OPEN = 2
 """Beside one that expires, which takes a minute."""
 KINDS = (
+    BatchKind.LARGE,
     BatchKind.PLAIN,
     BatchKind.BROKEN,
     BatchKind.CANCELLED,

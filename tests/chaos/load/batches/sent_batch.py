@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +22,7 @@ MARK = "chaos, batches"
 """In the metadata of its jobs, which have the batch, the line and the request's number beside
 it."""
 FAR_S = 3600.0
+SHORT_TOKENS = 24
 NUM_CHOICES = 2
 CHOOSES = 0.1
 """Share of completions' lines that ask for several choices."""
@@ -38,6 +40,8 @@ class BatchKind(StrEnum):
     PLAIN = "plain"
     BROKEN = "broken"
     """Many lines, of which few are requests: reading them takes several transactions."""
+    LARGE = "large"
+    """Many lines, all of them short requests."""
     CANCELLED = "cancelled"
     EXPIRING = "expiring"
     """Most of its lines begin after its end."""
@@ -49,6 +53,7 @@ ENDS: Mapping[BatchKind, frozenset[str]] = MappingProxyType(
     {
         BatchKind.PLAIN: frozenset({"completed"}),
         BatchKind.BROKEN: frozenset({"completed"}),
+        BatchKind.LARGE: frozenset({"completed"}),
         BatchKind.CANCELLED: frozenset({"cancelled", "completed"}),
         BatchKind.EXPIRING: frozenset({"expired"}),
         BatchKind.REFUSED: frozenset({"failed"}),
@@ -58,6 +63,7 @@ NUM_LINES: Mapping[BatchKind, tuple[int, int]] = MappingProxyType(
     {
         BatchKind.PLAIN: (2, 12),
         BatchKind.BROKEN: (300, 700),
+        BatchKind.LARGE: (150, 250),
         BatchKind.CANCELLED: (20, 60),
         BatchKind.EXPIRING: (4, 30),
         BatchKind.REFUSED: (2, 6),
@@ -67,6 +73,7 @@ BROKEN: Mapping[BatchKind, float] = MappingProxyType(
     {
         BatchKind.PLAIN: 0.1,
         BatchKind.BROKEN: 0.99,
+        BatchKind.LARGE: 0.02,
         BatchKind.CANCELLED: 0.1,
         BatchKind.EXPIRING: 0.1,
         BatchKind.REFUSED: 0.0,
@@ -176,6 +183,8 @@ def draw_batch(workload: Workload, rng: random.Random, kind: BatchKind) -> SentB
     name = f"{rng.getrandbits(64):016x}"
     endpoints = (CHATS, COMPLETIONS, DECISIONS, RESPONSES)
     endpoint = rng.choice(endpoints if workload.generates else (EMBEDDINGS,))
+    if kind is BatchKind.LARGE and workload.generates:
+        endpoint = COMPLETIONS
     lines = list(_lines(workload, rng, kind, endpoint, name))
     if kind is BatchKind.REFUSED:
         # No two lines may have one custom_id.
@@ -196,7 +205,7 @@ def _lines(
             content, is_named = rng.choice(_broken(custom_id, endpoint, workload.models[0]))
             yield SentLine(custom_id=custom_id if is_named else None, number=None, content=content)
             continue
-        number = workload.draw_number(rng, form.fits)
+        number = workload.draw_number(rng, partial(_fits, kind, form))
         body = form.body(workload.requests[number])
         body["metadata"] = {
             "asked_by": MARK, "batch": name, "line": str(place), "number": str(number)
@@ -212,6 +221,13 @@ def _lines(
             content=_line(custom_id, endpoint, body),
             num_choices=num_choices,
         )
+
+
+def _fits(kind: BatchKind, form: LineForm, request: Request) -> bool:
+    """Of a large batch only short ones: it shall end."""
+    if kind is not BatchKind.LARGE or form is FORMS[EMBEDDINGS]:
+        return form.fits(request)
+    return form.fits(request) and request.get("max_tokens", SHORT_TOKENS + 1) <= SHORT_TOKENS
 
 
 def _broken(custom_id: str, endpoint: str, model: str) -> Sequence[tuple[str, bool]]:
