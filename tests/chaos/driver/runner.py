@@ -79,11 +79,9 @@ def _hurt(
     num_leaked, leaks = remains.kv_leaked(target, num_replicas=options.replicas)
     storm.findings += [*leaks, *memory.findings()]
     storm.findings += growth.in_redis(target.redis_url, target.database_url, before_bytes)
-    load.stop()
-    storm.findings += [*_connections(target), *torn_batches(target.database_url, load.batches())]
+    storm.findings += _stopped(target, load)
     held = load.held()
     lines = line_jobs(target.database_url, load.batches())
-    storm.findings += broken_tenants(target.database_url, load.tenants())
     of_tenants = tenant_jobs(target.database_url)
     asked = [*target.journal.everything(), *held, *lines, *of_tenants]
     readers = target.journal.readers()
@@ -127,6 +125,16 @@ def _hurt(
 def _between_s(struck: Sequence[Struck]) -> float:
     """What recoveries took, together."""
     return sum(max(each.recovery_s or 0.0, each.ended_s or 0.0) for each in struck)
+
+
+def _stopped(target: Target, load: Load) -> list[Finding]:
+    """What shows when the load has stopped: connections, batches, tenants."""
+    load.stop()
+    return [
+        *_connections(target),
+        *torn_batches(target.database_url, load.batches()),
+        *broken_tenants(target.database_url, load.tenants()),
+    ]
 
 
 def _connections(target: Target) -> list[Finding]:

@@ -17,11 +17,11 @@ from tests.chaos.report.finding import Finding
 
 
 def broken_tenants(database_url: str, ledger: TenantLedger) -> list[Finding]:
-    """I13: every promise to a tenant that was not kept."""
+    """I14: every promise to a tenant that was not kept."""
     endpoint_id = None if ledger.endpoint is None else ledger.endpoint.id
     rows = read_rows(database_url, endpoint_id)
     found = [
-        Finding(invariant="I13", count=count, what=what)
+        Finding(invariant="I14", count=count, what=what)
         for count, problems in _judged(ledger, rows)
         for what in problems
     ]

@@ -170,7 +170,7 @@ class TenantActor:
 
     def complain(self, count: str, what: str) -> None:
         """An answer broke a promise."""
-        self.journal.complain(Finding(invariant="I13", count=count, what=what))
+        self.journal.complain(Finding(invariant="I14", count=count, what=what))
 
     def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]] | None:
         """What Postgres has, past every fault. None: the load is over."""
