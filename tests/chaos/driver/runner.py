@@ -107,7 +107,7 @@ def _hurt(
         batches=sum(each.has_ended for each in load.batches()),
         batch_lines=len(lines),
         tenant_jobs=len(of_tenants),
-        webhooks_heard=len(load.tenants().deliveries),
+        tenants=load.tenants().counts(),
         followed=canvases.num_jobs,
         followed_loosely=canvases.num_excused,
         kv_blocks_leaked=num_leaked,

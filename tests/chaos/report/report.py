@@ -64,7 +64,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Their lines that became jobs."""
     tenant_jobs: int = 0
     """Jobs of tenants that are requests of the set."""
-    webhooks_heard: int = 0
+    tenants: dict[str, int] = {}
+    """What they asked for and heard."""
     followed: int = 0
     """Jobs in canvases of a Celery app."""
     followed_loosely: int = 0
