@@ -30,11 +30,11 @@ class BulkActor(TenantActor):
         """From its jobs to their ends."""
         group = self._send(http)
         mine = {"metadata": {"group": group.name}}
-        self._do(http, group, "prioritize", {"filter": mine, "priority": group.priority})
-        self._do(http, group, "cancel", {"filter": mine})
+        self.change(http, group, "prioritize", {"filter": mine, "priority": group.priority})
+        self.change(http, group, "cancel", {"filter": mine})
         self.wait_for_ends([*group.held, *group.live])
         again = {"metadata": {"group": group.name, "again": True}, "state": "cancelled"}
-        self._do(http, group, "retry", {"filter": again})
+        self.change(http, group, "retry", {"filter": again})
         self.wait_for_ends(self._replays(group))
 
     def _send(self, http: httpx.Client) -> JobGroup:
@@ -59,7 +59,9 @@ class BulkActor(TenantActor):
         self.ledger.groups.append(group)
         return group
 
-    def _do(self, http: httpx.Client, group: JobGroup, act: str, body: Mapping[str, Any]) -> None:
+    def change(
+        self, http: httpx.Client, group: JobGroup, act: str, body: Mapping[str, Any]
+    ) -> None:
         """Until an answer says that nothing was left. What was answered counts, what was lost on
         its way is known to be missing."""
         group.num_unanswered[act] = 0

@@ -34,7 +34,7 @@ class TenantPauser(TenantActor):
         is_of_tenant = self.rng.random() < TENANT
         kind, target = ("tenant", self.home.tenant) if is_of_tenant else ("tag", f"{TAG}={name}")
         sent = [self._send(http, name) for _ in range(NUM_JOBS)]
-        self._pause(kind, target)
+        self.pause(kind, target)
         now = self.moment()
         if now is None:
             return
@@ -43,20 +43,22 @@ class TenantPauser(TenantActor):
         sent += [self._send(http, name) for _ in range(NUM_JOBS)]
         self.stopping.wait(self.rng.uniform(*HOLD_S))
         held.resume_asked_at = self.moment()
-        self._resume(kind, target)
+        self.resume(kind, target)
         self.wait_for_ends([job_id for job_id in sent if job_id is not None])
 
     def _send(self, http: httpx.Client, name: str) -> UUID | None:
         return self.submit(http, self.fields(self.draw(), **{TAG: name}))
 
-    def _pause(self, kind: str, target: str) -> None:
+    def pause(self, kind: str, target: str) -> None:
+        """Until it is acknowledged."""
         if self.rng.random() < 0.5:
             self.write(PAUSE, kind, target)
             return
         with gateway_client(self.home.operator_urls, HTTP_S) as operator:
             self.ask(operator, "POST", ROUTE, json={"kind": kind, "target": target})
 
-    def _resume(self, kind: str, target: str) -> None:
+    def resume(self, kind: str, target: str) -> None:
+        """Until it is acknowledged."""
         if self.rng.random() < 0.5:
             self.write(RESUME, kind, target)
             return
