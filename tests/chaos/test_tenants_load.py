@@ -68,7 +68,7 @@ def saying(*answers: Said) -> httpx.Client:
 FULL = (429, {"error": {"code": OVER_QUOTA}})
 BUSY = (429, {"error": {"code": "overloaded"}})
 LOST = httpx.ReadError("lost")
-TAKEN = (202, {})
+TAKEN: Said = (202, {})
 
 
 @pytest.mark.parametrize(
