@@ -235,8 +235,8 @@ def test_a_child_of_a_request_that_a_quota_refuses_is_refused_for_that(
     with engine.begin() as connection:
         quotas.set_quota(connection, "acme", {"max_queued": 0})
     first, second, third = new_id(), new_id(), new_id()
-    of_default = {"model": MODEL, "prompt": "a", "tenant": "default"}
-    asked = [
+    of_default: dict[str, Any] = {"model": MODEL, "prompt": "a", "tenant": "default"}
+    asked: list[dict[str, Any]] = [
         {"model": MODEL, "prompt": "a", "id": first, "tenant": "acme"},
         {**of_default, "id": second, "depends_on": [{"job": first}]},
         {**of_default, "id": third, "depends_on": [{"job": second}]},
