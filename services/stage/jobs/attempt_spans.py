@@ -59,9 +59,8 @@ class AttemptSpans:
     def given_back(self, job: LiveJob, outcome: str) -> None:
         """The attempt's tokens are saved, and it goes on elsewhere."""
         if self._tracer.is_on:
-            self._attempt(
-                job, _trace(job.claimed), outcome, outcome if outcome == "crashed" else None
-            )
+            error = outcome if outcome in ("crashed", "failed") else None
+            self._attempt(job, _trace(job.claimed), outcome, error)
 
     def _attempt(self, job: LiveJob, trace: JobTrace, outcome: str, error: str | None) -> None:
         claimed = job.claimed

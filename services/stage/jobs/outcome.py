@@ -51,8 +51,10 @@ class JobOutcome:
 
     @property
     def may_try_again(self) -> bool:
-        """Whether its policy knows of failures as this one."""
-        return isinstance(self.event, SequenceFailed) and self.job.claimed.retry is not None
+        """Whether its policy names failures as this one."""
+        policy = self.job.claimed.retry
+        is_named = policy is not None and "engine" in policy.on
+        return is_named and isinstance(self.event, SequenceFailed)
 
     @property
     def num_rows(self) -> int:
