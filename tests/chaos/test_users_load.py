@@ -261,3 +261,14 @@ def test_only_a_missing_answer_fails_a_request_repeated_during_a_migration(
     target = cast(LocalTarget, SimpleNamespace(journal=sender.journal))
     with pytest.raises(Broken) if is_broken else nullcontext(), doors_open(target):
         assert counts(sender, asked_for(), len(answers)) == []
+
+
+def test_a_request_that_had_no_answer_before_a_migration_does_not_count_against_it() -> None:
+    lost = [Unavailable("a restart")] * 3
+    sender = producer(answering(*lost, Answer(job_id=uuid4(), is_new=True)))
+    target = cast(LocalTarget, SimpleNamespace(journal=sender.journal))
+    asked = asked_for()
+    assert counts(sender, asked, len(lost)) == []
+    with doors_open(target):
+        sender.send(asked)
+    assert (asked.num_unanswered, asked.promised) == (len(lost), True)
