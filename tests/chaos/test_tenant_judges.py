@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
-from random import Random
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -261,7 +260,7 @@ def test_only_acts_on_many_that_did_something_else_are_found(
 @pytest.mark.parametrize(
     ("secret", "path", "statuses"),
     [
-        pytest.param("whsec_YQ==", "/mine", {200}, id="its own"),
+        pytest.param("whsec_YQ==", "/mine", {503, 200}, id="its own, the second time"),
         pytest.param("", "/mine", {503}, id="before the secret is known"),
         pytest.param("whsec_YQ==", "/other", {410}, id="one whose secret nobody knows"),
     ],
@@ -269,13 +268,13 @@ def test_only_acts_on_many_that_did_something_else_are_found(
 def test_an_ear_takes_only_what_is_for_its_endpoint(
     secret: str, path: str, statuses: set[int]
 ) -> None:
-    ear = WebhookEar(rng=Random(1), path="/mine", secret=secret)
+    ear = WebhookEar(path="/mine", secret=secret)
     assert {ear.hear(path, {}, b"{}") for _ in range(2)} == statuses
-    assert len(ear.heard) == (2 if statuses == {200} else 0)
+    assert len(ear.heard) == (2 if 200 in statuses else 0)
 
 
 def test_a_signature_counts_however_old_it_is() -> None:
-    ear = WebhookEar(rng=Random(1), secret="whsec_YQ==")
+    ear = WebhookEar(secret="whsec_YQ==")
     headers = {
         "webhook-id": "wh_1",
         "webhook-timestamp": f"{NOON.timestamp():.0f}",

@@ -87,7 +87,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "tests/integration/relay/test_webhooks.py"
             "::test_endpoints_that_fail_hang_or_move_harm_nobody_else_and_replays_arrive",
         ),
-        hurt=_hurt("webhooks"),
+        hurt=_hurt("webhooks", minutes=1.0),
     ),
     Mutant(
         name="acts on many: a job is tried again by each repeat",
