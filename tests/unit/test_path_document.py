@@ -97,10 +97,13 @@ OFF_THE_PATH = {
         gateway/routes/pauses gateway/routes/schedules shardline/store/schedules/pauses
         shardline_server/store/paused_jobs shardline_server/store/windows
     """,
+    "for a thread that must leave the interpreter to others": """
+        shardline_server/host/duty_cycle
+    """,
     "for a job with structured output": """
-        shardline/contract/structured_output shardline_server/tokenize/grammar
-        shardline_server/tokenize/grammar_judge shardline_server/tokenize/grammar_load
-        shardline_server/tokenize/grammar_trial shardline_server/tokenize/reply_grammar
+        shardline/contract/argument_schema shardline/contract/structured_output
+        shardline_server/tokenize/grammar shardline_server/tokenize/grammar_judge
+        shardline_server/tokenize/grammar_load shardline_server/tokenize/grammar_trial
         gateway/grammar_turns
     """,
     "for a long answer": """gateway/http/event_loop""",

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from celery import Celery
-from kombu import Consumer, Queue
+from kombu.entity import Queue
+from kombu.messaging import Consumer
 
 from shardline_server.broker import EVENTS_S, gather_events
 
