@@ -83,7 +83,7 @@ BEGIN
     END IF;
     INSERT INTO audit (actor, role_name, tenant_id, act, object_kind, object_id, change)
     SELECT shardline_actor(), session_user, place ->> TG_ARGV[2], did, kind,
-        string_agg(place ->> part, ' ' ORDER BY number), change
+        string_agg(nullif(place ->> part, ''), ' ' ORDER BY number), change
     FROM unnest(string_to_array(TG_ARGV[1], ',')) WITH ORDINALITY AS parts (part, number);
     RETURN NULL;
 END

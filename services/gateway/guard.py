@@ -153,7 +153,7 @@ async def permitted(
     assert isinstance(caller, Caller)
     for scope in needed.scopes:
         if scope not in caller.scopes:
-            raise Forbidden(f"the API key {caller.key_id} lacks the scope {scope!r}", scope=scope)
+            raise Forbidden(f"the API key {caller.key_id} lacks the scope '{scope}'", scope=scope)
     return caller
 
 

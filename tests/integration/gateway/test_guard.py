@@ -156,6 +156,7 @@ async def test_each_route_is_forbidden_without_its_scope_and_allowed_with_it(
         reply = await ask(http, method, path_of(template, mine), bearer(others))
         check_refusal(reply, 403, "permission_denied", f"{method} {template} without {wanted}")
         assert f'scope="{wanted}"' in reply.headers["www-authenticate"]
+        assert f"lacks the scope '{wanted}'" in reply.text
         alone = bearer(make_key(database_url, scopes=(Scope(wanted),)))
         # The one answer that is neither a stream nor there before its jobs have ended.
         with head.serving() if template == DECISIONS else nullcontext():

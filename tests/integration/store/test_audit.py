@@ -91,12 +91,12 @@ def test_limits_prices_weights_and_roles_are_noted_with_old_and_new_values(
         found = listed(engine)
     assert [told(entry) for entry in found] == [
         ("create", "tenant", "acme", "acme"),
-        ("create", "quota", "acme ", "acme"),
+        ("create", "quota", "acme", "acme"),
         ("create", "quota", "acme web", "acme"),
-        ("change", "quota", "acme ", "acme"),
+        ("change", "quota", "acme", "acme"),
         ("change", "tenant", "acme", "acme"),
         ("create", "price", MODEL, None),
-        ("delete", "quota", "acme ", "acme"),
+        ("delete", "quota", "acme", "acme"),
         ("grant", "role", role, "acme"),
         ("revoke", "role", role, "acme"),
     ]
