@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import httpx
@@ -27,6 +27,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_f
 
 from services.standalone.settings import CLERK
 from shardline.contract.api_key import bearer
+from tests.meanwhile import meanwhile
 from tests.stack import Stack, is_running
 
 VICTIMS = ("stage-1", "gateway", "stage-0", "relay", "redis", "postgres")
@@ -145,10 +146,9 @@ def _outcome(line: Mapping[str, Any]) -> Line:
 @contextmanager
 def kills(stack: Stack, every_s: float) -> Iterator[list[str]]:
     """Ends one process after another with SIGKILL. Yields the names of those killed so far."""
-    over = Event()
     killed: list[str] = []
 
-    def kill() -> None:
+    def kill(over: Event) -> None:
         names = cycle(VICTIMS)
         while not over.wait(every_s):
             name = next(names)
@@ -157,22 +157,16 @@ def kills(stack: Stack, every_s: float) -> Iterator[list[str]]:
                 os.kill(pid, signal.SIGKILL)
                 killed.append(name)
 
-    thread = Thread(target=kill)
-    thread.start()
-    try:
+    with meanwhile(kill):
         yield killed
-    finally:
-        over.set()
-        thread.join()
 
 
 @contextmanager
 def watched(stack: Stack) -> Iterator[list[float]]:
     """Yields MiB of the gateway's memory, looked at twice a second."""
-    over = Event()
     seen: list[float] = []
 
-    def look() -> None:
+    def look(over: Event) -> None:
         while not over.wait(LOOK_S):
             try:
                 process = psutil.Process(stack.look()["processes"]["gateway"])
@@ -180,13 +174,8 @@ def watched(stack: Stack) -> Iterator[list[float]]:
             except psutil.NoSuchProcess:
                 continue
 
-    thread = Thread(target=look)
-    thread.start()
-    try:
+    with meanwhile(look):
         yield seen
-    finally:
-        over.set()
-        thread.join()
 
 
 def measure(num: int, kill_every_s: float) -> dict[str, Any]:

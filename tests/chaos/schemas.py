@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import jsonschema_rs
@@ -29,6 +29,7 @@ import psycopg
 
 from shardline.client import Client
 from shardline.contract.job import FinishReason, Job
+from tests.meanwhile import meanwhile
 from tests.real_model import NAME, real_model
 from tests.schemas import random_schema
 from tests.stack import Stack, is_running
@@ -99,11 +100,10 @@ def run(client: Client, requests: Sequence[dict[str, Any]]) -> list[Job]:
 def kills(stack: Stack, every_s: float) -> Iterator[list[str]]:
     """Ends a stage with SIGKILL again and again, each time `every_s` after a job has ended: a busy
     machine may need minutes to restart one. Yields the names of those killed so far."""
-    over = Event()
     killed: list[str] = []
     source = random.Random(7)
 
-    def kill() -> None:
+    def kill(over: Event) -> None:
         num_results = _num_results(stack)
         while not over.wait(LOOK_S):
             if _num_results(stack) == num_results or over.wait(every_s):
@@ -115,13 +115,8 @@ def kills(stack: Stack, every_s: float) -> Iterator[list[str]]:
                 os.kill(processes[name], signal.SIGKILL)
                 killed.append(name)
 
-    thread = Thread(target=kill)
-    thread.start()
-    try:
+    with meanwhile(kill):
         yield killed
-    finally:
-        over.set()
-        thread.join()
 
 
 def _num_results(stack: Stack) -> int:
