@@ -34,7 +34,7 @@ COUNTED = ("queued", "running", "paused", "for parents")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Speed:
+class TokenRate:
     """What a pipeline did between two looks; None if that is not known."""
 
     tokens_per_s: float | None = None
@@ -64,7 +64,7 @@ def top(
         return
 
 
-def looks(every_s: float) -> Iterator[tuple[Overview, dict[str, Speed]]]:
+def looks(every_s: float) -> Iterator[tuple[Overview, dict[str, TokenRate]]]:
     """Yields what is there after each pause, and what pipelines did in it. Raises Unavailable."""
     engine = connect(Settings().database_url.get_secret_value())
     never = Event()
@@ -81,7 +81,7 @@ def looks(every_s: float) -> Iterator[tuple[Overview, dict[str, Speed]]]:
         engine.dispose()
 
 
-def speeds_between(before: Overview, now: Overview) -> dict[str, Speed]:
+def speeds_between(before: Overview, now: Overview) -> dict[str, TokenRate]:
     """Returns each pipeline's speed between two looks. A new epoch begins to count again."""
     seconds = (now.taken_at - before.taken_at).total_seconds()
     then = {each.pipeline.id: each for each in before.pipelines}
@@ -91,18 +91,18 @@ def speeds_between(before: Overview, now: Overview) -> dict[str, Speed]:
     }
 
 
-def _speed(before: PipelineLoad | None, now: PipelineLoad, seconds: float) -> Speed:
+def _speed(before: PipelineLoad | None, now: PipelineLoad, seconds: float) -> TokenRate:
     if before is None or before.pipeline.epoch != now.pipeline.epoch or seconds <= 0:
-        return Speed()
+        return TokenRate()
     if now.num_rows is None or now.energy_j is None:
-        return Speed()
-    return Speed(
+        return TokenRate()
+    return TokenRate(
         tokens_per_s=(now.num_rows - (before.num_rows or 0)) / seconds,
         watts=(now.energy_j - (before.energy_j or 0.0)) / seconds,
     )
 
 
-def document(now: Overview, speeds: Mapping[str, Speed]) -> dict[str, Any]:
+def document(now: Overview, speeds: Mapping[str, TokenRate]) -> dict[str, Any]:
     """Returns what `--json` prints of one look."""
     return {
         "taken_at": now.taken_at,
@@ -119,7 +119,7 @@ def document(now: Overview, speeds: Mapping[str, Speed]) -> dict[str, Any]:
     }
 
 
-def screen(now: Overview, speeds: Mapping[str, Speed]) -> Group:
+def screen(now: Overview, speeds: Mapping[str, TokenRate]) -> Group:
     """Returns the tables of one look."""
     return Group(
         Text(f"{now.taken_at.astimezone():%Y-%m-%d %H:%M:%S}", style="dim"),
@@ -138,7 +138,7 @@ def _models_table(models: Iterable[ModelLoad]) -> Table:
     return table
 
 
-def _pipelines_table(pipelines: Iterable[PipelineLoad], speeds: Mapping[str, Speed]) -> Table:
+def _pipelines_table(pipelines: Iterable[PipelineLoad], speeds: Mapping[str, TokenRate]) -> Table:
     table = show.new_table(
         "pipeline", "model", "state", "running", "seats", "tokens/s", "W", "layers", "device"
     )
