@@ -49,10 +49,12 @@ class DeltaPublisher(threading.Thread):
         self._duty = DutyCycle(share=SHARE, longest_rest_s=LONGEST_REST_S)
         self._running = True
 
-    def delta(self, job_id: UUID, delta: Delta) -> None:
-        """Sends it to the readers of this job's stream, soon. Any thread; calls for one job keep
-        their order."""
+    def delta(self, job_id: UUID, delta: Delta, *, is_urgent: bool = False) -> None:
+        """Sends it to the readers of this job's stream, soon, or at once. Any thread; calls for one
+        job keep their order."""
         self._deltas.append((job_id, delta))
+        if is_urgent:
+            self._duty.hasten()
         self._woken.set()
 
     def deltas(self, job_id: UUID, deltas: Iterable[Delta]) -> None:

@@ -32,7 +32,7 @@ from services.stage.jobs.outage import Outage
 from services.stage.jobs.quarantine import Seats
 from services.stage.jobs.readiness import PipelineReadiness
 from shardline.base.config import Times
-from shardline.contract.job import FinishReason
+from shardline.contract.job import INTERACTIVE, FinishReason
 from shardline.store.connection.database import failure_of
 from shardline_scheduler.events import Event, MayBegin, NewTokens, SequenceCrashed
 from shardline_server.host.duty_cycle import DutyCycle
@@ -114,6 +114,8 @@ class LeaseManager(threading.Thread):
     def offer(self, delivery: Delivery) -> None:
         """Celery's thread: claim this row, soon."""
         self._claimer.offer(delivery)
+        if delivery.priority in INTERACTIVE:
+            self._duty.hasten()
         self._woken.set()
 
     def report(self, events: Sequence[Event]) -> None:
@@ -126,9 +128,11 @@ class LeaseManager(threading.Thread):
             if isinstance(event, SequenceCrashed):
                 job.broken_epoch = self._engine.epoch
             elif isinstance(event, NewTokens):
+                is_first = job.first_token_s is None
                 job.note_token()
                 if job.exact:
-                    self._publisher.delta(job.job_id, job.delta(event))
+                    is_urgent = is_first and job.claimed.priority in INTERACTIVE
+                    self._publisher.delta(job.job_id, job.delta(event), is_urgent=is_urgent)
         if events:
             self._events.extend(events)
             self._woken.set()

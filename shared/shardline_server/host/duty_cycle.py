@@ -20,9 +20,14 @@ class DutyCycle:
         self._rest_per_work = (1.0 - share) / share
         self._longest_rest_s = longest_rest_s
         self._began_s = 0.0
-        self._never = threading.Event()
+        self._hastened = threading.Event()
+
+    def hasten(self) -> None:
+        """Any thread: there is work that must not wait for the end of this rest."""
+        self._hastened.set()
 
     def __enter__(self) -> None:
+        self._hastened.clear()
         self._began_s = thread_s()
 
     def __exit__(
@@ -31,7 +36,7 @@ class DutyCycle:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._never.wait(self.rest_s(thread_s() - self._began_s))
+        self._hastened.wait(self.rest_s(thread_s() - self._began_s))
 
     def rest_s(self, work_s: float) -> float:
         """Returns how long the thread rests after a turn that took so many seconds of a core."""
