@@ -1,7 +1,7 @@
 """A large batch file through a whole stack, in calm and while every process is killed in turn: each
 line must come out once, and the same.
 
-    python -m tests.chaos.batch_file [--lines 5000] [--kill-every-s 10]
+    python -m tests.chaos.batch_file [--lines 5000] [--kill-every-s 5]
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def main() -> int:
     same."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lines", type=int, default=5_000)
-    parser.add_argument("--kill-every-s", type=float, default=10.0)
+    parser.add_argument("--kill-every-s", type=float, default=5.0)
     options = parser.parse_args()
     found = measure(options.lines, options.kill_every_s)
     print(json.dumps(found))
