@@ -74,8 +74,11 @@ class Reconnecting(bootsteps.StartStopStep):
         gather_events(c)
         self._guard.watch(c.task_consumer.channel.connection)
 
-    def stop(self, c: Any) -> None:  # noqa: ARG002 (the step's signature)
-        """An acknowledgement would go to the channel that brought the message: it is gone."""
+    def stop(self, c: Any) -> None:
+        """An acknowledgement would go to the channel that brought the message: it is gone. The
+        timer of events runs no more, while tasks still end."""
+        if c.event_dispatcher is not None:
+            c.event_dispatcher.on_send_buffered = c.event_dispatcher.flush
         for request in list(state.requests.values()):
             request.acknowledged = True
 

@@ -10,7 +10,7 @@ from celery import Celery
 from kombu.entity import Queue
 from kombu.messaging import Consumer
 
-from shardline_server.broker import EVENTS_S, gather_events
+from shardline_server.broker import EVENTS_S, Reconnecting, gather_events
 
 NUM_EVENTS = 100
 
@@ -43,6 +43,21 @@ def test_events_of_many_tasks_travel_as_one_message() -> None:
 
     (message,) = received
     assert [event["uuid"] for event in message.decode()] == [str(n) for n in range(NUM_EVENTS)]
+
+
+def test_events_of_tasks_that_end_while_the_worker_stops_wait_for_nothing() -> None:
+    app = Celery(broker="memory://", set_as_current=False)
+    received: list[Any] = []
+    with app.connection_for_write() as connection:
+        events = app.events.Dispatcher(connection, hostname="stage@host", buffer_group=["task"])
+        queue = Queue("flower", exchange=events.exchange, routing_key="task.#")
+        consumer = SimpleNamespace(event_dispatcher=events, hub=Hub())
+        with Consumer(connection, queue, on_message=received.append):
+            gather_events(consumer)
+            Reconnecting.stop(object.__new__(Reconnecting), consumer)
+            events.send("task-succeeded", uuid="one")
+            connection.drain_events(timeout=5)
+    assert [event["uuid"] for event in received[0].decode()] == ["one"]
 
 
 def test_an_event_after_a_message_starts_the_next_one() -> None:
