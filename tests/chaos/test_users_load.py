@@ -192,9 +192,11 @@ def test_a_row_loses_nothing_of_its_request() -> None:
             {} if values["messages"] is None else {"messages": json.loads(values["messages"])}
         )
         text = {} if prompt is None else {"prompt": prompt}
+        policy = {} if values["retry"] is None else {"retry": json.loads(values["retry"])}
         assert {
             "model": values["model"],
             **text,
+            **policy,
             **messages,
             **json.loads(values["params"]),
         } == dict(request)

@@ -24,10 +24,10 @@ the default."""
 
 INSERT = """
 INSERT INTO jobs (id, model, prompt, messages, prompt_ids, params, metadata, idempotency_key,
-    priority, max_crashes, not_before, deadline_at)
+    priority, max_crashes, retry, not_before, deadline_at)
 VALUES (coalesce(%(id)s, gen_random_uuid()), %(model)s, %(prompt)s, %(messages)s,
     %(prompt_ids)s::int[], %(params)s, %(metadata)s, %(idempotency_key)s, %(priority)s,
-    %(max_crashes)s, now() + make_interval(secs => %(delay_s)s),
+    %(max_crashes)s, %(retry)s, now() + make_interval(secs => %(delay_s)s),
     now() + make_interval(secs => %(deadline_s)s))
 """
 COLUMNS: Final[Mapping[str, Any]] = {
@@ -38,6 +38,7 @@ COLUMNS: Final[Mapping[str, Any]] = {
     "idempotency_key": None,
     "priority": 5,
     "max_crashes": 3,
+    "retry": None,
     "delay_s": 0.0,
     "deadline_s": None,
 }
@@ -55,6 +56,7 @@ def row(request: Request, job_id: UUID | None) -> Mapping[str, Any]:
         "prompt": values["prompt"] if is_text else None,
         "prompt_ids": None if is_text or values["prompt"] is None else list(values["prompt"]),
         "messages": None if values["messages"] is None else json.dumps(values["messages"]),
+        "retry": None if values["retry"] is None else json.dumps(values["retry"]),
         "metadata": json.dumps(values["metadata"]),
         "params": json.dumps(params),
     }

@@ -52,6 +52,8 @@ TOOLS: Sequence[Mapping[str, Any]] = (
 of Postgres's jsonb, by length, in which rows inserted by SQL have them."""
 CALL_TOKENS = 120
 """More than a call of any of them has."""
+RETRY: Mapping[str, Any] = {"max_attempts": 20, "backoff_s": 1.0, "max_backoff_s": 4.0}
+"""More attempts than a run's faults fail of one job."""
 QUESTIONS: Sequence[Mapping[str, Any]] = (
     {"type": "predicate", "name": "date", "instructions": "It is a date."},
     {"type": "choice", "name": "kind", "instructions": "Which?", "choices": ["sum", "date", True]},
@@ -128,6 +130,7 @@ def _of(model: Speaks) -> Iterator[Request]:
         _limited(model),
         _called(model),
         _asked(model),
+        _retried(model),
         _extreme(model),
     )
     for kind in kinds:
@@ -309,6 +312,18 @@ def _asked(model: Speaks) -> Iterator[dict[str, Any]]:
         yield {"prompt": model.questions[0], "question": question}
         message = {"role": "user", "content": model.questions[1]}
         yield {"messages": [message], "question": question}
+
+
+def _retried(model: Speaks) -> Iterator[dict[str, Any]]:
+    """With a policy for failed attempts: of any failure, and of a crash alone."""
+    for index, failures in enumerate((["crashed", "engine"], ["crashed"])):
+        yield {
+            "prompt": model.questions[index],
+            "max_tokens": 200,
+            "ignore_eos": True,
+            "temperature": 0.9 * index,
+            "retry": {**RETRY, "on": failures},
+        }
 
 
 def _extreme(model: Speaks) -> Iterator[Request]:
