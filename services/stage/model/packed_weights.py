@@ -156,6 +156,10 @@ def packed_weights(
             refused[stored] += 1
         elif stored.shape == module.weight.shape:
             found[f"{name}.weight"] = stored
+    if not (found or refused):
+        refused["their names in the files are not those of the model"] = len(
+            [name for name in files if name.endswith(f".{quantization.parts[0]}")]
+        )
     for reason, num in refused.items():
         log.warning("packed weights become floats and are fitted again", reason=reason, layers=num)
     return found

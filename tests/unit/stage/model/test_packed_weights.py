@@ -34,6 +34,7 @@ from tests.models import VOCAB_SIZE
 from tests.pinned import first_core
 from tests.unit.stage.model.packed_models import (
     FILE,
+    PROJECTIONS,
     Pack,
     Packed,
     awq,
@@ -178,6 +179,20 @@ def test_other_groups_become_floats_and_the_log_says_so(
     assert not any(".q_proj." in name for name in found)
     warned = [each for each in logs if "fitted again" in each["event"]]
     assert any(each["reason"].startswith(reason) for each in warned)
+
+
+def test_weights_under_other_names_become_floats_and_the_log_says_so(tmp_path: Path) -> None:
+    _, packed = save_both(tmp_path, gptq(group=32), BITS_4, **SIZES)
+    tensors = load_file(packed / FILE)
+    renamed = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
+    save_file(renamed, packed / FILE, metadata={"format": "pt"})
+
+    with capture_logs() as logs:
+        assert not stored_of(packed)
+
+    (warned,) = [each for each in logs if "fitted again" in each["event"]]
+    assert warned["reason"].startswith("their names")
+    assert warned["layers"] == LAYERS * len(PROJECTIONS)
 
 
 def test_experts_are_fitted_beside_stored_attention(device: Device, tmp_path: Path) -> None:
