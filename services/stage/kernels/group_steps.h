@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 
 #include "product_steps.h"
 
@@ -59,11 +60,13 @@ inline RowGroup pack_group(const BFloat16* x, int64_t count, char* to) {
 
 #ifdef __AVX512F__
 inline Words words(int32_t x) { return _mm512_set1_epi32(x); }
+template <int half> __m256i half_of(Words words) { return _mm512_extracti64x4_epi64(words, half); }
 inline Words add_pairs(Words a, Words b) { return _mm512_add_epi16(a, b); }
 inline Words pairs_of(Words weights, Words x) { return _mm512_maddubs_epi16(weights, x); }
 inline Words fours_of(Words pairs) { return _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)); }
 #else
 inline Words words(int32_t x) { return _mm256_set1_epi32(x); }
+template <int> __m256i half_of(Words words) { return words; }
 inline Words add_pairs(Words a, Words b) { return _mm256_add_epi16(a, b); }
 inline Words pairs_of(Words weights, Words x) { return _mm256_maddubs_epi16(weights, x); }
 inline Words fours_of(Words pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
@@ -71,16 +74,16 @@ inline Words fours_of(Words pairs) { return _mm256_madd_epi16(pairs, _mm256_set1
 
 #ifdef __AVX512VNNI__
 struct Int4Sum {
-  Words sums;
-  void begin(int32_t) { sums = words(0); }
-  void add(Words weights, Words x) { sums = _mm512_dpbusd_epi32(sums, weights, x); }
-  Words whole() const { return sums; }
+  Bits sums;
+  void begin(int32_t) { sums = Bits{}; }
+  void add(Words weights, Words x) { sums = (Bits)_mm512_dpbusd_epi32((Words)sums, weights, x); }
+  Words whole() const { return (Words)sums; }
 };
 struct Int8Sum {
-  Words sums;
-  void begin(int32_t correction) { sums = words(correction); }
-  void add(Words weights, Words x) { sums = _mm512_dpbusd_epi32(sums, (Words)((Bits)weights ^ 0x80808080u), x); }
-  Words whole() const { return sums; }
+  Bits sums;
+  void begin(int32_t correction) { sums = (Bits)words(correction); }
+  void add(Words weights, Words x) { sums = (Bits)_mm512_dpbusd_epi32((Words)sums, (Words)((Bits)weights ^ 0x80808080u), x); }
+  Words whole() const { return (Words)sums; }
 };
 #else
 // No weight is above 15, so that pairs of products of a whole group fit 16 bits.
@@ -94,11 +97,11 @@ struct Int8Sum {
   Int8Fours::Sum sums;
   void begin(int32_t) { sums = {}; }
   void add(Words weights, Words x) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    const Int8Fours::Sum by = read<Int8Fours::Sum>(&weights), four = read<Int8Fours::Sum>(&x);
+    const __m256i ones = _mm256_set1_epi16(1), signs = half_of<0>(x), size = _mm256_abs_epi8(signs);
+    const __m256i by[] = {half_of<0>(weights), half_of<Int8Fours::kParts - 1>(weights)};
+#pragma GCC unroll 2
     for (int part = 0; part < Int8Fours::kParts; part++) {
-      const __m256i signs = four.parts[part];
-      const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(signs), _mm256_sign_epi8(by.parts[part], signs));
+      const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(by[part], signs));
       sums.parts[part] = _mm256_add_epi32(sums.parts[part], _mm256_madd_epi16(pairs, ones));
     }
   }
@@ -164,7 +167,7 @@ template <class Step, int rows> void group_sums_of_rows(const Block& block, Sums
       typename Step::Sum group_sum[rows][kVectors];
 #pragma GCC unroll 16
       for (int row = 0; row < rows; row++)
-        for (int v = 0; v < kVectors; v++) group_sum[row][v].begin(read<RowGroup>(of_rows + row * Step::kRowBytes).correction);
+        for (int v = 0; v < kVectors; v++) group_sum[row][v].begin(read<int32_t>(of_rows + row * Step::kRowBytes + offsetof(RowGroup, correction)));
 #pragma GCC unroll 16
       for (int line = 0; line < kGroupLines; line++) {
         const Words both[kVectors] = {Step::line(of_vector[0].numbers, line), Step::line(of_vector[1].numbers, line)};
@@ -176,8 +179,10 @@ template <class Step, int rows> void group_sums_of_rows(const Block& block, Sums
       }
 #pragma GCC unroll 16
       for (int row = 0; row < rows; row++) {
-        const RowGroup of_row = read<RowGroup>(of_rows + row * Step::kRowBytes);
-        const Floats scale = broadcast(of_row.scale), total = broadcast(of_row.total);
+        // One by one: a whole RowGroup would pass through the stack.
+        const char* of_row = of_rows + row * Step::kRowBytes;
+        const Floats scale = broadcast(read<float>(of_row + offsetof(RowGroup, scale)));
+        const Floats total = broadcast(read<float>(of_row + offsetof(RowGroup, total)));
         for (int v = 0; v < kVectors; v++) {
           sum[row][v] = fma(from_integers(group_sum[row][v].whole()) * scale, of_vector[v].scales, sum[row][v]);
           if (Step::kHasMinimums) sum[row][v] = fma(total, of_vector[v].minimums, sum[row][v]);
@@ -186,6 +191,7 @@ template <class Step, int rows> void group_sums_of_rows(const Block& block, Sums
     }
     x += Step::kRows * Step::kRowBytes, weights += Step::kBytes;
   }
+#pragma GCC unroll 16
   for (int row = 0; row < rows; row++)
     for (int v = 0; v < kVectors; v++) store(sums.floats[v * kWidth / kTileOutputs][row] + v * kWidth % kTileOutputs, sum[row][v]);
 }

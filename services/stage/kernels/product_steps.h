@@ -88,12 +88,12 @@ struct BFloat16Pairs {
 constexpr int kInt8Offset = 128;  // rows are unsigned: `write` takes so many times the sum of the weights off again
 struct Int8Fours {
   static constexpr int kRows = 8, kRowBytes = kLine;
-  using Sum = __m512i;
+  using Sum = Bits;  // as __m512i, of 64-bit lanes, GCC copies each sum before and after each product
   using Weight = __m512i;
   static Weight weight(const char* p) { return read<Weight>(p); }
   static void add(Sum* sums, const char* x, const Weight* weights) {
     const __m512i four = _mm512_set1_epi32(read<int32_t>(x));
-    for (int v = 0; v < kVectors; v++) sums[v] = _mm512_dpbusd_epi32(sums[v], four, weights[v]);
+    for (int v = 0; v < kVectors; v++) sums[v] = (Sum)_mm512_dpbusd_epi32((__m512i)sums[v], four, weights[v]);
   }
 };
 #else
@@ -103,14 +103,20 @@ struct Int8Fours {
   static constexpr int kRows = 4, kRowBytes = kLine, kParts = kWidth / 8;
   struct Sum { __m256i parts[kParts]; };
   using Weight = Sum;
-  static Weight weight(const char* p) { return read<Weight>(p); }
+  // Part by part: GCC copies a whole struct in halves, over the stack, and waits for both.
+  static Weight weight(const char* p) {
+    Weight found;
+    for (int part = 0; part < kParts; part++) found.parts[part] = _mm256_loadu_si256((const __m256i*)p + part);
+    return found;
+  }
   static void add(Sum* sums, const char* x, const Weight* weights) {
     const __m256i four = _mm256_set1_epi32(read<int32_t>(x)), size = _mm256_abs_epi8(four), ones = _mm256_set1_epi16(1);
-    for (int v = 0; v < kVectors; v++)
-      for (int part = 0; part < kParts; part++) {
-        const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(weights[v].parts[part], four));
-        sums[v].parts[part] = _mm256_add_epi32(sums[v].parts[part], _mm256_madd_epi16(pairs, ones));
-      }
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors * kParts; v++) {
+      __m256i& sum = sums[v / kParts].parts[v % kParts];
+      const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(weights[v / kParts].parts[v % kParts], four));
+      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
+    }
   }
 };
 #endif
@@ -124,6 +130,7 @@ template <class Step, int rows> void sums_of_rows(const Block& block, Sums& sums
     prefetch(block, ahead);
     prefetch(block, ahead + (block.columns - 1) * block.column_stride);
     ahead += block.lines * kLine;
+#pragma GCC unroll 4
     for (int at = 0; at < kTileOutputs; at++) {
       const typename Step::Weight both[kVectors] = {Step::weight(weights), Step::weight(weights + next_vector)};
 #pragma GCC unroll 16
@@ -132,6 +139,7 @@ template <class Step, int rows> void sums_of_rows(const Block& block, Sums& sums
     }
     x += Step::kRows * Step::kRowBytes;
   }
+#pragma GCC unroll 16  // or the sums would lie in memory
   for (int row = 0; row < rows; row++)
     for (int v = 0; v < kVectors; v++)
       std::memcpy(sums.floats[v * kWidth / kTileOutputs][row] + v * kWidth % kTileOutputs, &sum[row][v], sizeof sum[row][v]);
