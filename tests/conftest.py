@@ -62,10 +62,11 @@ settings.load_profile("steady")
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One worker of pytest-xdist runs a file as a whole, and all files that share a stack. Stacks
-    whose leases are seconds come late, the longest group first. Files that only compute are the
-    last, whether `make test` runs unit tests or not: all workers end together, and what computes
-    fills the core beside a stack that waits."""
+    """One worker of pytest-xdist runs a file as a whole, and all files that share a stack; the
+    tests of a long file may have groups of their own. Stacks whose leases are seconds come late,
+    the longest group first. Files that only compute are the last, whether `make test` runs unit
+    tests or not: all workers end together, and what computes fills the core beside a stack that
+    waits."""
     sharing = {
         _file(item): name
         for item in items
@@ -73,7 +74,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and name in item.fixturenames
     }
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(sharing.get(_file(item), _file(item))))
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(sharing.get(_file(item), _file(item))))
     items.sort(
         key=lambda item: (
             _filling_place(item),

@@ -17,23 +17,33 @@ from tests.simulation.play import Outcome, play
 SEEDS_PER_TEST = 125
 
 
+def storms(first: int) -> pytest.MarkDecorator:
+    """What shares these outcomes stays in one process of pytest-xdist; others play other storms."""
+    return pytest.mark.xdist_group(f"storms from {first}")
+
+
 @cache
 def outcomes(first: int) -> list[Outcome]:
     """Of the storms that one test plays."""
     return list(play(range(first, first + SEEDS_PER_TEST)))
 
 
-@pytest.mark.parametrize("first", range(0, 1_000, SEEDS_PER_TEST))
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(first, marks=storms(first)) for first in range(0, 1_000, SEEDS_PER_TEST)],
+)
 def test_every_job_ends_once_with_its_tokens_in_any_storm(first: int) -> None:
     broken = [outcome for outcome in outcomes(first) if outcome.problem is not None]
 
     assert not broken, "\n".join(outcome.report() for outcome in broken)
 
 
+@storms(0)
 def test_one_seed_plays_the_same_run() -> None:
     assert list(play(range(40, 60))) == outcomes(0)[40:60]
 
 
+@storms(0)
 def test_storms_bring_about_all_that_they_are_for() -> None:
     tally = Counter[str]()
     for outcome in outcomes(0):
