@@ -41,6 +41,9 @@ PYTHON_GPU ?= $(PY)
 SIZE ?= 1b
 KV_MIB ?=
 
+# Of what tests start, many processes import the same sources: compiled once, also where the shell says never.
+test check release: export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help setup demo up down status test real-model test-gpu check bench bench-peers bench-gpu chaos chaos-compose chaos-mutants documents release manifests dashboards monitoring-check secrets test-compose clean lint format types imports unit
 
 help: ## Show this list
