@@ -1,11 +1,12 @@
 """How fast doors accept while the stages are idle: jobs are held back by `delay_s`, so that only
-acceptance counts.
+acceptance counts. Paced requests go in turns to the gateway and to a bare door.
 
-python -m tests.benchmarks.doors
+python -m tests.benchmarks.doors [--paced 2000] [--rounds 3]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import time
@@ -22,6 +23,7 @@ import psutil
 from services.standalone.settings import CLERK
 from shardline.client import Client
 from shardline.contract.api_key import bearer
+from tests.benchmarks.bare_door import bare_door
 from tests.benchmarks.service import stack
 
 NUM_MANY = 10_000
@@ -35,15 +37,20 @@ HELD_BACK_S = 3_600.0
 
 
 def main() -> None:
-    """Prints jobs/s of each door and the memory that the gateway grew by as one JSON line."""
+    """Prints jobs/s of each door, what paced requests took, and the memory that the gateway grew by
+    as one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--paced", type=int, default=NUM_PACED, help="paced requests")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    options = parser.parse_args()
     with stack(str(CLERK), "float32", 2) as up:
         gateway = psutil.Process(up["processes"]["gateway"])
         with Client(database_url=up["urls"]["database"], redis_url=up["urls"]["redis"]) as client:
-            many = [submit_many(client, up["model"]) for _ in range(ROUNDS)]
+            many = [submit_many(client, up["model"]) for _ in range(options.rounds)]
         http(up)
-        taken_ms = paced(up)
+        paced_figures = in_turns(up, gateway, options.paced // options.rounds, options.rounds)
         before = gateway.memory_info().rss
-        single = [http(up) for _ in range(ROUNDS)]
+        single = [http(up) for _ in range(options.rounds)]
         grown = (gateway.memory_info().rss - before) / 2**20
     figures = {
         "submit_many_jobs_per_s": many,
@@ -51,10 +58,30 @@ def main() -> None:
         "gateway_grew_mib": grown,
         "medians": [statistics.median(many), statistics.median(single)],
         "paced_per_s": PACED_PER_S,
-        "paced_p50_ms": statistics.median(taken_ms),
-        "paced_p99_ms": statistics.quantiles(taken_ms, n=100)[-1],
+        **paced_figures,
     }
     print(json.dumps(figures))
+
+
+def in_turns(
+    up: Mapping[str, Any], gateway: psutil.Process, num: int, rounds: int
+) -> dict[str, float]:
+    """What `num` paced requests take in each round, at the gateway and at the bare door."""
+    taken_ms: dict[str, list[float]] = {"paced": [], "bare": []}
+    cpu_s = dict.fromkeys(taken_ms, 0.0)
+    with bare_door(up["urls"]["database"]) as (url, pid):
+        doors = {"paced": (up["urls"]["gateway"], gateway), "bare": (url, psutil.Process(pid))}
+        for _ in range(rounds):
+            for name, (address, process) in doors.items():
+                began_s = sum(process.cpu_times()[:2])
+                taken_ms[name] += paced(up, address, num)
+                cpu_s[name] += sum(process.cpu_times()[:2]) - began_s
+    figures = {}
+    for name, found in taken_ms.items():
+        figures[f"{name}_p50_ms"] = statistics.median(found)
+        figures[f"{name}_p99_ms"] = statistics.quantiles(found, n=100)[-1]
+        figures[f"{name}_cpu_ms"] = cpu_s[name] * 1e3 / len(found)
+    return figures
 
 
 def submit_many(client: Client, model: str) -> float:
@@ -84,10 +111,10 @@ def http(up: Mapping[str, Any]) -> float:
     return NUM_HTTP / (time.perf_counter() - began_s)
 
 
-def paced(up: Mapping[str, Any]) -> list[float]:
-    """Milliseconds of each of NUM_PACED requests with a key, sent at their time whatever the
-    answers to others."""
-    address = urlsplit(up["urls"]["gateway"])
+def paced(up: Mapping[str, Any], url: str, num: int) -> list[float]:
+    """Milliseconds of each of `num` requests with a key, sent at their time whatever the answers to
+    others."""
+    address = urlsplit(url)
     headers = {**bearer(up["api_key"]), "content-type": "application/json"}
     began_s = time.perf_counter()
     never = Event()
@@ -110,7 +137,7 @@ def paced(up: Mapping[str, Any]) -> list[float]:
 
     with ThreadPoolExecutor(PACED_CONNECTIONS) as pool:
         parts = [
-            pool.submit(push, range(start, NUM_PACED, PACED_CONNECTIONS))
+            pool.submit(push, range(start, num, PACED_CONNECTIONS))
             for start in range(PACED_CONNECTIONS)
         ]
         return [one for part in parts for one in part.result()]
