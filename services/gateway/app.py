@@ -85,26 +85,28 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     # not send one.
     app = DocumentedApp(title="Shardline", version=__version__, lifespan=lifespan, openapi_url=None)
     errors.install(app)
+    # In this order they are looked through for each request: first those that take jobs. Not
+    # included: FastAPI would match the routers too, and those that fit twice.
     for door in (
         completions,
-        stored_completions,
+        jobs,
         messages,
         responses,
         decisions,
         encoders,
+        stored_completions,
         files,
         batches,
         webhooks,
         schedules,
         pauses,
         audit,
-        jobs,
         bulk_acts,
         tokens,
         costs,
         health,
     ):
-        app.include_router(door.router)
+        app.router.routes.extend(door.router.routes)
     # The last one is the outermost: a page's question is answered without a key, and every answer
     # has an id.
     app.add_middleware(AdmissionMiddleware)

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Annotated
 
-from fastapi import Depends, Request, Security
-from fastapi.security import HTTPBearer, SecurityScopes
+from fastapi import Request, Security
+from fastapi.openapi.models import HTTPBearer
+from fastapi.security import SecurityScopes
+from fastapi.security.base import SecurityBase
 from starlette.datastructures import Headers
 
 from services.gateway.errors import Forbidden, MisdirectedRequest, Unauthorized
@@ -25,11 +27,6 @@ OPEN = frozenset({"/health", "/ready"})
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY_HOST = "*"
 ANTHROPICS_KEY = "x-api-key"
-SCHEME = HTTPBearer(
-    scheme_name="API key",
-    description=f"`Authorization: Bearer sk-shardline-…`, or the key alone in `{ANTHROPICS_KEY}`",
-    auto_error=False,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,20 +141,31 @@ def _is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-async def permitted(
-    request: Request, needed: SecurityScopes, _scheme: Annotated[object, Depends(SCHEME)]
-) -> Caller:
-    """The caller, if its key has the scopes of the route. Raises Forbidden. A coroutine, because
-    FastAPI calls a plain function on a thread."""
-    caller = request.state.caller
-    assert isinstance(caller, Caller)
-    for scope in needed.scopes:
-        if scope not in caller.scopes:
-            raise Forbidden(f"the API key {caller.key_id} lacks the scope '{scope}'", scope=scope)
-    return caller
+class KeyScheme(SecurityBase):
+    """What a route's signature asks for: the caller, if its key has the scopes of the route."""
+
+    def __init__(self) -> None:
+        self.scheme_name = "API key"
+        self.model = HTTPBearer(
+            description="`Authorization: Bearer sk-shardline-…`, "
+            f"or the key alone in `{ANTHROPICS_KEY}`"
+        )
+
+    async def __call__(self, request: Request, needed: SecurityScopes) -> Caller:
+        """The caller. Raises Forbidden. A coroutine, because FastAPI calls a plain function on a
+        thread."""
+        caller = request.state.caller
+        assert isinstance(caller, Caller)
+        for scope in needed.scopes:
+            if scope not in caller.scopes:
+                raise Forbidden(
+                    f"the API key {caller.key_id} lacks the scope '{scope}'", scope=scope
+                )
+        return caller
 
 
-SubmitCaller = Annotated[Caller, Security(permitted, scopes=[Scope.SUBMIT])]
-ReadCaller = Annotated[Caller, Security(permitted, scopes=[Scope.READ])]
-CancelCaller = Annotated[Caller, Security(permitted, scopes=[Scope.CANCEL])]
-AdminCaller = Annotated[Caller, Security(permitted, scopes=[Scope.ADMIN])]
+SCHEME = KeyScheme()
+SubmitCaller = Annotated[Caller, Security(SCHEME, scopes=[Scope.SUBMIT])]
+ReadCaller = Annotated[Caller, Security(SCHEME, scopes=[Scope.READ])]
+CancelCaller = Annotated[Caller, Security(SCHEME, scopes=[Scope.CANCEL])]
+AdminCaller = Annotated[Caller, Security(SCHEME, scopes=[Scope.ADMIN])]

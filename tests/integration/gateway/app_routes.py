@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
-from starlette.routing import BaseRoute
 
 from services.gateway.app import create_app
-from services.gateway.guard import OPEN, permitted
+from services.gateway.guard import OPEN, SCHEME
 from services.gateway.settings import GatewaySettings
 
 
 def scopes_of(dependant: Dependant) -> set[str]:
     """What a route wants, by its own signature."""
-    found = set(dependant.own_oauth_scopes or ()) if dependant.call is permitted else set()
+    found = set(dependant.own_oauth_scopes or ()) if dependant.call is SCHEME else set()
     return found.union(*(scopes_of(each) for each in dependant.dependencies))
 
 
@@ -31,20 +30,10 @@ def calls_of(dependant: Dependant) -> Iterator[Callable[..., Any]]:
 def routes() -> list[tuple[str, str, APIRoute]]:
     """Method, path and route of everything that the app answers."""
     found = []
-    for route in leaves(create_app(GatewaySettings()).routes):
+    for route in create_app(GatewaySettings()).routes:
         assert isinstance(route, APIRoute), f"{route} cannot say what it wants"
         found += [(method, route.path, route) for method in sorted(route.methods or ())]
     return found
-
-
-def leaves(found: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
-    """Also those of the app's routers."""
-    for route in found:
-        router = getattr(route, "original_router", None)
-        if router is None:
-            yield route
-        else:
-            yield from leaves(router.routes)
 
 
 GUARDED = [(method, path, route) for method, path, route in routes() if path not in OPEN]
