@@ -14,6 +14,7 @@ from services.gateway.turns import TenantTurns
 from shardline.base.errors import ShardlineError
 from shardline.client import questions
 from shardline.client.asynchronous import LISTS, MAX_ROWS, AsyncClient
+from shardline.client.database import reachable
 from shardline.client.job_reader import JobReader
 from shardline.client.query_batcher import QueryBatcher
 from shardline.client.questions import Answer, Question, Summaries
@@ -22,7 +23,7 @@ from shardline.contract.job import Job, JobState, Usage
 from shardline.store import stored_completions as stored
 from shardline.store.audit import acting
 from shardline.store.bulk_acts import BulkAct, BulkProgress
-from shardline.store.connection.database import autocommitted
+from shardline.store.connection.held_connection import HeldConnection
 from shardline.store.inserts import EncodedRequest, StoredRequest
 from shardline.store.listing import PageEnd
 from shardline.store.pipelines import LivePipeline, live_pipelines
@@ -64,7 +65,6 @@ class GatewayClient(AsyncClient):
         # lists.
         self._list_turns = TenantTurns(LISTS)
         self._cost_turns = TenantTurns(1)
-        self._autocommitted = autocommitted(self._database)
         self._pipelines = QueryBatcher(
             self._database, _live_pipelines, max_batch=MAX_ASKING, name="pipelines"
         )
@@ -89,21 +89,21 @@ class GatewayClient(AsyncClient):
         return await self._ask(question if key_id is None else _acting(key_id, question))
 
     async def insert(
-        self, requests: Sequence[EncodedRequest], *, may_repeat: bool
+        self, requests: Sequence[EncodedRequest], *, may_repeat: bool, held: HeldConnection
     ) -> Sequence[StoredRequest | ShardlineError]:
         """Store requests in one transaction; for each its row, or why it has none. Raises Invalid
         for a row against a rule of the table, and Unavailable: then none is stored.
 
         `may_repeat`: an id or key among them may be there already. Rows that are new, one for each
-        request, take one statement, which needs no BEGIN and no COMMIT.
+        request, take one statement on `held`, which needs no BEGIN and no COMMIT.
         """
-        is_one_statement = not may_repeat and not any(
+        question = partial(insert_with_responses, requests=requests)
+        if may_repeat or any(
             request.others or isinstance(request, EncodedResponse) for request in requests
-        )
-        return await self._ask(
-            partial(insert_with_responses, requests=requests),
-            pool=self._autocommitted if is_one_statement else None,
-        )
+        ):
+            return await self._ask(question)
+        with reachable():
+            return await held.ask(question)
 
     async def get(self, job_id: JobId, *, tenant: str | None = None) -> Job:
         """The job, with its result if it has one. Raises NotFound, with `tenant` also for another

@@ -6,17 +6,22 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from services.gateway.client import GatewayClient
 from shardline.base.aio import cancel_and_wait
 from shardline.base.errors import ShardlineError, Unavailable
+from shardline.store.connection.held_connection import HeldConnection
 from shardline.store.inserts import EncodedRequest, StoredRequest
 from shardline_server.metrics import GatewayMetrics
 
 MAX_BATCH = 256
 MAX_BATCH_BYTES = 8 << 20
 """Of requests in one transaction; a larger one travels alone."""
+
+HELD_S = 1.0
+"""Then the connection goes back to the pool, which pings it before its next use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,9 +68,20 @@ class InsertBatcher:
     async def _run(self) -> None:
         while True:
             await self._has_work.wait()
+            async with HeldConnection(self._client.database) as held:
+                await self._store_for_a_while(held)
+
+    async def _store_for_a_while(self, held: HeldConnection) -> None:
+        """Store what comes within HELD_S."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + HELD_S
+        while self._has_work.is_set() and loop.time() < until_s:
             self._has_work.clear()
             while self._waiting:
-                await self._store(self._next_batch())
+                await self._store(self._next_batch(), held)
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(until_s):
+                    await self._has_work.wait()
 
     def _next_batch(self) -> list[PendingInsert]:
         batch = [self._waiting.popleft()]
@@ -77,10 +93,12 @@ class InsertBatcher:
             batch.append(self._waiting.popleft())
         return batch
 
-    async def _store(self, batch: Sequence[PendingInsert]) -> None:
+    async def _store(self, batch: Sequence[PendingInsert], held: HeldConnection) -> None:
         try:
             outcomes = await self._client.insert(
-                [one.request for one in batch], may_repeat=any(one.is_named for one in batch)
+                [one.request for one in batch],
+                may_repeat=any(one.is_named for one in batch),
+                held=held,
             )
         except Unavailable as error:
             _fail(batch, error)
@@ -94,8 +112,8 @@ class InsertBatcher:
             # One request in the batch breaks a rule of the table: halve it, so that the others are
             # stored.
             half = len(batch) // 2
-            await self._store(batch[:half])
-            await self._store(batch[half:])
+            await self._store(batch[:half], held)
+            await self._store(batch[half:], held)
         else:
             self._metrics.insert_batch.observe(len(batch))
             for one, outcome in zip(batch, outcomes, strict=True):

@@ -253,7 +253,9 @@ def test_two_statements_in_the_order_of_requests_deadlock(engine: Engine) -> Non
             one,
             two,
             lambda connection, batch: list(
-                connection.scalars(INSERT, {"rows": dump([_row(one, None) for one in batch])})
+                connection.exec_driver_sql(
+                    INSERT, {"rows": dump([_row(one, None) for one in batch])}
+                )
             ),
         )
     assert isinstance(caught.value.orig, DeadlockDetected)

@@ -214,6 +214,8 @@ def _engine_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
             "pool_size": POOL_SIZE,
             "max_overflow": 0,
             "pool_timeout": POOL_TIMEOUT_S,
+            # The server's process that was last used has its plans and tables at hand.
+            "pool_use_lifo": True,
             "pool_recycle": POOL_RECYCLE_S,
         }
     return {
