@@ -30,8 +30,6 @@ MAX_ROWS = 2_000
 MAX_BYTES = 8 << 20
 """Of rows in one statement; one larger row travels alone."""
 
-NUMBER_OR_NONE = (int, float, type(None))
-
 Tokenized = tuple[Sequence[int], int]
 """A request's prompt ids and max_tokens, of a door that validated and tokenized it already."""
 
@@ -348,7 +346,7 @@ def _row(request: JobRequest, tokenized: Tokenized | None) -> dict[str, Any]:
 
 def _check_storable(row: Mapping[str, Any]) -> None:
     for name, value in row.items():
-        if not isinstance(value, NUMBER_OR_NONE) and name not in ("id", "prompt_ids"):
+        if not isinstance(value, int | float | None) and name not in ("id", "prompt_ids"):
             problem = unstorable(value)
             if problem is not None:
                 place = place_of_unstorable(value)
