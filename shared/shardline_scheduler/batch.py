@@ -19,17 +19,15 @@ from operator import attrgetter
 from shardline_scheduler.adapter_room import AdapterRoom
 from shardline_scheduler.offload import Offload
 from shardline_scheduler.prefix_cache import PrefixCache
-from shardline_scheduler.recompute_cost import RecomputeCost
 from shardline_scheduler.scheduler_config import SchedulerConfig
 from shardline_scheduler.sequence import Sequence, State, WaitingQueue
+from shardline_scheduler.step_cost import StepCost
 
 
 class Batch:
     """Sequences by the number that names them to the stages. A new epoch has a new batch."""
 
-    def __init__(
-        self, config: SchedulerConfig, waiting: WaitingQueue, recompute_cost: RecomputeCost
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, waiting: WaitingQueue, step_cost: StepCost) -> None:
         is_on = config.prefix_cache and not config.is_recurrent
         num_slots = config.offload.num_slots if is_on else 0
         self.kv = PrefixCache(config.num_blocks, is_on=is_on, num_slots=num_slots)
@@ -41,9 +39,9 @@ class Batch:
         self.in_quarantine: Sequence | None = None
         """The one that may have killed an engine, and therefore runs without another one of its
         kind."""
+        self.step_cost = step_cost
         self._config = config
         self._waiting = waiting
-        self._recompute_cost = recompute_cost
         self._adapters = AdapterRoom(config.max_adapters)
         self._closes: list[int] = []
 
@@ -128,7 +126,7 @@ class Batch:
             return
         del self.leaving[sequence.number]
         is_preempted = sequence.state is State.PREEMPTED
-        if is_preempted and self._recompute_cost.is_above(self._config.offload.move_s):
+        if is_preempted and self.step_cost.is_above(self._config.offload.move_s):
             self.kv.preempt(sequence)
         self.kv.pool.free(sequence.blocks)
         if self.in_quarantine is sequence:

@@ -27,7 +27,6 @@ from shardline_scheduler.kv_blocks import blocks_for
 from shardline_scheduler.offload import OffloadTerms
 from shardline_scheduler.parking import Parking
 from shardline_scheduler.quarantine import Quarantine
-from shardline_scheduler.recompute_cost import RecomputeCost
 from shardline_scheduler.scheduler_config import SchedulerConfig
 from shardline_scheduler.sequence import (
     Key,
@@ -38,6 +37,7 @@ from shardline_scheduler.sequence import (
     TokenSink,
     WaitingQueue,
 )
+from shardline_scheduler.step_cost import StepCost
 from shardline_scheduler.step_cutter import StepCutter
 from shardline_scheduler.step_plan import StepPlan, StepResult
 
@@ -50,7 +50,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.recompute_cost = RecomputeCost()
+        self.step_cost = StepCost()
         self._by_key: dict[Key, Sequence] = {}
         self._waiting = WaitingQueue()
         self._parked = Parking()
@@ -60,7 +60,7 @@ class Scheduler:
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
-        self._batch = Batch(self.config, self._waiting, self.recompute_cost)
+        self._batch = Batch(self.config, self._waiting, self.step_cost)
         self._cutter = StepCutter(self.config, self._waiting, self._batch, self._numbers)
         self._next_step = 0
         self._flights: deque[tuple[StepPlan, list[Sequence]]] = deque()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from math import isqrt
 from operator import attrgetter
 
 from shardline.base.rounding import ceil_div
@@ -21,6 +22,9 @@ from shardline_scheduler.step_builder import StepBuilder
 MIN_CHUNK = 64
 """Tokens of a prefill that make a step's trip worth it, where the budget has them."""
 
+MIN_PIECE = 32
+"""Tokens of a prompt in a step of its own, at least: half as many save a tenth of a prefill of 128
+at most, and cost more on devices that are slow with few rows."""
 
 MAX_SCORED = 256
 """Rows of a step's prompts with log-probabilities: each has logits of its own. A sequence that
@@ -80,7 +84,7 @@ class StepCutter:
     def _add_chunks(self, builder: StepBuilder) -> None:
         """Adds chunks in order. Each may take half of what is left, so that a long prompt holds up
         neither those behind it nor admission; what no other needs goes to the first."""
-        left = builder.budget
+        left = min(builder.budget, self._max_prompt_rows())
         left_scored = MAX_SCORED
         lengths: dict[Sequence, int] = {}
         for sequence in self._in_line(builder) if left else ():
@@ -101,6 +105,26 @@ class StepCutter:
             builder.add(sequence, length + more)
             if sequence.num_missing == 0:
                 del self._batch.prefilling[sequence.number]
+
+    def _max_prompt_rows(self) -> int:
+        """Returns how many rows of prompts the step may have. Where too little waits to keep all
+        stages busy, a prompt is cut into pieces, which they compute at the same time.
+
+        Over L lanes, n pieces of a prompt of T tokens take (n + L - 1) * (T / n + f), where f is
+        the fixed cost of a step in tokens: least with n = sqrt(T * (L - 1) / f).
+        """
+        budget = self._config.token_budget
+        num_others = self._config.num_lanes - 1
+        fixed = self._batch.step_cost.fixed_tokens
+        if not num_others or self._batch.num_decoding > num_others or fixed is None:
+            return budget
+        line = [*self._batch.prefilling.values(), *self._foremost()]
+        first = min(line, key=attrgetter("order"), default=None)
+        if first is None or sum(each.num_missing for each in line) >= budget + first.num_missing:
+            return budget
+        length = len(first.ids) - (first.num_cached or 0)
+        best = isqrt(int(length * num_others / max(fixed, 1.0)))
+        return ceil_div(length, max(1, min(best, length // MIN_PIECE)))
 
     def _in_line(self, builder: StepBuilder) -> Iterator[Sequence]:
         """Who has ids to compute, in order: those that have begun, and between them those that find

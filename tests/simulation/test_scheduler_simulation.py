@@ -145,6 +145,10 @@ class Life(RuleBasedStateMachine):
     def trust(self, data: st.DataObject) -> None:
         self.pipeline.scheduler.release(data.draw(st.sampled_from(sorted(self.jobs))))
 
+    @rule(num_tokens=st.integers(1, 100), step_s=st.floats(0, 1))
+    def learn(self, num_tokens: int, step_s: float) -> None:
+        self.pipeline.scheduler.step_cost.learn(num_tokens, step_s)
+
     @rule(
         num_blocks=pools, num_lanes=st.one_of(st.none(), lanes), offload=st.one_of(st.none(), terms)
     )

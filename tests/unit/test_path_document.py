@@ -71,8 +71,8 @@ OFF_THE_PATH = {
     "on an accelerator": """
         stage/device/staging stage/sampling/batched_draws stage/sampling/triton_draws
     """,
-    "for a job that was preempted": """
-        shardline_scheduler/offload shardline_scheduler/recompute_cost
+    "for a job that was preempted, or is alone on several stages": """
+        shardline_scheduler/offload shardline_scheduler/step_cost
     """,
     "for a pipeline, not for a prompt": """
         stage/celery/subscription stage/pipeline/assembly stage/pipeline/epochs

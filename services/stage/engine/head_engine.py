@@ -167,7 +167,7 @@ class HeadEngine(Engine):
     def _finish_step(self, plan: StepPlan, moments: StepMoments) -> StepTime:
         time = super()._finish_step(plan, moments)
         if plan.rows and not plan.moves:
-            self.scheduler.recompute_cost.learn(plan.num_tokens, time.compute_s)
+            self.scheduler.step_cost.learn(plan.num_tokens, time.compute_s)
         return time
 
     def _collect(self, receiver: Receiver, wait_s: float) -> None:

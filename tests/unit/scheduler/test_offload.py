@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 from shardline_scheduler.offload import Offload, OffloadTerms
 from shardline_scheduler.prefix_cache import PrefixCache
-from shardline_scheduler.recompute_cost import RecomputeCost
 from shardline_scheduler.sequence import Request, Sequence
+from shardline_scheduler.step_cost import StepCost
 from shardline_scheduler.step_plan import StepPlan
 from tests.simulation.pipeline import Numbers, Pipeline, config, expected_output, request
 
@@ -207,7 +207,7 @@ def test_kv_that_is_computed_sooner_than_copied_is_not_kept() -> None:
     jobs = long_jobs(2)
     pipeline = pipeline_of(*jobs, move_s=1.0)
     for num_tokens in (1, 64, 8, 32):
-        pipeline.scheduler.recompute_cost.learn(num_tokens, 0.1 + num_tokens * 0.9 / BLOCK_TOKENS)
+        pipeline.scheduler.step_cost.learn(num_tokens, 0.1 + num_tokens * 0.9 / BLOCK_TOKENS)
 
     end(pipeline, *jobs)
 
@@ -250,7 +250,7 @@ def test_pressure_of_any_kind_gives_the_tokens_of_jobs_alone(**changes: int) -> 
 
 
 def test_the_cost_of_a_token_is_the_slope_of_steps_not_their_mean() -> None:
-    cost = RecomputeCost()
+    cost = StepCost()
     assert cost.is_above(1e9), "nothing is known"
     for num_tokens in (1, 512, 40, 300) * 20:
         cost.learn(num_tokens, 0.5 + 0.002 * num_tokens)
@@ -258,18 +258,28 @@ def test_the_cost_of_a_token_is_the_slope_of_steps_not_their_mean() -> None:
     assert cost.token_s == pytest.approx(0.002)
     assert cost.is_above(0.127)
     assert not cost.is_above(0.129)
+    assert cost.fixed_tokens == pytest.approx(250)
 
 
 def test_steps_of_one_size_tell_nothing_of_a_token() -> None:
-    cost = RecomputeCost()
+    cost = StepCost()
     for _ in range(100):
         cost.learn(16, 0.5)
 
     assert cost.token_s is None
+    assert cost.fixed_tokens is None
+
+
+def test_what_a_token_costs_is_known_after_a_long_answer() -> None:
+    cost = StepCost()
+    for num_tokens in (128, *(1,) * 10_000):
+        cost.learn(num_tokens, 0.008 + 0.001 * num_tokens)
+
+    assert cost.fixed_tokens == pytest.approx(8)
 
 
 def test_a_device_that_grew_faster_is_learned() -> None:
-    cost = RecomputeCost()
+    cost = StepCost()
     for token_s in (0.01, 0.001):
         for num_tokens in (1, 100) * 500:
             cost.learn(num_tokens, num_tokens * token_s)

@@ -120,3 +120,72 @@ def test_what_was_preempted_is_not_overtaken() -> None:
     pipeline.add(request("small"))
 
     assert [row.seq for row in checked(pipeline.schedule()).rows] == [0]
+
+
+def alone(num_prompt: int, *, fixed_tokens: float, **changes: int) -> Pipeline:
+    """One prompt in a pipeline that knows what its steps cost."""
+    pipeline = Pipeline(config(**{"num_lanes": 2, "max_len": 2_000, **changes}))
+    for num_tokens in (1, 100):
+        pipeline.scheduler.step_cost.learn(num_tokens, 0.001 * (num_tokens + fixed_tokens))
+    pipeline.add(request("alone", num_prompt=num_prompt, max_tokens=1))
+    return pipeline
+
+
+def lengths_of_steps(pipeline: Pipeline) -> list[int]:
+    """As many steps in flight as there may be."""
+    lengths = []
+    while not pipeline.scheduler.idle:
+        while (plan := pipeline.schedule()) is not None:
+            lengths.append(plan.num_tokens)
+        pipeline.deliver()
+    return [length for length in lengths if length]
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "num_lanes", "fixed_tokens", "lengths"),
+    [
+        (128, 2, 8, [32, 32, 32, 32]),
+        (128, 2, 14, [43, 43, 42]),
+        (512, 2, 7.9, [64] * 8),
+        (512, 4, 8, [40] * 12 + [32]),
+        (128, 2, 0, [32, 32, 32, 32]),
+        (1_850, 2, 8, [124] * 14 + [114]),
+        (60, 2, 8, [60]),
+        (128, 2, 200, [128]),
+        (128, 1, 8, [128]),
+    ],
+)
+def test_a_prompt_alone_is_cut_by_what_a_step_costs_and_by_lanes(
+    num_prompt: int, num_lanes: int, fixed_tokens: float, lengths: list[int]
+) -> None:
+    pipeline = alone(num_prompt, fixed_tokens=fixed_tokens, num_lanes=num_lanes)
+
+    assert lengths_of_steps(pipeline) == lengths
+
+
+def test_a_prompt_alone_is_not_cut_before_the_cost_of_a_step_is_known() -> None:
+    pipeline = Pipeline(config(num_lanes=2))
+    pipeline.add(request("alone", num_prompt=128, max_tokens=1))
+
+    assert shape(pipeline.schedule()) == [(0, 0, 128)]
+
+
+def test_a_prompt_is_not_cut_while_others_fill_a_step() -> None:
+    pipeline = alone(128, fixed_tokens=8)
+    for name in ("b", "c"):
+        pipeline.add(request(name, num_prompt=128, max_tokens=1))
+
+    assert shape(pipeline.schedule()) == [(0, 0, 128), (1, 0, 64), (2, 0, 64)]
+
+
+def test_a_prompt_is_cut_beside_one_decode_but_not_beside_one_for_each_lane() -> None:
+    for num_decodes, pieces in ((1, [(1, 0, 32)]), (2, [(2, 0, 128)])):
+        pipeline = Pipeline(config(num_lanes=2))
+        decoding(pipeline, *map(str, range(num_decodes)), max_tokens=60)
+        for num_tokens in (1, 100):
+            pipeline.scheduler.step_cost.learn(num_tokens, 0.001 * (num_tokens + 8))
+        pipeline.add(request("late", num_prompt=128))
+
+        rows = shape(pipeline.schedule())
+
+        assert [row for row in rows if row[2] > 1] == pieces

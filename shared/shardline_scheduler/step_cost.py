@@ -1,5 +1,5 @@
-"""What it costs to compute a token again, learned from steps: tells whether KV is worth its copy.
-Reads no clock."""
+"""What a step costs whatever its tokens, and what one more of them costs, learned from steps. Tells
+whether KV is worth its copy. Reads no clock."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ SHARE = 1 / 64
 """Of the newest step in what is known: some 64 steps count."""
 
 
-class RecomputeCost:
-    """The slope of a step's time over its tokens: weights stream through once for all of them, so
+class StepCost:
+    """The line of a step's time over its tokens: weights stream through once for all of them, so
     one more costs the slope, not the mean."""
 
-    __slots__ = ("_covariance", "_mean_s", "_mean_tokens", "_num_steps", "_variance")
+    __slots__ = ("_covariance", "_mean_s", "_mean_tokens", "_num_steps", "_variance", "token_s")
 
     def __init__(self) -> None:
         self._num_steps = 0
         self._mean_tokens = self._mean_s = self._variance = self._covariance = 0.0
+        self.token_s: float | None = None
+        """Seconds for one more token in a step; None until steps of two sizes were seen."""
 
     def learn(self, num_tokens: int, compute_s: float) -> None:
         """One step: its packed rows, and the time that they took."""
@@ -29,11 +31,16 @@ class RecomputeCost:
         self._mean_s += share * off_s
         self._variance = (1 - share) * (self._variance + share * tokens_off * tokens_off)
         self._covariance = (1 - share) * (self._covariance + share * tokens_off * off_s)
+        if self._variance >= 1:  # else it stays: a long answer has steps of one token only
+            self.token_s = self._covariance / self._variance
 
     @property
-    def token_s(self) -> float | None:
-        """Seconds for one more token in a step; None until steps of two sizes were seen."""
-        return self._covariance / self._variance if self._variance >= 1 else None
+    def fixed_tokens(self) -> float | None:
+        """The number of tokens that cost as much as a step does whatever its tokens; None until
+        that is known."""
+        if self.token_s is None or self.token_s <= 0:
+            return None
+        return max(0.0, self._mean_s / self.token_s - self._mean_tokens)
 
     def is_above(self, move_s: float) -> bool:
         """Whether a block is copied out and back, in `move_s`, sooner than it is computed again.
