@@ -26,6 +26,7 @@ from tenacity import (
 )
 
 from services.relay.relay_spans import RelaySpans
+from shardline.base.clock import monotonic_s
 from shardline.base.config import Times
 from shardline.store.connection.database import failure_of
 from shardline_server.metrics import RelayMetrics
@@ -35,8 +36,8 @@ from shardline_server.tracing import OFF, Tracer
 log = structlog.get_logger(__name__)
 
 MIN_PAUSE_S = 0.01
-"""Between turns, however often the loop is woken: what arrives meanwhile is handled as one
-batch."""
+"""From the end of a turn to the next one, however often the loop is woken: what arrives meanwhile
+is handled as one batch. What wakes a loop that has rested for longer waits for nothing."""
 
 MAX_BACKOFF_S = 2.0
 STALL = 1 / 3
@@ -100,8 +101,9 @@ class Loop(threading.Thread, ABC):
                 pause_s = self._patient(self.turn)
             except RetryError:
                 return
+            ended_s = monotonic_s()
             self._woken.wait(pause_s)
-            self._stopped.wait(MIN_PAUSE_S)
+            self._stopped.wait(max(0.0, ended_s + MIN_PAUSE_S - monotonic_s()))
             self._woken.clear()
 
     def _note(self, state: RetryCallState) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import psycopg.errors
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 from sqlalchemy.exc import OperationalError, ProgrammingError
 from structlog.testing import capture_logs
 
-from services.relay.loop import Loop
+from services.relay import loop as loop_module
+from services.relay.loop import MIN_PAUSE_S, Loop
 
 
 class Once(Loop):
@@ -48,3 +51,39 @@ def test_only_a_lost_postgres_is_called_away(error: Exception, said: dict[str, s
     (line,) = told
     assert line.items() >= said.items()
     assert str(getattr(error, "orig", None)) == line["error"]
+
+
+class WaitLog(threading.Event):
+    """Notes how long it is waited for, and waits for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits_s: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits_s.append(timeout or 0.0)
+        return self.is_set()
+
+
+@pytest.mark.parametrize(
+    ("rested_s", "pause_s"),
+    [
+        pytest.param(0.0, MIN_PAUSE_S, id="just ended"),
+        pytest.param(MIN_PAUSE_S / 4, MIN_PAUSE_S * 3 / 4, id="a little later"),
+        pytest.param(1.0, 0.0, id="long ago"),
+    ],
+)
+def test_a_loop_that_has_rested_begins_at_once_when_woken(
+    monkeypatch: pytest.MonkeyPatch, rested_s: float, pause_s: float
+) -> None:
+    now_s = iter((5.0, 5.0 + rested_s))
+    monkeypatch.setattr(loop_module, "monotonic_s", lambda: next(now_s, 9.0))
+    looped = Once(LOST)
+    looped._error = None
+    stopped = WaitLog()
+    looped._stopped = stopped
+    looped.wake()
+
+    looped.run()
+
+    assert stopped.waits_s == [pytest.approx(pause_s)]
