@@ -51,6 +51,13 @@ class Postgres:
             self.num_lost_answers += 1
             raise OperationalError("COMMIT", {}, Away("the connection broke"))
 
+    connect = begin
+
+    def execution_options(self, *, isolation_level: str) -> Postgres:
+        """A statement that reads is the same in a transaction of its own."""
+        assert isolation_level == "AUTOCOMMIT"
+        return self
+
     def restart(self) -> None:
         """Heads get a lease to beat again."""
         self.is_up = True

@@ -24,6 +24,7 @@ from services.stage.jobs.live_jobs import LiveJobs
 from services.stage.jobs.quarantine import ClaimContext, Seats, beginnable, claimable, without_room
 from shardline.base.clock import lease_clock_s
 from shardline.base.config import Times
+from shardline.store.connection.database import autocommitted
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 from shardline_scheduler.sequence import Key
 from shardline_server.failpoints import Point, failpoint
@@ -50,6 +51,7 @@ class Claimer:
         times: Times,
     ) -> None:
         self._database = database
+        self._asked = autocommitted(database)
         self._engine = engine
         self._requests = requests
         self._jobs = jobs
@@ -144,7 +146,7 @@ class Claimer:
         self, deliveries: Sequence[Delivery], context: ClaimContext
     ) -> tuple[list[Delivery], bool]:
         """Those to claim now, and whether they are a quarantined job, alone."""
-        with self._database.begin() as connection:
+        with self._asked.connect() as connection:
             found = crashes.quarantined(connection, [delivery.job_id for delivery in deliveries])
         quarantined = [str(job_id) for job_id in found]
         chosen = claimable(deliveries, quarantined, self._seats, context)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, NullPool, create_engine, event, text
 from sqlalchemy.engine import ExceptionContext
@@ -40,6 +40,8 @@ SESSION = (
 )
 """What the driver's decoders and our statements rest on, whatever a server, a database or a role
 has as its default."""
+
+EngineT = TypeVar("EngineT", Engine, AsyncEngine)
 
 HAS_DATABASE = text("SELECT true FROM pg_database WHERE datname = :name")
 
@@ -119,7 +121,7 @@ def connect_async(url: str, **options: Any) -> AsyncEngine:
     return engine
 
 
-def autocommitted(engine: AsyncEngine) -> AsyncEngine:
+def autocommitted(engine: EngineT) -> EngineT:
     """The same pool for questions of one statement: each statement is a transaction of its own,
     without the round trips of BEGIN and COMMIT."""
     return engine.execution_options(isolation_level="AUTOCOMMIT")
