@@ -12,11 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
-import psycopg
 import pytest
 from celery import Celery
 from celery.contrib.testing.worker import start_worker
-from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
 from sqlalchemy import Engine as Database
 from tokenizers import Tokenizer
@@ -400,26 +398,3 @@ def _arrive(sender: Sender, suspect: UUID, stopped: threading.Event) -> None:
         missing = SEATS - 1 - cell(sender.database, going, id=suspect)
         if missing > 0:
             sender.arrive(missing)
-
-
-def test_a_head_holds_no_transaction_while_it_chooses(
-    database: Database, make_head: Callable[[], Head], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = crashes.quarantined
-    statuses = []
-
-    def quarantined(connection: Connection, ids: Collection[str]) -> list[UUID]:
-        found = real(connection, ids)
-        driver = connection.connection.driver_connection
-        assert isinstance(driver, psycopg.Connection)
-        statuses.append(driver.info.transaction_status)
-        return found
-
-    monkeypatch.setattr(crashes, "quarantined", quarantined)
-    head = make_head()
-    (job,) = submit(database, 1)
-    head.offer(job)
-
-    assert head.turn() == [job]
-
-    assert statuses == [TransactionStatus.IDLE]
