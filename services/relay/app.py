@@ -13,13 +13,14 @@ from kombu.utils.functional import maybe_list
 from tenacity import RetryError
 
 from services.relay.celery import atomic_transport
-from services.relay.celery.celery_request import EMBEDDED
+from services.relay.celery.celery_request import EMBEDDED, check_of_tenant
 from services.relay.intake_request import IntakeTask
 from services.relay.plain_json import read_plainly
-from services.relay.relay import Relay
+from services.relay.relay import HeldUp, Relay
 from services.relay.settings import RelaySettings
 from shardline.base.type_info import prepare_loaded
 from shardline.contract.queues import SUBMIT_TASK
+from shardline.contract.tenant_door import TenantDoor
 from shardline_server.broker import ExpiringControl, Reconnecting
 from shardline_server.message_guard import RefusedMessage
 from shardline_server.refusals import refusing
@@ -45,7 +46,36 @@ class RelayStep(bootsteps.StartStopStep):
 
 
 class IntakeConsumer(Reconnecting):
-    """Consumes the Celery door's queue. What is no request there is kept with its reason."""
+    """Consumes the Celery door's queue, and those of tenants with a door. What is no request there
+    is kept with its reason."""
+
+    _following: Any = None
+
+    def start(self, c: Any) -> None:
+        """Follow the doors of tenants while connected: some open or close."""
+        super().start(c)
+        poll_s = c.app.relay.poll_s
+        self._following = c.hub.call_repeatedly(poll_s, self._follow, c)
+
+    def stop(self, c: Any) -> None:
+        """Stop following."""
+        if self._following is not None:
+            self._following.cancel()
+        super().stop(c)
+
+    def check(self, message: Any) -> None:
+        """Raises ValueError for what a tenant's queue may not hold."""
+        if TenantDoor.of_queue(message.delivery_info["routing_key"]) is not None:
+            check_of_tenant(message.headers, message.payload)
+
+    def _follow(self, c: Any) -> None:
+        wanted = {door.tasks for door in c.app.relay.doors}
+        consumed = {queue.name for queue in c.task_consumer.queues}
+        for queue in sorted(wanted - consumed):
+            c.add_task_queue(queue)
+        for queue in consumed - wanted:
+            if TenantDoor.of_queue(queue) is not None:
+                c.cancel_task_queue(queue)
 
     def refuse(self, c: Any, refused: RefusedMessage) -> None:
         """Raises redis.RedisError when it cannot be kept now: the message comes again."""
@@ -82,7 +112,8 @@ def make_app(settings: RelaySettings) -> Celery:
     read_plainly()
     atomic_transport.register()
     app = Celery("shardline.relay", set_as_current=False, control=ExpiringControl)
-    app.conf.update(settings.celery())
+    # A message may ask for the result of this task: it would stand for the job's, under any id.
+    app.conf.update(settings.celery() | {"result_backend": "disabled://"})
     app.relay = Relay(settings)
     app.steps["worker"].add(RelayStep)
     app.steps["consumer"].add(IntakeConsumer)
@@ -104,7 +135,7 @@ def make_app(settings: RelaySettings) -> Celery:
         task.request.update(dict.fromkeys(EMBEDDED))
         try:
             app.relay.submit(request)
-        except RetryError as error:
+        except (RetryError, HeldUp) as error:
             raise Reject(error, requeue=True) from error
 
     return app

@@ -1,7 +1,7 @@
-"""The Redis door: stores entries of the intake stream as rows, and acknowledges them after COMMIT.
+"""The Redis door: stores entries of the intake streams as rows, and acknowledges them after COMMIT.
 
 Delivery is at least once; an entry's job id is made from the entry, so that a second delivery
-inserts nothing.
+inserts nothing. Each tenant with a door has its own stream, which says whose its entries are.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import json
 import os
 import secrets
 import socket
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 from uuid import UUID, uuid5
 
@@ -20,11 +19,14 @@ import structlog
 from redis import Redis
 from redis.exceptions import ResponseError
 
+from services.relay.intake_stream import Entry, IntakeStream
 from services.relay.loop import Loop, LoopContext
 from services.relay.rejects import record_reject
 from services.relay.submission import Submission, store_submissions
 from shardline.base.clock import monotonic_s
-from shardline.contract.keys import INTAKE, INTAKE_GROUP
+from shardline.contract.keys import INTAKE_GROUP
+from shardline.contract.tenant_door import TenantDoor
+from shardline.store.tenants import tenant_doors
 from shardline_server.failpoints import Point, failpoint
 
 log = structlog.get_logger(__name__)
@@ -32,28 +34,11 @@ log = structlog.get_logger(__name__)
 ENTRY_IDS = UUID("6f0f0c1e-53a5-4f43-9c0b-7a8f0f2d4b11")
 """Namespace of the job ids of entries without one."""
 
-FIELD = b"request"
-CONSUMER_IDLE_S = 600.0
-
 MAX_BYTES = 8 << 20
 """Size of a batch, which its last entry may exceed."""
 
-# Redis itself can bound a read by the number of entries only.
-READ_NEW = """
-local taken, num_bytes = {}, 0
-while #taken < tonumber(ARGV[3]) and num_bytes < tonumber(ARGV[4]) do
-    local reply = redis.call(
-        'XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', 1, 'STREAMS', KEYS[1], '>')
-    if not reply then break end
-    local entry = reply[1][2][1]
-    for _, value in ipairs(entry[2]) do num_bytes = num_bytes + #value end
-    table.insert(taken, entry)
-end
-return taken
-"""
-
-Entry = tuple[str, str | None]
-"""Its id in the stream and its document; None when the field is missing."""
+NO_STREAM = ("NOGROUP", "WRONGTYPE")
+"""What Redis says of a key that is no stream with our group."""
 
 
 class Intake(Loop):
@@ -68,91 +53,94 @@ class Intake(Loop):
         self._metrics = context.metrics
         self._spans = context.spans
         self._consumer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-        self._next_rescue_s = 0.0
-        self._read_new = redis.register_script(READ_NEW)
-        self._rescued: deque[bytes] = deque()
-        """Ids of entries taken over from dead relays and not read yet."""
+        self._common = self._stream()
+        self._tenants: dict[TenantDoor, IntakeStream] = {}
+        self._next_look_s = 0.0
+
+    @property
+    def doors(self) -> Collection[TenantDoor]:
+        """Returns those of tenants, as Postgres last said; callable from any thread."""
+        return tuple(self._tenants)
 
     def turn(self) -> float:
-        """Store one batch, bounded in entries and bytes: those of dead relays first, then new ones,
-        for which it waits up to `poll_s`."""
+        """Store one batch of each stream, bounded in entries and bytes together: those of dead
+        relays first, then new ones, for which it waits up to `poll_s`. A stream whose rows are not
+        stored holds up no other; its entries come back after a lease."""
         try:
-            entries = self._abandoned() or self._new()
+            batches = self._abandoned() or self._new()
         except ResponseError as error:
-            if not str(error).startswith("NOGROUP"):
+            if not str(error).startswith(NO_STREAM):
                 raise
-            self._create_group()
+            self._create_groups()
             return 0.0
-        if entries:
-            self._take(entries)
+        failures = []
+        for stream, entries in batches:
+            try:
+                self._take(stream, entries)
+            except Exception as error:  # noqa: BLE001 (raised below)
+                if tenant_doors.is_locked_out(error):
+                    stream.rest()
+                failures.append(error)
+        self._follow_doors()
+        if failures:
+            raise failures[0]
         return 0.0
 
-    def _create_group(self) -> None:
-        """Create the group at the stream's beginning, so that entries from before its loss are
-        read."""
-        try:
-            self._redis.xgroup_create(INTAKE, INTAKE_GROUP, id="0", mkstream=True)
-        except ResponseError as error:
-            if not str(error).startswith("BUSYGROUP"):
-                raise
+    def _stream(self, door: TenantDoor | None = None) -> IntakeStream:
+        lease_s = self._times.lease_s
+        return IntakeStream(self._redis, self._consumer, lease_s=lease_s, door=door)
 
-    def _new(self) -> list[Entry]:
-        block_ms = max(1, int(self._times.poll_s * 1000))
-        reply = self._redis.xreadgroup(
-            INTAKE_GROUP, self._consumer, {INTAKE: ">"}, count=1, block=block_ms
-        )
-        entries = [entry for _, entries in _streams(reply) for entry in entries]
-        if entries:
-            left = self._batch - len(entries), MAX_BYTES - sum(map(_num_bytes, entries))
-            more: Any = self._read_new(keys=[INTAKE], args=[INTAKE_GROUP, self._consumer, *left])
-            entries += [
-                (entry_id, dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in more
-            ]
-        return _decoded(entries)
+    def _streams(self) -> list[IntakeStream]:
+        return [self._common, *(one for one in self._tenants.values() if not one.rests)]
 
-    def _abandoned(self) -> list[Entry]:
-        """Entries that another relay took and did not acknowledge within a lease."""
-        if not self._rescued:
-            self._rescue()
-        entries: list[Any] = []
-        num_bytes = 0
-        while self._rescued and num_bytes < MAX_BYTES:
-            entry_id = self._rescued.popleft()
-            found: Any = self._redis.xrange(INTAKE, entry_id, entry_id)
-            if not found:
-                # Deleted meanwhile, so another relay has handled it.
-                self._redis.xack(INTAKE, INTAKE_GROUP, entry_id)
-            entries += found
-            num_bytes += sum(map(_num_bytes, found))
-        return _decoded(entries)
-
-    def _rescue(self) -> None:
+    def _follow_doors(self) -> None:
+        """Look which tenants have a door now. Theirs are read without delay, and no longer once
+        closed: what waits there stays until the door is open again."""
         now_s = monotonic_s()
-        if now_s < self._next_rescue_s:
+        if now_s < self._next_look_s:
             return
-        idle_ms = int(self._times.lease_s * 1000)
-        claimed: Any = self._redis.xautoclaim(
-            INTAKE,
-            INTAKE_GROUP,
-            self._consumer,
-            min_idle_time=idle_ms,
-            count=self._batch,
-            justid=True,
+        with self._database.begin() as connection:
+            doors = tenant_doors.all_doors(connection)
+        known = self._tenants
+        self._tenants = {door: known.get(door) or self._stream(door) for door in doors}
+        self._next_look_s = now_s + self._times.poll_s
+
+    def _create_groups(self) -> None:
+        """A key that is no stream, which no tenant can make of its own, holds up no other."""
+        self._common.create_group()
+        for door, stream in list(self._tenants.items()):
+            try:
+                stream.create_group()
+            except ResponseError as error:
+                log.warning("a tenant's stream cannot be read", key=stream.key, error=str(error))
+                del self._tenants[door]
+
+    def _new(self) -> list[tuple[IntakeStream, list[Entry]]]:
+        """Streams with entries share a batch."""
+        block_ms = max(1, int(self._times.poll_s * 1000))
+        streams = {stream.key.encode(): stream for stream in self._streams()}
+        reply = self._redis.xreadgroup(
+            INTAKE_GROUP, self._consumer, dict.fromkeys(streams, ">"), count=1, block=block_ms
         )
-        self._rescued.extend(claimed)
-        if len(claimed) < self._batch:
-            self._next_rescue_s = now_s + self._times.lease_s / 2
-            self._forget_dead_consumers()
+        found = [(streams[key], entries) for key, entries in _by_key(reply) if entries]
+        room = self._room(len(found))
+        return [(stream, stream.more(entries, **room)) for stream, entries in found]
 
-    def _forget_dead_consumers(self) -> None:
-        for consumer in self._redis.xinfo_consumers(INTAKE, INTAKE_GROUP):
-            if consumer["pending"] == 0 and consumer["idle"] > CONSUMER_IDLE_S * 1000:
-                self._redis.xgroup_delconsumer(INTAKE, INTAKE_GROUP, consumer["name"])
+    def _abandoned(self) -> list[tuple[IntakeStream, list[Entry]]]:
+        streams = self._streams()
+        room = self._room(len(streams))
+        found = ((stream, stream.abandoned(**room)) for stream in streams)
+        return [(stream, entries) for stream, entries in found if entries]
 
-    def _take(self, entries: list[Entry]) -> None:
+    def _room(self, num_streams: int) -> dict[str, int]:
+        parts = max(1, num_streams)
+        return {"num": max(1, self._batch // parts), "num_bytes": MAX_BYTES // parts}
+
+    def _take(self, stream: IntakeStream, entries: list[Entry]) -> None:
         failpoint(Point.INTAKE_TAKEN)
         began_s = monotonic_s()
-        results = store_submissions(self._database, [_submission(entry) for entry in entries])
+        submissions = [_submission(entry, stream.door) for entry in entries]
+        results = store_submissions(self._database, submissions)
         failpoint(Point.INTAKE_INSERTED, door="stream")
         for (entry_id, document), result in zip(entries, results, strict=True):
             if result.status == "rejected":
@@ -163,40 +151,25 @@ class Intake(Loop):
         self._spans.accepted(
             [result.request for result in results if result.request is not None], began_s
         )
-        ids = [entry_id for entry_id, _ in entries]
-        with self._redis.pipeline(transaction=False) as pipeline:
-            pipeline.xack(INTAKE, INTAKE_GROUP, *ids)
-            pipeline.xdel(INTAKE, *ids)
-            pipeline.execute()
+        stream.acknowledge([entry_id for entry_id, _ in entries])
 
 
-def _streams(reply: Any) -> Iterable[tuple[bytes, list[Any]]]:
+def _by_key(reply: Any) -> Iterable[tuple[bytes, list[Any]]]:
     """RESP2 answers with pairs, RESP3 with a map that wraps each value in one more list."""
     if isinstance(reply, dict):
         return ((name, entries[0] if entries else []) for name, entries in reply.items())
     return reply or ()
 
 
-def _num_bytes(entry: Any) -> int:
-    _, fields = entry
-    return sum(len(name) + len(value) for name, value in fields.items())
-
-
-def _decoded(entries: Iterable[Any]) -> list[Entry]:
-    """Ids and documents. An entry that was deleted meanwhile has no fields."""
-    decoded = []
-    for entry_id, fields in entries:
-        document = dict(fields or {}).get(FIELD)
-        decoded.append(
-            (entry_id.decode(), None if document is None else document.decode("utf-8", "replace"))
-        )
-    return decoded
-
-
-def _submission(entry: Entry) -> Submission:
+def _submission(entry: Entry, door: TenantDoor | None) -> Submission:
     entry_id, text = entry
     digest = hashlib.sha256((text or "").encode()).hexdigest()
-    return Submission(id=uuid5(ENTRY_IDS, f"{entry_id}:{digest}"), document=_document(text))
+    place = entry_id if door is None else f"{door.requests} {entry_id}"
+    return Submission(
+        id=uuid5(ENTRY_IDS, f"{place}:{digest}"),
+        document=_document(text),
+        tenant=None if door is None else door.tenant,
+    )
 
 
 def _document(text: str | None) -> object:

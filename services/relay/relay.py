@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 
 import structlog
@@ -22,11 +22,13 @@ from tenacity import (
 from services.relay.canceller import Canceller
 from services.relay.celery.celery_request import (
     bare_task_of,
+    check_unlinked,
     check_without_backend,
     document_of,
     job_id_of,
     task_key,
     task_of,
+    task_of_tenant,
 )
 from services.relay.celery.celery_results import CeleryResults
 from services.relay.celery.task_ends import TaskEnds, make_ends_app
@@ -54,7 +56,9 @@ from shardline.base.errors import Invalid
 from shardline.base.redis import redis_client
 from shardline.contract.queues import SUBMIT_TASK
 from shardline.contract.tables import JOBS_CHANNEL, LEASES_CHANNEL, TASKS_CHANNEL, WEBHOOKS
+from shardline.contract.tenant_door import TenantDoor
 from shardline.store.connection.database import connect
+from shardline.store.tenants.tenant_doors import is_locked_out
 from shardline_server import metrics
 from shardline_server.celery_results import keeps_results
 from shardline_server.failpoints import Point, failpoint
@@ -86,6 +90,10 @@ REMEDY = (
 JOIN_S = 10.0
 """For all loops together; one that hangs on a frozen server is left behind, and its transaction
 rolled back."""
+
+
+class HeldUp(Exception):
+    """A transaction of a tenant holds up its own request, which must not hold up others."""
 
 
 class Relay:
@@ -120,6 +128,7 @@ class Relay:
         sweeper = Sweeper(context, results=self._results)
         blocking_s = settings.times.poll_s + REDIS_TIMEOUT_S
         blocking = redis_client(settings.redis_url, timeout_s=blocking_s)
+        self._intake = Intake(context, redis=blocking, batch=settings.intake_batch)
         self._canceller = Canceller(context, results=self._results)
         ends = TaskEnds(self._ends_app, has_backend=self._has_backend)
         task_results = TaskResults(context, ends)
@@ -136,7 +145,7 @@ class Relay:
             self._results,
             task_results,
             finisher,
-            Intake(context, redis=blocking, batch=settings.intake_batch),
+            self._intake,
             EnergyRates(
                 context, {"price": settings.energy_price, "carbon": settings.energy_carbon}
             ),
@@ -175,7 +184,7 @@ class Relay:
 
     def submit(self, request: Context) -> SubmissionResult:
         """Store a request from the Celery door; it is committed when this returns. Raises
-        RetryError when the relay closes while a server is unreachable."""
+        RetryError when the relay closes while a server is unreachable, and HeldUp."""
         patient = Retrying(
             retry=retry_if_exception_type((*POSTGRES_ERRORS, *REDIS_ERRORS)),
             wait=wait_random_exponential(multiplier=0.1, max=MAX_BACKOFF_S),
@@ -189,10 +198,24 @@ class Relay:
         redis.RedisError."""
         reason = Invalid("message", message.problem, REMEDY).as_dict()
         record_reject(self._redis, entry=message.task_id, request=message.body, reason=reason)
-        self._results.note_refused(
-            CeleryTask(task_id=task_key(message.task_id), request="{}"), reason
+        door = TenantDoor.of_queue(message.queue)
+        task = (
+            CeleryTask(task_id=task_key(message.task_id), request="{}")
+            if door is None
+            else task_of_tenant(door, message.task_id, ignore_result=False)
         )
+        self._results.note_refused(task, reason)
         self._metrics.intake.labels(outcome="dead").inc()
+
+    @property
+    def poll_s(self) -> float:
+        """Seconds between two looks at what nobody tells of."""
+        return self._settings.times.poll_s
+
+    @property
+    def doors(self) -> Collection[TenantDoor]:
+        """Returns those of tenants, as Postgres last said; callable from any thread."""
+        return self._intake.doors
 
     def cancel(self, task_ids: Iterable[str], *, running: bool) -> int:
         """Cancel jobs soon, for Celery's revoke; returns how many ids were taken."""
@@ -206,7 +229,12 @@ class Relay:
     def _submit(self, request: Context) -> SubmissionResult:
         began_s = monotonic_s()
         submission = self._submission(request)
-        (result,) = store_submissions(self._database, [submission])
+        try:
+            (result,) = store_submissions(self._database, [submission])
+        except POSTGRES_ERRORS as error:
+            if submission.tenant is not None and is_locked_out(error):
+                raise HeldUp(submission.tenant) from error
+            raise
         failpoint(Point.INTAKE_INSERTED, door="celery")
         if result.status == "rejected":
             document = json.dumps(submission.document, default=str)
@@ -220,6 +248,9 @@ class Relay:
 
     def _submission(self, request: Context) -> Submission:
         """What cannot be read is refused, with its reason, as a request that is invalid."""
+        door = TenantDoor.of_queue((request.delivery_info or {}).get("routing_key"))
+        if door is not None:
+            return self._submission_of_tenant(request, door)
         job_id = job_id_of(str(request.id))
         given = dict(request.kwargs or {})
         try:
@@ -232,6 +263,19 @@ class Relay:
             return Submission(id=job_id, document=document_of(request), task=task)
         except Invalid as error:
             return Submission(id=job_id, document=given, task=task, refused=error)
+
+    @staticmethod
+    def _submission_of_tenant(request: Context, door: TenantDoor) -> Submission:
+        job_id = job_id_of(str(request.id), door)
+        task = task_of_tenant(door, request.id, request.ignore_result)
+        tenant = door.tenant
+        try:
+            check_unlinked(request)
+            document = document_of(request)
+        except Invalid as error:
+            given = dict(request.kwargs or {})
+            return Submission(id=job_id, document=given, task=task, refused=error, tenant=tenant)
+        return Submission(id=job_id, document=document, task=task, tenant=tenant)
 
 
 def _retention(context: LoopContext, settings: RelaySettings) -> Retention:

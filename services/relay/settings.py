@@ -75,6 +75,8 @@ class RelaySettings(WebhookSettings):
             "visibility_timeout": max(5.0, 3 * self.times.lease_s),
             # kombu looks for them every 10 s, but only the tenth look counts.
             "unacked_restore_throttle": 1,
+            # Of tenants' queues each has its turn.
+            "queue_order_strategy": "round_robin",
         }
         return {
             **shared,

@@ -6,7 +6,8 @@ Owns what happens to a request that no row can hold; knows no transport.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from uuid import UUID
@@ -30,6 +31,7 @@ from shardline.store.jobs import (
     request_cancel,
 )
 from shardline.store.statistics.reports import states
+from shardline.store.tenants import tenant_doors
 from shardline_server.store import celery_tasks
 from shardline_server.store.celery_tasks import CeleryTask
 
@@ -54,6 +56,8 @@ class Submission:
     """Of the Celery door: stored with the row, in one transaction."""
     refused: Invalid | None = None
     """Why it is no request, where its door knows."""
+    tenant: str | None = None
+    """Whose door it came by; None: the request says whose it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +79,12 @@ class SubmissionResult:
 def store_submissions(
     database: Engine, submissions: Sequence[Submission]
 ) -> list[SubmissionResult]:
-    """Store requests; one result each, in order, already committed. Raises only when Postgres is
-    unreachable."""
+    """Store requests of one door; one result each, in order, already committed. Raises only when
+    Postgres is unreachable, or a lock of a tenant's own keeps its door waiting."""
     parsed = [_parse(submission) for submission in submissions]
     pairs = list(zip(submissions, parsed, strict=True))
     try:
-        with database.begin() as connection:
+        with _transaction(database, submissions[0].tenant) as connection:
             _insert(connection, [pair for pair in pairs if isinstance(pair[1], JobRequest)])
     except (Invalid, Conflict, *DOCUMENT_ERRORS):
         # One request in the batch is invalid: store them one by one, so that the others are
@@ -92,6 +96,14 @@ def store_submissions(
         else _refuse(database, submission, one)
         for submission, one in pairs
     ]
+
+
+@contextmanager
+def _transaction(database: Engine, tenant: str | None) -> Iterator[Connection]:
+    with database.begin() as connection:
+        if tenant is not None:
+            tenant_doors.wait_briefly(connection)
+        yield connection
 
 
 def _insert(connection: Connection, pairs: Sequence[tuple[Submission, Any]]) -> None:
@@ -114,7 +126,7 @@ def _parse(submission: Submission) -> JobRequest | Invalid:
     if submission.refused is not None:
         return submission.refused
     try:
-        request = parse_request(submission.document)
+        request = parse_request(_owned(submission))
     except Invalid as error:
         return error
     except DOCUMENT_ERRORS as error:
@@ -124,13 +136,24 @@ def _parse(submission: Submission) -> JobRequest | Invalid:
     return request if request.id is not None else msgspec.structs.replace(request, id=submission.id)
 
 
+def _owned(submission: Submission) -> object:
+    """Returns the document with its door's tenant. Raises Invalid if it names another."""
+    tenant = submission.tenant
+    document = submission.document
+    if tenant is None or not isinstance(document, dict):
+        return document
+    if document.get("tenant", tenant) != tenant:
+        raise Invalid("tenant", "this door is another tenant's", "Leave it out")
+    return {**document, "tenant": tenant}
+
+
 def _store_alone(
     database: Engine, submission: Submission, parsed: JobRequest | Invalid
 ) -> SubmissionResult:
     if isinstance(parsed, Invalid):
         return _refuse(database, submission, parsed)
     try:
-        with database.begin() as connection:
+        with _transaction(database, submission.tenant) as connection:
             _insert(connection, [(submission, parsed)])
     except Conflict as error:
         return _reject(database, submission, _conflict(str(error)))
@@ -152,9 +175,9 @@ def _refuse(database: Engine, submission: Submission, error: Invalid) -> Submiss
     failed = _failed_row(submission, reason)
     if failed is None:
         return _reject(database, submission, reason)
-    with database.begin() as connection:
+    with _transaction(database, submission.tenant) as connection:
         is_new = bool(insert_failed(connection, [failed]))
-        is_kept = is_new or _is_repeat(connection, failed)
+        is_kept = is_new or _is_repeat(connection, failed, submission.tenant)
         if is_kept:
             _store_task(connection, submission.task, StoredRequest(job_id=failed.id, is_new=is_new))
     if not is_kept:
@@ -163,10 +186,10 @@ def _refuse(database: Engine, submission: Submission, error: Invalid) -> Submiss
     return SubmissionResult(status="failed", reason=reason)
 
 
-def _is_repeat(connection: Connection, failed: FailedRequest) -> bool:
+def _is_repeat(connection: Connection, failed: FailedRequest, tenant: str | None) -> bool:
     """Whether the row is there because this request came before."""
     job = get_job(connection, failed.id)
-    return job is not None and job.error == failed.error
+    return job is not None and job.error == failed.error and tenant in (None, job.tenant)
 
 
 def _conflict(problem: str) -> dict[str, str]:
@@ -176,8 +199,12 @@ def _conflict(problem: str) -> dict[str, str]:
 def _reject(database: Engine, submission: Submission, reason: dict[str, str]) -> SubmissionResult:
     """No row; the sender of a Celery task hears of it."""
     if submission.task is not None:
-        with database.begin() as connection:
-            if reason["code"] != CONFLICT or not _is_told_by_its_job(connection, submission.id):
+        with _transaction(database, submission.tenant) as connection:
+            if (
+                reason["code"] != CONFLICT
+                or submission.tenant is not None
+                or not _is_told_by_its_job(connection, submission.id)
+            ):
                 error = {name: storable(value) for name, value in reason.items()}
                 celery_tasks.store(connection, submission.task, job_id=None, error=error)
     return SubmissionResult(status="rejected", reason=reason)
@@ -200,7 +227,7 @@ def _failed_row(submission: Submission, reason: dict[str, str]) -> FailedRequest
         return None
     model = document.get("model")
     prompt = document.get("prompt")
-    tenant = document.get("tenant")
+    tenant = submission.tenant or document.get("tenant")
     job_id = _told_id(document, submission.id)
     if job_id is None or not isinstance(model, str) or not 1 <= len(model) <= 256:
         return None

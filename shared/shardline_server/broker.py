@@ -66,7 +66,7 @@ class Reconnecting(bootsteps.StartStopStep):
         that is a bug of ours, which ends the worker, and with it a stage's weights and batch."""
         super().__init__(c, **options)
         c.connection_errors = (*c.connection_errors, ResponseError)
-        self._guard = MessageGuard(c, partial(self.refuse, c))
+        self._guard = MessageGuard(c, partial(self.refuse, c), self.check)
 
     def start(self, c: Any) -> None:
         """Runs at every connect."""
@@ -81,6 +81,9 @@ class Reconnecting(bootsteps.StartStopStep):
             c.event_dispatcher.on_send_buffered = c.event_dispatcher.flush
         for request in list(state.requests.values()):
             request.acknowledged = True
+
+    def check(self, message: Any) -> None:
+        """Raises for a task that this worker refuses: none."""
 
     def refuse(self, c: Any, refused: RefusedMessage) -> None:  # noqa: ARG002 (for who buries it)
         """Tells the log of a message that is no task, and not what it holds."""

@@ -33,16 +33,24 @@ class RefusedMessage:
     body: str
     """As it came, for a person to look at: it may hold a prompt."""
     problem: str
+    queue: str
+    """Where it came from, in the words of the worker's transport; empty if it is not known."""
 
 
 class MessageGuard:
     """Guards one worker's consumer, over all of its connections. `tell` hears of each refused
     message before that is acknowledged; what it raises as a lost connection leaves the message
-    where it was."""
+    where it was. `check` raises for a task that this worker wants no more than those."""
 
-    def __init__(self, consumer: Any, tell: Callable[[RefusedMessage], None]) -> None:
+    def __init__(
+        self,
+        consumer: Any,
+        tell: Callable[[RefusedMessage], None],
+        check: Callable[[Any], None],
+    ) -> None:
         self._consumer = consumer
         self._tell = tell
+        self._check = check
         self._create_task_handler: Callable[[], Callable[[Any], None]] = (
             consumer.create_task_handler
         )
@@ -68,7 +76,7 @@ class MessageGuard:
                 raise
             except Exception as error:  # noqa: BLE001 (an envelope ends alone)
                 headers = message.get("headers") if isinstance(message, dict) else None
-                self._tell(_refused(headers, json.dumps(message, default=str), error))
+                self._tell(_refused(headers, json.dumps(message, default=str), error, queue))
 
         def guarded_read(descriptor: int) -> None:
             try:
@@ -99,6 +107,7 @@ class MessageGuard:
         def guarded(message: Any) -> None:
             try:
                 _check(message.headers, message.payload)
+                self._check(message)
                 handle(message)
             except self._recoverable:
                 raise
@@ -110,18 +119,19 @@ class MessageGuard:
     def _refuse(self, message: Any, problem: object) -> None:
         body = message.body
         text = body.decode("utf-8", "replace") if isinstance(body, bytes) else str(body)
-        self._tell(_refused(message.headers, text, problem))
+        queue = str((message.delivery_info or {}).get("routing_key"))
+        self._tell(_refused(message.headers, text, problem, queue))
         if not message.acknowledged:
             message.reject()
 
 
-def _refused(headers: object, body: str, problem: object) -> RefusedMessage:
+def _refused(headers: object, body: str, problem: object, queue: str = "") -> RefusedMessage:
     task_id = headers.get("id", "") if isinstance(headers, dict) else ""
     said = str(problem)
     if isinstance(problem, Exception):
         said = f"Celery cannot read it: {type(problem).__name__}: {problem}"
     said = said.replace("\n", " ")[:MAX_TOLD]
-    return RefusedMessage(task_id=str(task_id)[:MAX_ID], body=body, problem=said)
+    return RefusedMessage(task_id=str(task_id)[:MAX_ID], body=body, problem=said, queue=queue)
 
 
 def _check(headers: object, payload: object) -> None:

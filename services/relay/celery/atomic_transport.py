@@ -3,6 +3,9 @@
 kombu takes a message out of its queue with BRPOP and then writes it to the unacknowledged ones: a
 worker that is killed in between has it alone. Here a script does both in one moment, and BLMOVE of
 a queue onto itself waits for it.
+
+Where a message belongs is where it was taken from. Its own `delivery_info` and `delivery_tag` are
+its sender's words: kombu would put it back into any queue that they name, or over another message.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import json
 from queue import Empty
 from typing import Any
+from uuid import uuid4
 
 import structlog
 from kombu.transport import TRANSPORT_ALIASES, redis
@@ -18,6 +22,7 @@ from kombu.utils.json import loads
 from redis.exceptions import RedisError
 
 from shardline.base.clock import monotonic_s, wall_clock_s
+from shardline.contract.tenant_door import TenantDoor
 from shardline_server.failpoints import Point, failpoint
 
 log = structlog.get_logger(__name__)
@@ -30,18 +35,15 @@ for place = 3, #KEYS do
     local message = redis.call('RPOP', KEYS[place])
     if message then
         -- What kombu itself writes next; a message that cannot be read is refused, and needs no
-        -- second try.
+        -- second try. Without an exchange it is put back into the queue itself.
         local is_read, envelope = pcall(cjson.decode, message)
         local properties = is_read and type(envelope) == 'table' and envelope['properties']
-        local tag = type(properties) == 'table' and properties['delivery_tag']
-        local info = type(properties) == 'table' and properties['delivery_info']
-        if type(tag) == 'string' and type(info) == 'table' then
-            local exchange = cjson.encode(info['exchange'] or '')
-            local whence = exchange .. ',' .. cjson.encode(info['routing_key'] or '')
-            redis.call('ZADD', KEYS[1], ARGV[1], tag)
-            redis.call('HSET', KEYS[2], tag, '[' .. message .. ',' .. whence .. ']')
+        if type(properties) == 'table' and type(properties['delivery_info']) == 'table' then
+            local queue = cjson.encode(ARGV[place])
+            redis.call('ZADD', KEYS[1], ARGV[1], ARGV[2])
+            redis.call('HSET', KEYS[2], ARGV[2], '[' .. message .. ',"",' .. queue .. ']')
         end
-        return {KEYS[place], message, type(tag) == 'string' and tag or ''}
+        return {ARGV[place], message}
     end
 end
 return false
@@ -113,7 +115,7 @@ class AtomicChannel(redis.Channel):
         self._queue_cycle.rotate(queue)
         is_kept = True
         try:
-            self.connection._deliver(loads(message), queue)  # noqa: SLF001 (as kombu's own does)
+            self.connection._deliver(_addressed(message, queue, tag), queue)  # noqa: SLF001 (as kombu's own does)
             is_kept = tag in self.qos._delivered  # noqa: SLF001 (unless it was acknowledged)
         except (RedisError, OSError):
             raise
@@ -121,28 +123,55 @@ class AtomicChannel(redis.Channel):
             is_kept = False
             raise
         finally:
-            if tag and not is_kept:
+            if not is_kept:
                 with self.conn_or_acquire() as client:
                     client.zrem(self.unacked_index_key, tag)
                     client.hdel(self.unacked_key, tag)
 
     def _take(self) -> tuple[str, str, str] | None:
-        """The most urgent message of the queues that are consumed: its queue, itself, and its
+        """The most urgent message of the first queue with any, in turns: its queue, itself, and its
         tag."""
         active = self._queue_cycle.consume(len(self.active_queues))
-        keys = [self._q_for_pri(queue, step) for step in self.priority_steps for queue in active]
+        # A queue's urgent messages go before its own others alone: senders name their priorities.
+        queues = [queue for queue in active for _ in self.priority_steps]
+        keys = [self._q_for_pri(queue, step) for queue in active for step in self.priority_steps]
+        tag = str(uuid4())
         with self.conn_or_acquire() as client:
             noted = (self.unacked_index_key, self.unacked_key)
-            taken = client.eval(TAKE, len(noted) + len(keys), *noted, *keys, wall_clock_s())
+            said = (wall_clock_s(), tag, *queues)
+            taken = client.eval(TAKE, len(noted) + len(keys), *noted, *keys, *said)
         if not taken:
             return None
-        key, message, tag = map(bytes_to_str, taken)
-        return key.rsplit(self.sep, 1)[0], message, tag
+        queue, message = map(bytes_to_str, taken)
+        return queue, message, tag
 
     def _prefixed(self, command: list[Any]) -> list[Any]:
         if not self.global_keyprefix:
             return command
         return self.client._prefix_args(command)  # noqa: SLF001 (as kombu's own does)
+
+
+def _addressed(message: str, queue: str, tag: str) -> Any:
+    """Returns the message with what we know of it, in place of what its sender says. One without
+    such words is none of kombu's, and its consumer refuses it."""
+    envelope = loads(message)
+    if not isinstance(envelope, dict):
+        return envelope
+    properties = envelope.get("properties")
+    if (
+        isinstance(properties, dict)
+        and properties.get("delivery_tag")
+        and isinstance(properties.get("delivery_info"), dict)
+    ):
+        properties["delivery_tag"] = tag
+        properties["delivery_info"] = {"exchange": "", "routing_key": queue}
+    if TenantDoor.of_queue(queue) is not None:
+        # A few bytes may be gigabytes, which kombu would unpack before anybody looks at it: Python
+        # knows zlib as an encoding too.
+        envelope["content-encoding"] = "utf-8"
+        if isinstance(headers := envelope.get("headers"), dict):
+            headers.pop("compression", None)
+    return envelope
 
 
 class AtomicTransport(redis.Transport):

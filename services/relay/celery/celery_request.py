@@ -6,6 +6,7 @@ Owns what a positional value means and how Celery's options become fields. Knows
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -20,6 +21,8 @@ from services.relay.intake import ENTRY_IDS
 from shardline.base.errors import Invalid
 from shardline.contract.ids import parse_id
 from shardline.contract.job import JobRequest
+from shardline.contract.queues import SUBMIT_TASK
+from shardline.contract.tenant_door import TenantDoor
 from shardline.store.connection.encoding import storable
 from shardline_server.store.celery_tasks import MAX_REQUEST_BYTES, CeleryTask
 
@@ -49,18 +52,52 @@ REMEDY = (
 )
 
 
-def job_id_of(task_id: str) -> UUID:
+def job_id_of(task_id: str, door: TenantDoor | None = None) -> UUID:
     """The id of a task's job, unless the request names one: the task's own if that is a UUID,
     however it is written."""
     try:
         return parse_id(task_id)
     except Invalid:
-        return uuid5(ENTRY_IDS, task_id)
+        return uuid5(ENTRY_IDS, task_id if door is None else f"{door.tasks} {task_id}")
 
 
-def task_key(task_id: object) -> str:
-    """The id as a row can hold it."""
-    return storable(str(task_id))[:MAX_TASK_ID] or "-"
+def task_key(task_id: object, door: TenantDoor | None = None) -> str:
+    """The id as a row can hold it. Tenants with doors may use each other's ids: theirs begin with
+    the door's name."""
+    own = storable(str(task_id)) or "-"
+    if door is None:
+        return own[:MAX_TASK_ID]
+    key = f"{door.tasks}/{own}"
+    return key if len(key) <= MAX_TASK_ID else f"{door.tasks}/{_digest(own)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_of_tenant(headers: object, payload: object) -> None:
+    """Raises ValueError for a message of a tenant's own queue that is more than a request: another
+    task, such as Celery's own, which call others, or a body whose options replace what we know of
+    the message."""
+    if not isinstance(headers, dict) or headers.get("task") != SUBMIT_TASK:
+        raise ValueError(f"it is no task {SUBMIT_TASK}")
+    if not isinstance(payload, list | tuple) or not set(payload[2] or ()) <= set(EMBEDDED):
+        raise ValueError("its body has more than arguments")
+
+
+def task_of_tenant(door: TenantDoor, task_id: object, ignore_result: object) -> CeleryTask:
+    """What is kept of a message of a tenant's own queue: where its result goes."""
+    kept = {"id": str(task_id), "ignore_result": bool(ignore_result), "door": door.tenant}
+    return CeleryTask(task_id=task_key(task_id, door), request=_encode(kept))
+
+
+def check_unlinked(request: Context) -> None:
+    """Raises Invalid for a task that others follow: relays would send them, with their own rights,
+    into any queue."""
+    linked = [name for name in EMBEDDED if getattr(request, name)]
+    if linked:
+        problem = "a tenant's own queue takes single tasks"
+        raise Invalid(linked[0], problem, "Send what follows once the result is there")
 
 
 def document_of(request: Context) -> object:

@@ -8,8 +8,9 @@ own workers may count parts of the same chord.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 from uuid import uuid4, uuid5
 
@@ -28,6 +29,21 @@ DONE_S = 300
 """How long a late copy of a part finds that its chord is done, as in Celery."""
 
 RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end"
+
+
+PREFIX: ContextVar[str] = ContextVar("PREFIX", default="")
+"""What keys of this thread's results begin with."""
+
+
+@contextmanager
+def results_in(prefix: str) -> Iterator[None]:
+    """Makes results go where the holder of keys with this prefix looks for them, as Celery's
+    `global_keyprefix` does for a whole app."""
+    token = PREFIX.set(prefix)
+    try:
+        yield
+    finally:
+        PREFIX.reset(token)
 
 
 class ChordClaimed(Exception):
@@ -58,6 +74,10 @@ class ChordBackend(RedisBackend):
             with suppress(RedisError):  # Else it expires.
                 self.client.eval(RELEASE, 1, self.get_key_for_group(group_id, ".c"), claim)
             raise
+
+    def get_key_for_task(self, task_id: Any, key: Any = "") -> Any:
+        """Returns the key of a task's result, which is also the channel that tells of it."""
+        return self.key_t(PREFIX.get()) + super().get_key_for_task(task_id, key)
 
     def fail_from_current_stack(self, task_id: str, exc: BaseException | None = None) -> Any:
         """Stores a failure, unless it is a server's: Celery would store that errbacks were not

@@ -16,12 +16,13 @@ from celery.app.task import Context
 from celery.canvas import maybe_signature
 from kombu.utils import json as kombu_json
 
-from services.relay.celery.chord_backend import BACKENDS
+from services.relay.celery.chord_backend import BACKENDS, ChordBackend, results_in
 from services.relay.celery.once_transport import sending
 from services.relay.settings import RelaySettings
 from shardline.contract.job import JobState
 from shardline.contract.keys import task_sends
 from shardline.contract.queues import INTAKE_QUEUE, SUBMIT_TASK
+from shardline.contract.tenant_door import TenantDoor
 from shardline_server.celery_results import TIMEOUT_S, completion, error_of, results_app, told
 from shardline_server.store.celery_tasks import EndedTask
 
@@ -99,7 +100,12 @@ class TaskEnds:
             context.update(chord=None, chain=None)
         backend = self._app.backend
         is_stored = self._has_backend and not context.ignore_result
-        with self._sending(ended):
+        prefix = ""
+        if context.get("door") is not None:
+            # Its keys are the tenant's to read. Other backends cannot tell tenants apart.
+            prefix = TenantDoor(context.door).results
+            is_stored = is_stored and isinstance(backend, ChordBackend)
+        with self._sending(ended), results_in(prefix):
             if ended.state is JobState.SUCCEEDED:
                 backend.mark_as_done(
                     context.id, task_value(ended), request=context, store_result=is_stored

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from shardline.base.errors import Invalid
-from shardline.cli import show
+from shardline.cli import broker_users, show
 from shardline.cli.arguments import Json
 from shardline.cli.database import transaction
 from shardline.contract.tenant_tables import LIMITS, PERIODS
@@ -113,6 +113,11 @@ def list_roles(json: Json = False) -> None:
     with transaction() as connection:
         found = tenant_roles.list_roles(connection)
     show.each(found, json=json, table=_role_table)
+
+
+tenant.command()(broker_users.grant_broker)
+tenant.command()(broker_users.revoke_broker)
+tenant.command("brokers")(broker_users.list_brokers)
 
 
 def _role_table(rows: Iterable[TenantRole]) -> None:

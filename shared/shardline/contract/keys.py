@@ -16,6 +16,9 @@ INTAKE = f"{PREFIX}intake"
 INTAKE_GROUP = "relays"
 """The consumer group of every relay on INTAKE."""
 
+DOOR = f"{PREFIX}door:"
+"""What keys of tenants with a user of Redis begin with: see `tenant_door`."""
+
 INTAKE_DEAD = f"{PREFIX}intake:dead"
 """Stream, for people: requests that can never become a row, with the reason. Fields `request`,
 `reason`, `entry`. Expires INTAKE_DEAD_TTL_S after the last one; the oldest go when it has more than

@@ -58,6 +58,16 @@ tenant_roles = Table(
     created("created_at"),
 )
 
+# Redis' users that write into one tenant's stream and queue alone; relays read those of tenants
+# that are here.
+tenant_doors = Table(
+    "tenant_doors",
+    metadata,
+    Column("user_name", Text, primary_key=True),
+    Column("tenant_id", Text, ForeignKey("tenants.id"), nullable=False),
+    created("created_at"),
+)
+
 quotas = Table(
     "quotas",
     metadata,

@@ -278,7 +278,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 within="Intake._take",
                 old="failpoint(Point.INTAKE_TAKEN)",
                 new="self._redis.xack(\n"
-                "            INTAKE, INTAKE_GROUP, *(entry_id for entry_id, _ in entries)\n"
+                "            stream.key, INTAKE_GROUP, *(entry_id for entry_id, _ in entries)\n"
                 "        )\n"
                 "        failpoint(Point.INTAKE_TAKEN)",
             ),

@@ -190,3 +190,75 @@ def test_a_message_that_ends_in_an_error_does_not_come_again(redis_url: str, kin
         with pytest.raises((ValueError, KeyError)):
             until(lambda: connection.drain_events(timeout=10))
         assert left(redis_url) == (0, 0)
+
+
+def forge(redis_url: str, queue: str, **properties: object) -> None:
+    """Changes what the one message in a queue says of itself."""
+    with Redis.from_url(redis_url) as redis:
+        envelope: Any = redis.lindex(queue, 0)
+        document = json.loads(envelope)
+        document["properties"] |= properties
+        redis.lset(queue, 0, json.dumps(document))
+
+
+def test_a_message_goes_back_to_where_it_was_and_not_where_it_says(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = {"exchange": "", "routing_key": "elsewhere"}
+    send(redis_url, "one")
+    forge(redis_url, QUEUE, delivery_info=elsewhere)
+    take_and_die(redis_url, monkeypatch)
+    assert received(redis_url, 1) == ["one"]
+
+    send(redis_url, "two")
+    forge(redis_url, QUEUE, delivery_info=elsewhere)
+    requeued: list[object] = []
+
+    def requeue(body: object, message: Any) -> None:
+        assert message.delivery_info == {"exchange": "", "routing_key": QUEUE}
+        requeued.append(body)
+        message.requeue()
+
+    with consuming(redis_url, requeue) as connection:
+        until(lambda: connection.drain_events(timeout=10) is None)
+    assert requeued == ["two"]
+    assert received(redis_url, 1) == ["two"]
+    with Redis.from_url(redis_url) as redis:
+        assert not redis.exists("elsewhere")
+
+
+def test_two_messages_with_one_tag_are_both_kept(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for body in ("one", "two"):
+        send(redis_url, body)
+        forge(redis_url, QUEUE, delivery_tag="mine")
+        take_and_die(redis_url, monkeypatch)
+    assert left(redis_url) == (0, 2)
+    assert sorted(map(str, received(redis_url, 2))) == ["one", "two"]
+
+
+def test_a_full_queue_of_urgent_messages_holds_up_no_other(redis_url: str) -> None:
+    for number in range(3):
+        send(redis_url, f"urgent {number}", priority=0)
+    with connected(redis_url) as connection, connection.Producer() as producer:
+        for number in range(2):
+            other = Queue("other")
+            body = f"other {number}"
+            producer.publish(
+                body, serializer="json", routing_key="other", declare=[other], priority=9
+            )
+    found: list[object] = []
+
+    def take(body: object, message: Any) -> None:
+        message.ack()
+        found.append(body)
+
+    queues = [Queue(QUEUE), Queue("other")]
+    with (
+        connected(redis_url) as connection,
+        Consumer(connection.channel(), queues, callbacks=[take], accept=["json"]),
+    ):
+        while len(found) < 5:
+            connection.drain_events(timeout=10)
+    assert found == ["urgent 0", "other 0", "urgent 1", "other 1", "urgent 2"]
