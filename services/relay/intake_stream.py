@@ -73,7 +73,7 @@ class IntakeStream:
     def more(self, entries: list[Any], *, num: int, num_bytes: int) -> list[Entry]:
         """These new entries and those behind them, up to so many; the last may exceed the bytes."""
         left = num - len(entries), num_bytes - sum(map(_num_bytes, entries))
-        args = [INTAKE_GROUP, self._consumer, *left]
+        args: list[Any] = [INTAKE_GROUP, self._consumer, *left]
         found: Any = self._read_new(keys=[self.key], args=args)
         further = (
             (entry_id, dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in found
