@@ -52,6 +52,7 @@ TEST_NAME_LENGTH_MAX = 80
 OWN_PACKAGES = {
     "shardline",
     "shardline_fleet",
+    "shardline_gguf",
     "shardline_scheduler",
     "shardline_server",
     "services",

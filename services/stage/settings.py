@@ -11,9 +11,9 @@ from pydantic import Field, SecretStr
 from shardline.base.config import Times
 from shardline.base.errors import Invalid
 from shardline.contract.fleet.lanes import MAX_LANES
-from shardline_fleet.gguf import is_gguf, stem_of
-from shardline_fleet.settings_profile import ProfiledSettings
+from shardline_gguf import is_gguf, stem_of
 from shardline_server.host.private import user_folder
+from shardline_server.settings_profile import ProfiledSettings
 
 PLANNED = "planned"
 PEER = "peer:"

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from shardline_fleet.gguf import is_gguf, stem_of
-from shardline_fleet.settings_profile import ProfiledSettings
+from shardline_gguf import is_gguf, stem_of
+from shardline_server.settings_profile import ProfiledSettings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PLACEMENT = frozenset({"devices", "replicas", "stages", "split", "workers", "stage_cores", "tp"})

@@ -145,7 +145,14 @@ OFF_THE_PATH = {
 }
 """What modules of the path import and this prompt does not pass, by reason."""
 
-OWN = ("services", "shardline", "shardline_fleet", "shardline_scheduler", "shardline_server")
+OWN = (
+    "services",
+    "shardline",
+    "shardline_fleet",
+    "shardline_gguf",
+    "shardline_scheduler",
+    "shardline_server",
+)
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -57,7 +57,7 @@ from services.stage.ranks.group import RankGroup
 from services.stage.recurrent.states import RecurrentStates, StateShapes
 from services.stage.streaming.streamed_layers import StreamedLayers, streamed_bytes
 from shardline.base.errors import Invalid
-from shardline_fleet.gguf import is_gguf
+from shardline_gguf import is_gguf
 
 log = structlog.get_logger(__name__)
 

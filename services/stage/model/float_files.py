@@ -40,7 +40,7 @@ from services.stage.model.weights import (
 )
 from services.stage.products.stored import StoredWeight
 from shardline.base.errors import Invalid
-from shardline_fleet.gguf import is_gguf
+from shardline_gguf import is_gguf
 
 log = structlog.get_logger(__name__)
 

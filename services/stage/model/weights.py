@@ -18,8 +18,8 @@ from typing import Any
 from services.stage.model.refusal import refuse
 from services.stage.products.cache import recall, store
 from shardline.base.errors import Invalid, Unavailable
-from shardline_fleet.gguf import SUFFIX as GGUF
-from shardline_fleet.gguf import is_gguf, read_header
+from shardline_gguf import SUFFIX as GGUF
+from shardline_gguf import is_gguf, read_header
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

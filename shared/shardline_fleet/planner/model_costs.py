@@ -19,8 +19,8 @@ import msgspec
 from shardline.base.errors import Invalid
 from shardline.base.rounding import round_up
 from shardline.contract.fleet.joined_layers import joined_layers
-from shardline_fleet.gguf import read_config, share_above_4_bits
 from shardline_fleet.planner.recurrent_costs import ALONE, layer_types, recurrent_sizes
+from shardline_gguf import read_config, share_above_4_bits
 
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 20 / 32}
 """By SHARDLINE_DTYPE; of int4, 32 weights share a scale and a minimum of 2 bytes each."""

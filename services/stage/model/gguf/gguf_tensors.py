@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from services.stage.model.gguf.tensor_names import ROPES, Heads, Target, target_of
-from shardline_fleet.gguf import GgufHeader, TensorPlace, read_header, refuse
+from shardline_gguf import GgufHeader, TensorPlace, read_header, refuse
 
 CHUNK_NUMBERS = 1 << 22
 """Dequantized at a time: float32 numbers of 16 MiB, and about as many bytes beside them."""

@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 from transformers.tokenization_utils_base import generate_merges
 
-from shardline_fleet.gguf import GgufHeader, refuse
+from shardline_gguf import GgufHeader, refuse
 
 KEY = "tokenizer.ggml."
 NONE = ("none", "no_vocab")

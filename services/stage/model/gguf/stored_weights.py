@@ -26,7 +26,7 @@ from services.stage.products.groups import (
     rounded,
     scaled,
 )
-from shardline_fleet.gguf import IN_4_BITS
+from shardline_gguf import IN_4_BITS
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

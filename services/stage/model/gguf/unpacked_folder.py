@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from services.stage.model.gguf.gguf_tokenizer import tokenizer_config, tokenizer_of
-from shardline_fleet.gguf import (
+from shardline_gguf import (
     FORMAT,
     SUFFIX,
     config_of,

@@ -16,7 +16,6 @@ from shardline.base.errors import Invalid
 from shardline.cli.commands import cli
 from shardline_fleet.cli.simulate import profile_settings
 from shardline_fleet.planner import ModelCosts
-from shardline_fleet.settings_profile import read_profile
 from shardline_fleet.simulator.fleet_file import FleetFile, LoadFile, Scenario
 from shardline_fleet.simulator.outcome import Outcome
 from shardline_fleet.simulator.simulation import Simulation
@@ -33,6 +32,7 @@ from shardline_fleet.simulator.tuning import (
     values_to_try,
     with_settings,
 )
+from shardline_server.settings_profile import read_profile
 from tests.unit.fleet.planner.fleets import device
 from tests.unit.fleet.simulator.test_simulation import SLOW_LAYERS, SMALL
 

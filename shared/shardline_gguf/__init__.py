@@ -1,15 +1,15 @@
 """The headers of GGUF files: what they hold, and the configuration of their model."""
 
-from shardline_fleet.gguf.gguf_config import (
+from shardline_gguf.gguf_config import (
     FORMAT,
     config_of,
     eos_ids,
     read_config,
     share_above_4_bits,
 )
-from shardline_fleet.gguf.gguf_files import SUFFIX, files_of, is_gguf, model_in, read_parts, stem_of
-from shardline_fleet.gguf.gguf_header import IN_4_BITS, Block, GgufHeader, TensorPlace, read_header
-from shardline_fleet.gguf.refusal import refuse
+from shardline_gguf.gguf_files import SUFFIX, files_of, is_gguf, model_in, read_parts, stem_of
+from shardline_gguf.gguf_header import IN_4_BITS, Block, GgufHeader, TensorPlace, read_header
+from shardline_gguf.refusal import refuse
 
 __all__ = [
     "FORMAT",

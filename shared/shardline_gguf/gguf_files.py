@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from shardline_fleet.gguf.gguf_header import GgufHeader, TensorPlace, read_header
-from shardline_fleet.gguf.refusal import refuse
+from shardline_gguf.gguf_header import GgufHeader, TensorPlace, read_header
+from shardline_gguf.refusal import refuse
 
 SUFFIX = ".gguf"
 PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from shardline_fleet.gguf.architectures import ARCHITECTURES, Architecture
-from shardline_fleet.gguf.gguf_files import is_gguf, model_in, read_parts
-from shardline_fleet.gguf.gguf_header import IN_4_BITS, GgufHeader, TensorPlace
-from shardline_fleet.gguf.refusal import refuse
+from shardline_gguf.architectures import ARCHITECTURES, Architecture
+from shardline_gguf.gguf_files import is_gguf, model_in, read_parts
+from shardline_gguf.gguf_header import IN_4_BITS, GgufHeader, TensorPlace
+from shardline_gguf.refusal import refuse
 
 CONFIG = "config.json"
 FORMAT = 1

@@ -13,8 +13,8 @@ from services.stage import __main__ as stage
 from services.stage.settings import StageSettings
 from services.standalone.settings import StandaloneSettings
 from shardline.base.errors import Invalid
-from shardline_fleet.settings_profile import PROFILE_SETTINGS, read_profile
 from shardline_server.refusals import REFUSED_STATUS
+from shardline_server.settings_profile import PROFILE_SETTINGS, read_profile
 from tests.repository import REPOSITORY
 
 TUNED = """# By a test.

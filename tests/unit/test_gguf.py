@@ -11,8 +11,8 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from shardline.base.errors import Invalid
-from shardline_fleet.gguf import files_of, model_in, read_config, read_header, read_parts
 from shardline_fleet.planner import ModelCosts
+from shardline_gguf import files_of, model_in, read_config, read_header, read_parts
 from tests.gguf_models import write_gguf
 from tests.models import save_model
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardline_fleet.gguf.refusal import refuse
+from shardline_gguf.refusal import refuse
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
