@@ -154,7 +154,7 @@ class AtomicChannel(redis.Channel):
 
 def _addressed(message: str, queue: str, tag: str) -> Any:
     """Returns the message with what we know of it, in place of what its sender says. One without
-    such words is none of kombu's, and its consumer refuses it."""
+    such words is none of kombu's: its consumer refuses it, before it acts on any of them."""
     envelope = loads(message)
     if not isinstance(envelope, dict):
         return envelope
@@ -166,6 +166,8 @@ def _addressed(message: str, queue: str, tag: str) -> Any:
     ):
         properties["delivery_tag"] = tag
         properties["delivery_info"] = {"exchange": "", "routing_key": queue}
+    else:
+        envelope["properties"] = None
     if TenantDoor.of_queue(queue) is not None:
         # A few bytes may be gigabytes, which kombu would unpack before anybody looks at it: Python
         # knows zlib as an encoding too.

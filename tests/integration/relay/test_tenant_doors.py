@@ -182,6 +182,12 @@ def test_what_a_request_says_of_its_tenant_or_queue_does_not_count(
         envelope["properties"]["delivery_info"] = {"exchange": "", "routing_key": bob.door.tasks}
         envelope["headers"]["delivery_info"] = {"routing_key": INTAKE_QUEUE}
 
+    def without_a_tag(envelope: dict[str, Any]) -> None:
+        claim_to_be_bobs(envelope)
+        envelope["properties"]["delivery_tag"] = None
+
+    assert "cannot read" in failure(acme, forge(acme, without_a_tag, model=MODEL, prompt="no tag"))
+    assert cell(here.engine, "SELECT count(*) FROM jobs WHERE prompt = 'no tag'") == 0
     forge(acme, claim_to_be_bobs, model=MODEL, prompt="forged delivery")
     assert job_of(here, "forged delivery").tenant == "acme"
     acme.add(model=MODEL, prompt="own")
