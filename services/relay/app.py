@@ -13,7 +13,11 @@ from kombu.utils.functional import maybe_list
 from tenacity import RetryError
 
 from services.relay.celery import atomic_transport
-from services.relay.celery.celery_request import EMBEDDED, check_of_tenant
+from services.relay.celery.celery_request import (
+    EMBEDDED,
+    check_of_tenant,
+    headers_of_tenant,
+)
 from services.relay.intake_request import IntakeTask
 from services.relay.plain_json import read_plainly
 from services.relay.relay import HeldUp, Relay
@@ -64,9 +68,11 @@ class IntakeConsumer(Reconnecting):
         super().stop(c)
 
     def check(self, message: Any) -> None:
-        """Raises ValueError for what a tenant's queue may not hold."""
+        """Raises ValueError for what a tenant's queue may not hold; takes away those headers of a
+        tenant's that do not count."""
         if TenantDoor.of_queue(message.delivery_info["routing_key"]) is not None:
             check_of_tenant(message.headers, message.payload)
+            message.headers = headers_of_tenant(message.headers)
 
     def _follow(self, c: Any) -> None:
         wanted = {door.tasks for door in c.app.relay.doors}
@@ -132,7 +138,7 @@ def make_app(settings: RelaySettings) -> Celery:
     def submit(task: Task, /, *_: object, **__: object) -> None:
         request = Context(vars(task.request))
         # Celery would follow this task, which ends now: they follow the job, when that ends.
-        task.request.update(dict.fromkeys(EMBEDDED))
+        vars(task.request).update(dict.fromkeys(EMBEDDED))
         try:
             app.relay.submit(request)
         except (RetryError, HeldUp) as error:

@@ -22,7 +22,6 @@ from tenacity import (
 from services.relay.canceller import Canceller
 from services.relay.celery.celery_request import (
     bare_task_of,
-    check_unlinked,
     check_without_backend,
     document_of,
     job_id_of,
@@ -270,7 +269,6 @@ class Relay:
         task = task_of_tenant(door, request.id, request.ignore_result)
         tenant = door.tenant
         try:
-            check_unlinked(request)
             document = document_of(request)
         except Invalid as error:
             given = dict(request.kwargs or {})

@@ -46,6 +46,11 @@ KEPT = (
 )
 """Attributes of Celery's request that its end needs."""
 
+HEADERS_OF_TENANT = frozenset(
+    ("id", "task", "eta", "expires", "ignore_result", "argsrepr", "kwargsrepr")
+)
+"""Celery makes attributes of all headers, in place of its own and of its methods."""
+
 REMEDY = (
     "Send a text, messages, token ids, a completion or a request's fields "
     "as the one positional value"
@@ -77,27 +82,29 @@ def _digest(text: str) -> str:
 
 def check_of_tenant(headers: object, payload: object) -> None:
     """Raises ValueError for a message of a tenant's own queue that is more than a request: another
-    task, such as Celery's own, which call others, or a body whose options replace what we know of
-    the message."""
+    task, such as Celery's own, which call others, a body whose options replace what we know of the
+    message, or a task that others follow: relays would send them, with their own rights, into any
+    queue."""
     if not isinstance(headers, dict) or headers.get("task") != SUBMIT_TASK:
         raise ValueError(f"it is no task {SUBMIT_TASK}")
     if not isinstance(payload, list | tuple) or not set(payload[2] or ()) <= set(EMBEDDED):
         raise ValueError("its body has more than arguments")
+    if linked := [name for name, value in (payload[2] or {}).items() if value]:
+        raise ValueError(
+            f"it has {linked[0]}, and a tenant's own queue takes single tasks: "
+            "send what follows once the result is there"
+        )
+
+
+def headers_of_tenant(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """The headers of a message of a tenant's own queue that count."""
+    return {name: headers[name] for name in HEADERS_OF_TENANT & headers.keys()}
 
 
 def task_of_tenant(door: TenantDoor, task_id: object, ignore_result: object) -> CeleryTask:
     """What is kept of a message of a tenant's own queue: where its result goes."""
     kept = {"id": str(task_id), "ignore_result": bool(ignore_result), "door": door.tenant}
     return CeleryTask(task_id=task_key(task_id, door), request=_encode(kept))
-
-
-def check_unlinked(request: Context) -> None:
-    """Raises Invalid for a task that others follow: relays would send them, with their own rights,
-    into any queue."""
-    linked = [name for name in EMBEDDED if getattr(request, name)]
-    if linked:
-        problem = "a tenant's own queue takes single tasks"
-        raise Invalid(linked[0], problem, "Send what follows once the result is there")
 
 
 def document_of(request: Context) -> object:

@@ -244,10 +244,17 @@ def test_messages_that_are_more_than_a_request_are_refused(
         assert told in failure(acme, forge(acme, change, **request))
     assert cell(here.engine, "SELECT count(*) FROM jobs") == 0
 
+    def odd_headers(envelope: dict[str, Any]) -> None:
+        envelope["headers"] |= {"update": 5, "timelimit": [1], "chord": link}
+
     link = here.app.signature("foreign.take", queue="celery")
-    acme.submit(model=MODEL, prompt="linked", options={"link": link})
-    job = job_of(here, "linked")
-    assert (job.tenant, (job.error or {})["field"]) == ("acme", "callbacks")
+    for kind in ("link", "link_error"):
+        sent = acme.submit(model=MODEL, prompt="linked", options={kind: link})
+        assert "single tasks" in failure(acme, sent.id)
+    assert cell(here.engine, "SELECT count(*) FROM jobs") == 0
+    forge(acme, odd_headers, model=MODEL, prompt="headers")
+    assert job_of(here, "headers").state == JobState.QUEUED
+    until(lambda: not here.active_tasks())
     assert not here.redis.exists("celery", CALLS)
 
     acme.submit("asks", model=MODEL, prompt="own", options={"ignore_result": False})
