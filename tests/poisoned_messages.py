@@ -83,6 +83,10 @@ SPOILED: Mapping[str, Callable[[Envelope], object]] = {
     "a body nested too deep": _with(body=base64.b64encode(b"[" * 200_000).decode()),
     "a body of kombu's own types": _body([[], {"a": {"__type__": "uuid", "__value__": 5}}, {}]),
     "a body that is a list itself": _with(body=[1]),
+    "a body that no bytes stand for": lambda whole: _properties(body_encoding=None)(
+        _with(body="\ud800")(whole)
+    ),
+    "an id that no bytes stand for": _headers(id="\ud800", task="shardline.sumbit"),
     "no body": _without("body"),
     "no content type": _without("content-type"),
     "yaml": _with(content_type="application/x-yaml"),

@@ -11,6 +11,7 @@ from redis.exceptions import OutOfMemoryError
 from redis.typing import EncodableT, FieldT
 
 from shardline.contract.keys import INTAKE_DEAD, INTAKE_DEAD_MAX_BYTES, INTAKE_DEAD_TTL_S
+from shardline.store.connection.encoding import storable
 
 log = structlog.get_logger(__name__)
 
@@ -20,10 +21,11 @@ MAX_REQUEST_CHARS = 65_536
 def record_reject(redis: Redis, *, entry: str, request: str, reason: dict[str, str] | None) -> None:
     """Keep a request with its reason, if Redis has room: a full Redis must not block later
     requests. Raises other RedisErrors."""
+    entry, request = storable(entry), storable(request[:MAX_REQUEST_CHARS])
     log.warning("request rejected", entry=entry, reason=reason)
     fields: dict[FieldT, EncodableT] = {
         "entry": entry,
-        "request": request[:MAX_REQUEST_CHARS],
+        "request": request,
         "reason": json.dumps(reason),
     }
     try:

@@ -17,6 +17,8 @@ from typing import Any
 
 from kombu.utils import json as kombu_json
 
+from shardline.store.connection.encoding import storable
+
 MAX_TOLD = 200
 """Characters of an error, which is logged."""
 MAX_ID = 64
@@ -131,7 +133,12 @@ def _refused(headers: object, body: str, problem: object, queue: str = "") -> Re
     if isinstance(problem, Exception):
         said = f"Celery cannot read it: {type(problem).__name__}: {problem}"
     said = said.replace("\n", " ")[:MAX_TOLD]
-    return RefusedMessage(task_id=str(task_id)[:MAX_ID], body=body, problem=said, queue=queue)
+    return RefusedMessage(
+        task_id=storable(str(task_id)[:MAX_ID]),
+        body=storable(body),
+        problem=storable(said),
+        queue=queue,
+    )
 
 
 def _check(headers: object, payload: object) -> None:
