@@ -24,6 +24,8 @@ from services.gateway.insert_batcher import InsertBatcher
 from services.gateway.keyring import Keyring
 from services.relay.canceller import Canceller
 from services.relay.celery.celery_results import CeleryResults
+from services.relay.celery.task_ends import TaskEnds
+from services.relay.celery.task_finisher import TaskResults
 from services.relay.loop import LoopContext
 from services.relay.outbox import Outbox
 from services.relay.statistics.job_counts import JobCounts
@@ -43,7 +45,7 @@ from shardline.store.connection.database import connect, connect_async
 from shardline.store.inserts import encode_request
 from shardline.streams import DeltaBuffer, DeltaReader, DeltaWriter
 from shardline_server.metrics import GatewayMetrics, RelayMetrics
-from shardline_server.store.celery_tasks import CeleryTask
+from shardline_server.store.celery_tasks import CeleryTask, EndedTask
 from tests.integration.gateway.running_gateway import make_key
 from tests.integration.rows import MODEL, cell, change, request, submit
 from tests.polling import until
@@ -197,6 +199,27 @@ def test_an_end_that_a_result_backend_refuses_costs_no_other_its_own(engine: Eng
     loop.turn()
 
     assert told == [str(good)]
+
+
+def test_a_task_with_a_result_that_nothing_can_store_holds_up_no_other(engine: Engine) -> None:
+    told: list[str] = []
+
+    class RefusingEnds(TaskEnds):
+        def finish(self, ended: EndedTask) -> None:
+            if ended.task_id == "bad":
+                raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
+            told.append(ended.task_id)
+
+    ends = RefusingEnds(Celery("poisoned", set_as_current=False), has_backend=True)
+    loop = TaskResults(context(engine), ends)
+    of_none: dict[str, Any] = dict.fromkeys(EndedTask.__dataclass_fields__)
+    for name in ("bad", "good"):
+        own = {"task_id": name, "state": JobState.FAILED, "age_s": 0.0, "num_failures": 0}
+        loop.offer(EndedTask(**{**of_none, **own}))
+
+    loop.turn()
+
+    assert told == ["good"]
 
 
 def test_a_refused_message_of_any_bytes_costs_no_other_its_reason(engine: Engine) -> None:

@@ -23,7 +23,7 @@ from shardline.contract.ids import parse_id
 from shardline.contract.job import JobRequest
 from shardline.contract.queues import SUBMIT_TASK
 from shardline.contract.tenant_door import TenantDoor
-from shardline.store.connection.encoding import storable
+from shardline.store.connection.encoding import storable, unstorable_alone
 from shardline_server.store.celery_tasks import MAX_REQUEST_BYTES, CeleryTask
 
 MAX_TASK_ID = 256
@@ -81,12 +81,15 @@ def _digest(text: str) -> str:
 
 
 def check_of_tenant(headers: object, payload: object) -> None:
-    """Raises ValueError for a message of a tenant's own queue that is more than a request: another
-    task, such as Celery's own, which call others, a body whose options replace what we know of the
-    message, or a task that others follow: relays would send them, with their own rights, into any
-    queue."""
+    """Raises ValueError for a message of a tenant's own queue with an id that no result can have, or
+    that is more than a request: another task, such as Celery's own, which call others, a body whose
+    options replace what we know of the message, or a task that others follow: relays would send
+    them, with their own rights, into any queue."""
     if not isinstance(headers, dict) or headers.get("task") != SUBMIT_TASK:
         raise ValueError(f"it is no task {SUBMIT_TASK}")
+    task_id = headers["id"]
+    if len(task_id) > MAX_TASK_ID or unstorable_alone(task_id):
+        raise ValueError(f"its id is no text of at most {MAX_TASK_ID} characters that can be kept")
     if not isinstance(payload, list | tuple) or not set(payload[2] or ()) <= set(EMBEDDED):
         raise ValueError("its body has more than arguments")
     if linked := [name for name, value in (payload[2] or {}).items() if value]:

@@ -15,6 +15,7 @@ import structlog
 from services.relay.celery.chord_backend import ChordClaimed
 from services.relay.celery.task_ends import TaskEnds
 from services.relay.loop import REDIS_ERRORS, Loop, LoopContext
+from services.relay.submission import DOCUMENT_ERRORS
 from shardline_server.failpoints import Point, failpoint
 from shardline_server.store import celery_tasks
 from shardline_server.store.celery_tasks import EndedTask
@@ -84,6 +85,10 @@ class TaskResults(Loop):
             self._ends.finish(ended)
         except ChordClaimed as claimed:
             self._put_off(ended, claimed)
+        except DOCUMENT_ERRORS as error:
+            # It is the task's, and not the server's: the others need not wait.
+            self._errors.labels(server="none").inc()
+            self._put_off(ended, error)
         else:
             finished.append(ended)
 

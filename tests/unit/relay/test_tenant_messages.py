@@ -26,3 +26,9 @@ def test_a_task_with_a_link_is_refused(link: str) -> None:
 def test_headers_that_stand_for_celerys_own_names_do_not_count() -> None:
     odd = {"update": 5, "errbacks": [{"task": "other"}], "timelimit": [1], "delivery_info": {}}
     assert headers_of_tenant(HEADERS | odd) == HEADERS
+
+
+@pytest.mark.parametrize("task_id", ["\ud800", "a\0b", "x" * 257])
+def test_an_id_that_no_result_has_is_refused(task_id: str) -> None:
+    with pytest.raises(ValueError, match="256 characters"):
+        check_of_tenant({**HEADERS, "id": task_id}, body())
