@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from functools import partial
 
 import structlog
@@ -24,6 +25,7 @@ from services.relay.celery.celery_request import (
     bare_task_of,
     check_without_backend,
     document_of,
+    expires_s_of,
     job_id_of,
     task_key,
     task_of,
@@ -269,6 +271,7 @@ class Relay:
         task = task_of_tenant(door, request.id, request.ignore_result)
         tenant = door.tenant
         try:
+            task = replace(task, expires_s=expires_s_of(request))
             document = document_of(request)
         except Invalid as error:
             given = dict(request.kwargs or {})

@@ -105,7 +105,8 @@ def headers_of_tenant(headers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def task_of_tenant(door: TenantDoor, task_id: object, ignore_result: object) -> CeleryTask:
-    """What is kept of a message of a tenant's own queue: where its result goes."""
+    """What is kept of a message of a tenant's own queue: where its result goes. When it expires is
+    not read yet."""
     kept = {"id": str(task_id), "ignore_result": bool(ignore_result), "door": door.tenant}
     return CeleryTask(task_id=task_key(task_id, door), request=_encode(kept))
 
@@ -128,11 +129,13 @@ def document_of(request: Context) -> object:
     return document
 
 
+def expires_s_of(request: Context) -> float | None:
+    """Seconds until its job must have begun. Raises Invalid."""
+    return None if request.expires is None else max(0.0, _seconds_until(request.expires, "expires"))
+
+
 def task_of(app: Celery, request: Context) -> CeleryTask:
     """What is kept of a message until its job has ended. Raises Invalid for what cannot be kept."""
-    expires_s = (
-        None if request.expires is None else max(0.0, _seconds_until(request.expires, "expires"))
-    )
     kept = {name: value for name in KEPT if (value := getattr(request, name)) is not None}
     for name in ("callbacks", "errbacks", "chain"):
         if name in kept:
@@ -145,7 +148,9 @@ def task_of(app: Celery, request: Context) -> CeleryTask:
         raise Invalid(
             "link", problem, "Pass on less: keep long arguments elsewhere and send where they are"
         )
-    return CeleryTask(task_id=task_key(request.id), request=document, expires_s=expires_s)
+    return CeleryTask(
+        task_id=task_key(request.id), request=document, expires_s=expires_s_of(request)
+    )
 
 
 def check_without_backend(request: Context) -> None:

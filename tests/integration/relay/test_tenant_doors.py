@@ -163,6 +163,8 @@ def test_tenants_with_one_task_id_have_each_its_own_job_and_result(
     for name, prompt in (("acme", "two"), ("bob", "three")):
         assert sent[name].get(timeout=PATIENCE_S)["id"] == str(jobs[prompt].id)
     assert here.app.AsyncResult("order-17").get(timeout=PATIENCE_S)["id"] == str(jobs["one"].id)
+    late = acme.submit(model=MODEL, prompt="four", delay_s=100, options={"expires": 1})
+    assert "expired" in failure(acme, late.id)
     with pytest.raises(NoPermissionError):
         acme.redis.get(f"{bob.door.results}celery-task-meta-order-17")
 
