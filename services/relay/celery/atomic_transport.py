@@ -89,7 +89,7 @@ class AtomicChannel(redis.Channel):
         if queues:
             self._in_poll = self.client.connection
             self._brpop_sent_at = monotonic_s()
-            # The queue that had the last message: an empty one would be waited for beside full ones.
+            # The queue of the last message: an empty one would be waited for beside full ones.
             queue = self._q_for_pri(queues[-1], self.priority_steps[0])
             command = self._prefixed(["BLMOVE", queue, queue, "RIGHT", "RIGHT", WAIT_S])
             self.client.connection.send_command(*command)

@@ -18,6 +18,7 @@ from celery.canvas import Signature
 from kombu.utils import json as kombu_json
 
 from services.relay.intake import ENTRY_IDS
+from services.relay.submission import MADE_VERSION
 from shardline.base.errors import Invalid
 from shardline.contract.ids import parse_id
 from shardline.contract.job import JobRequest
@@ -59,11 +60,14 @@ REMEDY = (
 
 def job_id_of(task_id: str, door: TenantDoor | None = None) -> UUID:
     """The id of a task's job, unless the request names one: the task's own if that is a UUID,
-    however it is written."""
+    however it is written, and none that relays may make of another tenant's task."""
     try:
-        return parse_id(task_id)
+        own = parse_id(task_id)
     except Invalid:
-        return uuid5(ENTRY_IDS, task_id if door is None else f"{door.tasks} {task_id}")
+        own = None
+    if own is not None and (door is None or own.version != MADE_VERSION):
+        return own
+    return uuid5(ENTRY_IDS, task_id if door is None else f"{door.tasks} {task_id}")
 
 
 def task_key(task_id: object, door: TenantDoor | None = None) -> str:
@@ -81,10 +85,10 @@ def _digest(text: str) -> str:
 
 
 def check_of_tenant(headers: object, payload: object) -> None:
-    """Raises ValueError for a message of a tenant's own queue with an id that no result can have, or
-    that is more than a request: another task, such as Celery's own, which call others, a body whose
-    options replace what we know of the message, or a task that others follow: relays would send
-    them, with their own rights, into any queue."""
+    """Raises ValueError for a message of a tenant's own queue with an id that no result can have,
+    or that is more than a request: another task, such as Celery's own, which call others, a body
+    whose options replace what we know of the message, or a task that others follow: relays would
+    send them, with their own rights, into any queue."""
     if not isinstance(headers, dict) or headers.get("task") != SUBMIT_TASK:
         raise ValueError(f"it is no task {SUBMIT_TASK}")
     task_id = headers["id"]
