@@ -16,7 +16,7 @@ from itertools import pairwise
 import msgspec
 
 from shardline_fleet.planner.device_profile import DeviceProfile, check_profiles
-from shardline_fleet.planner.devices import DeviceKinds, share_memory
+from shardline_fleet.planner.fleet import Fleet, share_memory
 from shardline_fleet.planner.load_sharing import LoadSharing
 from shardline_fleet.planner.model_costs import ModelCosts
 from shardline_fleet.planner.plan import Plan
@@ -138,11 +138,11 @@ class FleetPlanner:
     def _kinds(self) -> dict[str, object]:
         """Returns values by worker: those of one value may change places. Equal hardware is not
         enough: a device may have drifted."""
-        kinds = DeviceKinds.of(share_memory(self._named())).kinds
+        groups = Fleet.of(share_memory(self._named())).groups
         return {
             profile.device: (number, profile.machine)
-            for number, kind in enumerate(kinds)
-            for device in kind
+            for number, group in enumerate(groups)
+            for device in group
             for profile in device
         }
 

@@ -10,7 +10,7 @@ import msgspec
 from shardline_fleet.planner.workload import Goal
 
 
-class DeviceName(msgspec.Struct, frozen=True, order=True):
+class DeviceName(msgspec.Struct, frozen=True):
     """A device of a fleet."""
 
     host: str

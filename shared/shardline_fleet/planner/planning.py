@@ -3,25 +3,35 @@ next."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardline.base.errors import Invalid
 from shardline.contract.fleet.split import even_split
-from shardline_fleet.planner.chains import fastest, soonest
+from shardline_fleet.planner.boundaries import apart, bounds
 from shardline_fleet.planner.device_profile import DeviceProfile, check_profiles
-from shardline_fleet.planner.devices import DeviceKinds, share_memory
+from shardline_fleet.planner.fleet import (
+    Fleet,
+    dtype_groups,
+    moved,
+    neighbors,
+    reordered,
+    share_memory,
+)
 from shardline_fleet.planner.load_sharing import LoadSharing
 from shardline_fleet.planner.model_costs import ModelCosts
-from shardline_fleet.planner.moves import Pipeline, apart, bounds, neighbors, reordered
 from shardline_fleet.planner.partitions import Partitions
 from shardline_fleet.planner.plan import Plan, Plans
 from shardline_fleet.planner.prediction import Predictor, StageAssignment
 from shardline_fleet.planner.workload import Goal, Workload
+from shardline_fleet.planner.zones import zones
 
 MAX_CLIMBS = 16
+MAX_REORDERED = 4
+"""Stages of a pipeline of which other orders are tried."""
 NUM_OTHERS = 3
 """Plans that are shown behind the best."""
+Pipeline = Sequence[StageAssignment]
 
 
 def make_plans(
@@ -43,17 +53,14 @@ def make_plans(
     profiles = share_memory(profiles)
     sharing = LoadSharing(model, workload)
     ranking = _Ranking(sharing, goal)
-    kinds = DeviceKinds.of(profiles)
-    # Of equal parts as many as there can be: more are never slower.
-    parts = {kinds.part(num): num for num in range(1, max(kinds.counts, default=0) + 1)}
-    for num in [replicas] if replicas else parts.values():
-        ranking.add_replicas(kinds, num, num_stages)
+    for group in (group for zone in zones(profiles) for group in dtype_groups(zone)):
+        ranking.add_shapes(Fleet.of(group), num_stages, replicas)
     if goal is Goal.THROUGHPUT and num_stages is None and replicas is None:
-        start = ranking.best[1][0] if ranking.found else []
+        start = ranking.best[1][0] if ranking.plans else None
         for pipelines in Partitions(sharing, profiles).best(start, 1 + NUM_OTHERS):
             if (found := apart(sharing, pipelines)) is not None:
                 ranking.add(found)
-    if not ranking.found:
+    if not ranking.plans:
         _refuse(model, profiles, workload)
     ranking.improve()
     best, *others = ranking.plans[: 1 + NUM_OTHERS]
@@ -88,41 +95,33 @@ def smaller_loads(workload: Workload) -> Iterator[Workload]:
 
 
 class _Ranking:
-    """Plans with their stages, as they are found."""
+    """Plans, the best first."""
 
     def __init__(self, sharing: LoadSharing, goal: Goal) -> None:
         self._sharing = sharing
         self._goal = goal
-        self.found: dict[tuple[object, ...], tuple[Plan, Sequence[Pipeline]]] = {}
+        self._found: dict[tuple[object, ...], tuple[Plan, Sequence[Pipeline]]] = {}
 
-    @property
-    def best(self) -> tuple[Plan, Sequence[Pipeline]]:
-        """The first, with its stages."""
-        return min(self.found.values(), key=lambda found: found[0].seconds(self._goal))
-
-    @property
-    def plans(self) -> list[Plan]:
-        """All of them, the best first."""
-        plans = (plan for plan, _ in self.found.values())
-        return sorted(plans, key=lambda plan: plan.seconds(self._goal))
-
-    def add_replicas(self, kinds: DeviceKinds, replicas: int, num_stages: int | None) -> None:
-        """Adds the best pipeline of which there can be this many replicas."""
-        part = kinds.part(replicas)
-        predictor = self._sharing.equal(replicas)
-        if self._goal is Goal.LATENCY:
-            stages = soonest(predictor, kinds.first(part))
-        else:
-            least = self.best[0].tokens_per_s / replicas if len(self.found) > NUM_OTHERS else 0.0
-            stages = fastest(predictor, kinds.first(part), num_stages, least)
-        if stages:
-            self.add([kinds.dealt(stages, part, replicas, tuple(0 for _ in part))])
+    def add_shapes(self, fleet: Fleet, num_stages: int | None, replicas: int | None) -> None:
+        """Adds the best plan of each shape: one pipeline and its replicas."""
+        for num in [replicas] if replicas else range(1, fleet.num_devices + 1):
+            predictor = self._sharing.equal(num)
+            for shape in fleet.shapes(num, len(self._sharing.model.layers), num_stages):
+                if self._goal is Goal.THROUGHPUT:
+                    stages = shape.fastest(predictor, self._busy_s(predictor, num))
+                # it finds the number of stages by itself
+                elif shape.num_stages == (num_stages or 1):
+                    stages = shape.first(predictor)
+                else:
+                    stages = None
+                if stages is not None:
+                    self.add([stages])
 
     def add(self, pipelines: Sequence[Pipeline]) -> None:
         """Adds what fits."""
         key = _key(pipelines)
-        if key not in self.found and (plan := self._sharing.predict(pipelines)) is not None:
-            self.found[key] = plan, pipelines
+        if key not in self._found and (plan := self._sharing.predict(pipelines)) is not None:
+            self._found[key] = plan, pipelines
 
     def improve(self) -> None:
         """Goes from the best to its best neighbor, as long as that is better: the search knows no
@@ -130,49 +129,98 @@ class _Ranking:
         orders of few stages are tried too."""
         for _ in range(MAX_CLIMBS):
             before = self.best
-            self._add_changed(*before, lambda _, stages: neighbors(stages))
+            self._add_neighbors(*before)
             if self.best is before:
-                self._add_changed(*before, self._reordered)
+                self._add_orders(*before)
             if self.best is before:
                 return
+
+    def _add_orders(self, plan: Plan, pipelines: Sequence[Pipeline]) -> None:
+        """Adds those with two devices of one short pipeline exchanged, and layers moved while that
+        helps."""
+        for place, (stages, planned) in enumerate(zip(pipelines, plan.pipelines, strict=True)):
+            if len(stages) <= MAX_REORDERED:
+                predictor = self._sharing.predictor(planned.concurrency)
+                taken = {
+                    bound for each in pipelines if each is not stages for bound in bounds(each)
+                }
+                for order in reordered(stages):
+                    self._add_changed(plan, pipelines, place, _balanced(predictor, order), taken)
+
+    def _add_neighbors(self, plan: Plan, pipelines: Sequence[Pipeline]) -> None:
+        """Those with one pipeline changed, which keeps its share of the load."""
+        for place, stages in enumerate(pipelines):
+            taken = {bound for each in pipelines if each is not stages for bound in bounds(each)}
+            for neighbor in neighbors(stages):
+                self._add_changed(plan, pipelines, place, neighbor, taken)
 
     def _add_changed(
         self,
         plan: Plan,
         pipelines: Sequence[Pipeline],
-        change: Callable[[Predictor, Pipeline], Iterator[Pipeline]],
+        place: int,
+        stages: Pipeline,
+        taken: set[int],
     ) -> None:
-        """Adds those with one pipeline changed, which keeps its share of the load, if it fits and
-        none of its stages begins where another pipeline's does."""
-        for place, stages in enumerate(pipelines):
-            predictor = self._sharing.predictor(plan.pipelines[place].concurrency)
-            others = [*pipelines[:place], *pipelines[place + 1 :]]
-            taken = {bound for other in others for bound in bounds(other)}
-            for changed in change(predictor, stages):
-                then = [*pipelines[:place], changed, *pipelines[place + 1 :]]
-                key = _key(then)
-                if key in self.found or taken & bounds(changed) or not predictor.fits(changed):
-                    continue
-                predicted = [*plan.pipelines]
-                predicted[place] = predictor.predict(changed)
-                concurrency = self._sharing.workload.concurrency
-                self.found[key] = Plan.of(predicted, concurrency), then
+        """Adds the plan with other stages of the pipeline at this place, if they fit and none
+        begins where another pipeline's does."""
+        predictor = self._sharing.predictor(plan.pipelines[place].concurrency)
+        changed = [*pipelines[:place], stages, *pipelines[place + 1 :]]
+        key = _key(changed)
+        if key not in self._found and not taken & bounds(stages) and predictor.fits(stages):
+            predicted = [*plan.pipelines]
+            predicted[place] = predictor.predict(stages)
+            self._found[key] = Plan.of(predicted, self._sharing.workload.concurrency), changed
 
-    def _reordered(self, predictor: Predictor, stages: Pipeline) -> Iterator[Pipeline]:
-        return reordered(predictor, stages, self._seconds)
+    @property
+    def best(self) -> tuple[Plan, Sequence[Pipeline]]:
+        """The first, with its stages."""
+        return min(self._found.values(), key=lambda found: found[0].seconds(self._goal))
 
-    def _seconds(self, predictor: Predictor, stages: Pipeline) -> float:
-        return Plan.of([predictor.predict(stages)], predictor.load.concurrency).seconds(self._goal)
+    @property
+    def plans(self) -> list[Plan]:
+        """All of them."""
+        return sorted(
+            (plan for plan, _ in self._found.values()), key=lambda plan: plan.seconds(self._goal)
+        )
+
+    def _busy_s(self, predictor: Predictor, replicas: int) -> float:
+        """Returns a limit: a stage that is busy for longer, with `replicas` replicas, is in none of
+        the first plans."""
+        plans = self.plans
+        return predictor.busy_s(
+            plans[NUM_OTHERS].tokens_per_s / replicas if len(plans) > NUM_OTHERS else 0.0
+        )
+
+
+def _balanced(predictor: Predictor, stages: Pipeline) -> Pipeline:
+    """The same devices in the same order, with layers moved one by one as long as that makes it
+    faster."""
+    speed = predictor.predict(stages).tokens_per_s
+    while True:
+        speeds = [
+            (predictor.predict(each).tokens_per_s, each)
+            for each in moved(stages)
+            if predictor.fits(each)
+        ]
+        faster = max(speeds, key=lambda found: found[0], default=(0.0, stages))
+        if faster[0] <= speed:
+            return stages
+        speed, stages = faster
 
 
 def _key(pipelines: Sequence[Pipeline]) -> tuple[object, ...]:
     """Equal for equal pipelines, in whatever order."""
     return tuple(
         sorted(
-            tuple((each.profile.way, *each[1:], each.names) for each in stages)
+            tuple((each.profile.way, *each[1:], _names(each)) for each in stages)
             for stages in pipelines
         )
     )
+
+
+def _names(stage: StageAssignment) -> tuple[tuple[str, str], ...]:
+    return tuple((device.host, device.device) for device in stage.devices)
 
 
 def _even(sharing: LoadSharing, profiles: Sequence[DeviceProfile], best: Plan) -> Plan | None:
@@ -185,9 +233,11 @@ def _even(sharing: LoadSharing, profiles: Sequence[DeviceProfile], best: Plan) -
             for stage in planned.stages
             for name in stage.devices
         ]
-        given = [each for each in profiles if (each.host, each.device, each.way) in used]
+        given = [
+            profile for profile in profiles if (profile.host, profile.device, profile.way) in used
+        ]
+        layers = even_split(len(sharing.model.layers), len(planned.stages))
         num = len(planned.stages)
-        layers = even_split(len(sharing.model.layers), num)
         pipelines.append(
             [
                 StageAssignment(tuple(given[place::num]), part.start, part.stop)

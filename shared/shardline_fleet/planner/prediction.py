@@ -45,11 +45,6 @@ class StageAssignment(NamedTuple):
         equal."""
         return self.devices[0]
 
-    @property
-    def names(self) -> tuple[DeviceName, ...]:
-        """Returns the names of its devices."""
-        return tuple(DeviceName(each.host, each.device) for each in self.devices)
-
     def link(self, other: StageAssignment) -> Link:
         """The slowest to another stage: a head takes whatever device is free, of any replica."""
         links = (
@@ -87,7 +82,7 @@ class Predictor:
                 self.model,
                 load.steps(num_stages),
                 load.kv_tokens,
-                load.concurrency,
+                sequences=load.concurrency,
             )
         return self._costs[key]
 
@@ -228,7 +223,7 @@ class Predictor:
         kv_bytes = sum(kind.kv_numbers for kind in layers) * KV_BYTES[profile.dtype]
         cost = self.cost(profile, num_stages)
         return StagePlan(
-            devices=stage.names,
+            devices=tuple(DeviceName(each.host, each.device) for each in stage.devices),
             dtype=profile.dtype,
             ranks=profile.ranks,
             first=stage.first,

@@ -6,7 +6,7 @@ Knows no search.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -51,6 +51,9 @@ class StageCost:
     """More, if it is the last; may be below 0."""
     bytes: tuple[float, ...]
     """Of the layers before each layer: weights and KV."""
+    least_s: float
+    """Of any layer, in all steps."""
+    least_bytes: float
     head_bytes: float
     tail_bytes: float
     memory_bytes: float
@@ -63,13 +66,12 @@ class StageCost:
     @property
     def num_layers(self) -> int:
         """Returns the number of layers of the model."""
-        return len(self.bytes) - 1
+        return len(self.seconds) - 1
 
     def stage(self, first: int, stop: int) -> float:
         """Seconds of a stage with layers [first, stop); more layers never cost less."""
-        computing_s = self.stage_s + self.seconds[stop] - self.seconds[first]
-        if stop == self.num_layers:
-            computing_s += self.tail_s
+        layers_s = self.seconds[stop] - self.seconds[first]
+        computing_s = self.stage_s + layers_s + (self.tail_s if stop == self.num_layers else 0.0)
         reading_s = self.streaming.byte_s * self.streamed(first, stop) if self.streaming else 0.0
         return max(0.0, computing_s, reading_s)
 
@@ -91,15 +93,33 @@ class StageCost:
         return self.stage(first, stop) < limit and self.fits(first, stop)
 
     def reach(self, first: int, end: int, limit: float) -> int:
-        """Returns the furthest layer, `end` at most, up to which a stage fits and is below the
-        limit; `first` if none is."""
-        by_time = bisect_right(self.seconds, limit - self.stage_s + self.seconds[first]) - 1
-        free = self.memory_bytes + self.bytes[first] - self._ends_bytes(first, first + 1)
-        by_memory = self.num_layers if self.streaming else bisect_right(self.bytes, free) - 1
-        stop = min(end, by_time, by_memory)
+        """The furthest layer, `end` at most, up to which a stage fits and is below the limit;
+        `first` if none is."""
+        last = bisect_right(self.seconds, limit - self.stage_s + self.seconds[first]) - 1
+        free = (
+            self.memory_bytes
+            + self.missing(limit)
+            + self.bytes[first]
+            - (self.head_bytes if first == 0 else 0.0)
+        )
+        stop = min(end, last, bisect_right(self.bytes, free) - 1)
         while stop > first and not self.holds(first, stop, limit):
             stop -= 1
         return max(stop, first)
+
+    def tail(self, limit: float) -> int:
+        """The first layer from which a last stage fits and is below the limit; the number of layers
+        if none is."""
+        num = self.num_layers
+        free = self.bytes[num] - self.memory_bytes - self.missing(limit) + self.tail_bytes
+        by_time = bisect_right(self.seconds, self.stage_s + self.seconds[num] + self.tail_s - limit)
+        first = min(num, max(by_time, bisect_left(self.bytes, free)))
+        # Sums of floats are off by a little.
+        while first < num and not self.holds(first, num, limit):
+            first += 1
+        while first > 0 and self.holds(first - 1, num, limit):
+            first -= 1
+        return first
 
     def room(self, first: int, stop: int) -> float:
         """Bytes that such a stage leaves free; below 0: memory does not hold all of it."""
@@ -113,6 +133,14 @@ class StageCost:
         """Bytes of weights that such a stage reads in every step."""
         missing = -self.room(first, stop)
         return missing + self.streaming.buffer_bytes if self.streaming and missing > 0 else 0.0
+
+    def missing(self, limit: float) -> float:
+        """Bytes that memory may lack so that they are read in less than `limit` seconds."""
+        return (
+            max(0.0, limit / self.streaming.byte_s - self.streaming.buffer_bytes)
+            if self.streaming
+            else 0.0
+        )
 
     def _is_cut_at(self, bound: int) -> bool:
         return self.joined_from is not None and self.joined_from < bound < self.num_layers
@@ -128,6 +156,7 @@ def stage_cost(
     model: ModelCosts,
     steps: Sequence[StepKind],
     kv_tokens: int,
+    *,
     sequences: int = 0,
 ) -> StageCost:
     """The cost of these steps on one device, which holds KV of so many tokens and the states of so
@@ -163,6 +192,8 @@ def stage_cost(
         ),
         tail_s=sum(step.count * tail_s(profile, step) for step in steps),
         bytes=tuple(accumulate(map(sizes.__getitem__, layers), initial=0.0)),
+        least_s=min(seconds.values()),
+        least_bytes=min(sizes.values()),
         head_bytes=embedding,
         tail_bytes=embedding,
         memory_bytes=profile.memory_bytes

@@ -11,7 +11,7 @@ from typing_extensions import override
 from shardline.base.errors import Invalid
 from shardline.contract.fleet.split import parse_split
 from shardline_fleet.planner import DeviceProfile, ModelCosts, Workload
-from shardline_fleet.planner.devices import share_memory
+from shardline_fleet.planner.fleet import share_memory
 from shardline_fleet.planner.fleet_planner import Deployment, FleetPlanner
 from shardline_fleet.planner.prediction import Predictor
 

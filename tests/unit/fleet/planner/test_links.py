@@ -10,7 +10,7 @@ import pytest
 
 from shardline.contract.fleet.lanes import lanes_for
 from shardline_fleet.planner import DeviceProfile, Goal, Link, PipelinePlan, Workload, make_plans
-from shardline_fleet.planner.devices import zones
+from shardline_fleet.planner.zones import zones
 from tests.unit.fleet.planner.fleets import LAYER_S, device, model
 
 LOAD = Workload(prompt=64, output=64, concurrency=8)

@@ -12,8 +12,8 @@ import pytest
 
 from shardline.base.errors import Invalid
 from shardline_fleet.planner import DeviceProfile, Goal, Plan, Workload, make_plans
+from shardline_fleet.planner.boundaries import apart
 from shardline_fleet.planner.load_sharing import LoadSharing
-from shardline_fleet.planner.moves import apart
 from shardline_fleet.planner.partitions import partitions
 from shardline_fleet.planner.prediction import StageAssignment
 from tests.unit.fleet.planner.fleets import device, model

@@ -8,8 +8,7 @@ from random import Random
 
 import pytest
 
-from shardline_fleet.planner.chains import Search, Slice
-from shardline_fleet.planner.devices import Counts
+from shardline_fleet.planner.search import Counts, DeviceKind, Search, Slice
 from shardline_fleet.planner.step_cost import StageCost, Streaming
 
 
@@ -27,6 +26,8 @@ def cost(random: Random, num_layers: int, *, tight: bool) -> StageCost:
         stage_s=random.choice([0.0, 0.5]),
         tail_s=random.choice([-0.5, 0.0, 3.0]),
         bytes=tuple(memory),
+        least_s=min(sizes) * speed,
+        least_bytes=min(sizes),
         head_bytes=2.0,
         tail_bytes=2.0,
         memory_bytes=random.uniform(3, 12) if tight else 1e9,
@@ -50,33 +51,36 @@ def search(seed: int) -> Search:
     num_layers = random.randint(2, 7)
     tight = random.random() < 0.5
     counts = random.choice([(1, 1), (2, 1), (1, 1, 1), (2, 2), (3,)])
-    kinds = [(group, cost(random, num_layers, tight=tight)) for group in range(len(counts))]
+    kinds = [
+        DeviceKind(group=group, cost=cost(random, num_layers, tight=tight))
+        for group in range(len(counts))
+    ]
     if random.random() < 0.5:
-        kinds.append((0, cost(random, num_layers, tight=tight)))
+        kinds.append(DeviceKind(group=0, cost=cost(random, num_layers, tight=tight)))
     return Search(kinds, counts)
 
 
 def everything(search: Search, num_stages: int) -> Iterator[list[Slice]]:
     """Every way to cut the layers over every order of kinds that fits."""
     several = [
-        index for index, (group, _) in enumerate(search.kinds) for _ in range(search.counts[group])
+        index for index, kind in enumerate(search.kinds) for _ in range(search.counts[kind.group])
     ]
     for bounds in combinations(range(1, search.num_layers), num_stages - 1):
         edges = [0, *bounds, search.num_layers]
         for order in set(permutations(several, num_stages)):
             if within(search, order, search.counts):
                 plan = [Slice(kind, *edges[place : place + 2]) for place, kind in enumerate(order)]
-                if all(search.kinds[each.kind][1].fits(each.first, each.stop) for each in plan):
+                if all(search.kinds[each.kind].cost.fits(each.first, each.stop) for each in plan):
                     yield plan
 
 
 def within(search: Search, order: tuple[int, ...], counts: Counts) -> bool:
-    used = [search.kinds[index][0] for index in order]
+    used = [search.kinds[index].group for index in order]
     return all(used.count(group) <= num for group, num in enumerate(counts))
 
 
 def total(search: Search, plan: list[Slice]) -> float:
-    return sum(map(search.seconds, plan))
+    return sum(search.kinds[each.kind].cost.stage(each.first, each.stop) for each in plan)
 
 
 def is_whole(plan: list[Slice], num_layers: int) -> bool:
