@@ -167,7 +167,7 @@ def _addressed(message: str, queue: str, tag: str) -> Any:
         properties["delivery_tag"] = tag
         properties["delivery_info"] = {"exchange": "", "routing_key": queue}
     else:
-        envelope["properties"] = None
+        envelope.pop("properties", None)
     if TenantDoor.of_queue(queue) is not None:
         # A few bytes may be gigabytes, which kombu would unpack before anybody looks at it: Python
         # knows zlib as an encoding too.
