@@ -20,6 +20,8 @@ class SchedulerConfig:
     token_budget: int
     num_lanes: int
     max_len: int
+    num_stages: int | None = None
+    """None: one for each lane. More lanes keep stages busy while frames are on links."""
     prefix_cache: bool = True
     prompt_lookup: int = 0
     """Rows of a step up to which its decodes are given drafts."""

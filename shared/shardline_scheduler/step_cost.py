@@ -7,6 +7,8 @@ from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 
 SHARE = 1 / 64
 """Of the newest step in what is known: some 64 steps count."""
+MIN_VARIANCE = 64.0
+"""Of steps' tokens: from steps of a few tokens, more or less, only noise could be learned."""
 
 
 class StepCost:
@@ -19,7 +21,7 @@ class StepCost:
         self._num_steps = 0
         self._mean_tokens = self._mean_s = self._variance = self._covariance = 0.0
         self.token_s: float | None = None
-        """Seconds for one more token in a step; None until steps of two sizes were seen."""
+        """Seconds for one more token in a step; None until steps of unlike sizes were seen."""
 
     def learn(self, num_tokens: int, compute_s: float) -> None:
         """One step: its packed rows, and the time that they took."""
@@ -31,7 +33,7 @@ class StepCost:
         self._mean_s += share * off_s
         self._variance = (1 - share) * (self._variance + share * tokens_off * tokens_off)
         self._covariance = (1 - share) * (self._covariance + share * tokens_off * off_s)
-        if self._variance >= 1:  # else it stays: a long answer has steps of one token only
+        if self._variance >= MIN_VARIANCE:  # else it stays: a long answer has steps of one token
             self.token_s = self._covariance / self._variance
 
     @property

@@ -108,21 +108,28 @@ class StepCutter:
 
     def _max_prompt_rows(self) -> int:
         """Returns how many rows of prompts the step may have. Where too little waits to keep all
-        stages busy, a prompt is cut into pieces, which they compute at the same time.
+        stages busy, prompts are cut into pieces, which they compute at the same time.
 
-        Over L lanes, n pieces of a prompt of T tokens take (n + L - 1) * (T / n + f), where f is
-        the fixed cost of a step in tokens: least with n = sqrt(T * (L - 1) / f).
+        Over S stages, n pieces of T tokens take (n + S - 1) * (T / n + f), where f is the fixed
+        cost of a step in tokens: least with n = sqrt(T * (S - 1) / f).
         """
-        budget = self._config.token_budget
-        num_others = self._config.num_lanes - 1
+        config = self._config
+        num_others = min(config.num_lanes, config.num_stages or config.num_lanes) - 1
         fixed = self._batch.step_cost.fixed_tokens
         if not num_others or self._batch.num_decoding > num_others or fixed is None:
-            return budget
-        line = [*self._batch.prefilling.values(), *self._foremost()]
+            return config.token_budget
+        waiting = self._foremost()
+        line = [*self._batch.prefilling.values(), *waiting]
         first = min(line, key=attrgetter("order"), default=None)
-        if first is None or sum(each.num_missing for each in line) >= budget + first.num_missing:
-            return budget
-        length = len(first.ids) - (first.num_cached or 0)
+        num_missing = sum(each.num_missing for each in line)
+        if (
+            first is None
+            or len(waiting) == MAX_LOOK_AHEAD
+            or num_missing >= config.token_budget + first.num_missing
+        ):
+            return config.token_budget
+        # All of a prompt that has begun, so that its pieces have one length.
+        length = max(num_missing, len(first.ids) - (first.num_cached or 0))
         best = isqrt(int(length * num_others / max(fixed, 1.0)))
         return ceil_div(length, max(1, min(best, length // MIN_PIECE)))
 

@@ -114,6 +114,7 @@ class HeadEngine(Engine):
             reason = "a recurrent state is neither shared nor taken back"
             log.info("no prefix cache and no prompt lookup", reason=reason)
         offload = OffloadTerms(num_slots=wiring.num_slots, move_s=wiring.move_s)
+        self.scheduler.config = replace(config, num_stages=wiring.num_stages)
         self._emit(
             self.scheduler.rebuild(
                 wiring.num_blocks,

@@ -178,6 +178,24 @@ def test_a_prompt_is_not_cut_while_others_fill_a_step() -> None:
     assert shape(pipeline.schedule()) == [(0, 0, 128), (1, 0, 64), (2, 0, 64)]
 
 
+def test_short_prompts_are_not_cut_to_one_in_each_step() -> None:
+    pipeline = alone(12, fixed_tokens=50, max_seats=32)
+    for number in range(99):
+        pipeline.add(request(str(number), num_prompt=12, max_tokens=1))
+    assert checked(pipeline.schedule()).num_tokens == pipeline.scheduler.config.token_budget
+
+    pipeline = alone(40, fixed_tokens=8)
+    for number in range(4):
+        pipeline.add(request(str(number), num_prompt=40, max_tokens=1))
+    assert lengths_of_steps(pipeline) == [40] * 5, "of a line of 200 tokens five pieces"
+
+
+def test_lanes_for_links_cut_no_prompt_further() -> None:
+    pipeline = alone(128, fixed_tokens=14, num_lanes=8, num_stages=2)
+
+    assert lengths_of_steps(pipeline) == [43, 43, 42]
+
+
 def test_a_prompt_is_cut_beside_one_decode_but_not_beside_one_for_each_lane() -> None:
     for num_decodes, pieces in ((1, [(1, 0, 32)]), (2, [(2, 0, 128)])):
         pipeline = Pipeline(config(num_lanes=2))
