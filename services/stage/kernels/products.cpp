@@ -241,12 +241,15 @@ template <class Step, class Product> Block block_of(const Panel<Product>& panel,
   return block;
 }
 
+// From so many rows on threads share columns as they go, since one may lose its core to another process. With fewer it
+// matters more that a thread has prefetched its next columns.
+constexpr int64_t kManyRows = 512;
+
 // Columns of 16 outputs from `begin` to `end`, with `weights` those of the first. All threads of a team call it.
 template <class Step, class Product> void multiply_columns(const ProductCall& call, const Panel<Product>& panel, int64_t first,
                                                            const char* weights, int64_t begin, int64_t end) {
   constexpr int kColumns = has_tiles<Step> ? 1 : kVectors * kWidth / kTileOutputs;
-#pragma omp for schedule(static)
-  for (int64_t column = begin; column < end; column += kColumns) {
+  const auto of_columns = [&](int64_t column) {
     const char* of_column = weights + (column - begin) * panel.steps * kWeightStepBytes<Step>;
     const int columns = (int)std::min<int64_t>(kColumns, end - column);
     for (int64_t i = 0; i < panel.rows; i += panel.rows_in_block) {
@@ -255,6 +258,13 @@ template <class Step, class Product> void multiply_columns(const ProductCall& ca
       block_sums<Step>(block, sums);
       write(call, panel, sums, block, first + i, i, column);
     }
+  };
+  if (panel.rows < kManyRows) {
+#pragma omp for schedule(static)
+    for (int64_t column = begin; column < end; column += kColumns) of_columns(column);
+  } else {
+#pragma omp for schedule(dynamic)
+    for (int64_t column = begin; column < end; column += kColumns) of_columns(column);
   }
 }
 
