@@ -227,25 +227,25 @@ class _PackedWriter(_Writer):
 
     def _stored_target(self, name: str) -> str | None:
         """The stored weight that a tensor is a part of."""
-        layer, _, part = name.rpartition(".")
-        target = f"{layer}.weight"
+        layer, _, part = name.rpartition(self._quantization.joint)
+        target = f"{layer}{self._quantization.suffix}"
         return target if target in self._stored and part in self._quantization.parts else None
 
     def _unpacked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        first, *others = self._quantization.parts
+        quantization = self._quantization
         floats: dict[str, Tensor] = {}
         used: set[str] = set()
         for name in tensors:
-            layer, _, part = name.rpartition(".")
-            if part == first:
-                parts = {
-                    each: tensors[f"{layer}.{each}"]
-                    for each in (first, *others)
-                    if f"{layer}.{each}" in tensors
-                }
-                used |= {f"{layer}.{each}" for each in parts}
-                weight = self._quantization.weight(parts) if len(parts) > 1 else parts[first]
-                floats[f"{layer}.weight"] = weight.to(self._dtype).contiguous()
+            layer, joint, part = name.rpartition(quantization.joint)
+            if part == quantization.parts[0]:
+                names = {each: f"{layer}{joint}{each}" for each in quantization.parts}
+                parts = {each: tensors[its] for each, its in names.items() if its in tensors}
+                used |= {names[each] for each in parts}
+                try:
+                    weight = quantization.weight(parts)
+                except ValueError as error:
+                    raise ValueError(f"{layer}: {error}") from error
+                floats[f"{layer}{quantization.suffix}"] = weight.to(self._dtype).contiguous()
         return floats | {name: tensor for name, tensor in tensors.items() if name not in used}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from math import nan
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,7 +22,11 @@ WORD_BITS = 32
 BITS = (4, 8)
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where a word of AWQ holds the number of each output."""
-
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the codes of 4 bits mean in MXFP4; those from 8 are negative."""
+E2M1_BYTES = 16
+"""Of a group: two numbers each."""
+E8M0_BIAS = 127
 
 Parts = Mapping[str, Tensor]
 """The tensors of one linear layer that a checkpoint has, by their names behind its own."""
@@ -32,10 +37,15 @@ class Quantization(ABC):
 
     parts: ClassVar[tuple[str, ...]]
     """Names behind the name of a linear layer: the first one tells that it is quantized."""
+    joint: ClassVar[str] = "."
+    """Between the name of a layer and those of its parts."""
+    suffix: ClassVar[str] = ".weight"
+    """Behind the name of a layer, in the model's name of its weight."""
 
     @abstractmethod
     def weight(self, parts: Parts) -> Tensor:
-        """Returns the weight [O, I] in float32."""
+        """Returns the weight [O, I] in a float dtype that holds it. Raises ValueError for parts
+        that do not belong together."""
 
 
 class Sizes(NamedTuple):
@@ -222,11 +232,12 @@ class ScaledQuantization(Quantization):
         self._block = block
 
     def weight(self, parts: Parts) -> Tensor:
-        """Returns the weight [O, I] in float32; one without a scale is not quantized."""
-        numbers = parts["weight"].float()
+        """Returns the weight [O, I] in float32; one without a scale, which is not quantized, as it
+        is."""
         scale = parts.get("weight_scale", parts.get("weight_scale_inv"))
         if scale is None:
-            return numbers
+            return parts["weight"]
+        numbers = parts["weight"].float()
         if "weight_zero_point" in parts:
             zeros = parts["weight_zero_point"].float()
             numbers = numbers - _spread(zeros, numbers.shape, parts.get("weight_g_idx"))
@@ -235,6 +246,42 @@ class ScaledQuantization(Quantization):
             blocks = scale.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
             return numbers * blocks[: numbers.shape[0], : numbers.shape[1]]
         return numbers * _spread(scale.float(), numbers.shape, parts.get("weight_g_idx"))
+
+
+class Mxfp4(Quantization):
+    """Experts of gpt-oss: `blocks` uint8 [experts, O, G, 16], two numbers in a byte, the first in
+    its low bits; `scales` uint8 [experts, O, G], exponents of 2. All other weights are floats."""
+
+    parts = ("blocks", "scales")
+    joint = "_"
+    suffix = ""
+
+    def weight(self, parts: Parts) -> Tensor:
+        """Returns the weights [experts, I, O] in bfloat16, which holds each: the model has them
+        transposed. Beside them memory holds one expert."""
+        blocks, scales = parts["blocks"], parts["scales"]
+        if blocks.dim() != 4 or blocks.shape != (*scales.shape, E2M1_BYTES):
+            shapes = f"{list(blocks.shape)} and {list(scales.shape)}"
+            raise ValueError(f"blocks and scales have the shapes {shapes}")
+        if {blocks.dtype, scales.dtype} != {torch.uint8}:
+            raise ValueError(f"blocks and scales are {blocks.dtype} and {scales.dtype}, not bytes")
+        values = [*E2M1, *(-value for value in E2M1)]
+        pairs = torch.tensor([[low, high] for high in values for low in values]).bfloat16()
+        scale_of = [*(2.0 ** (power - E8M0_BIAS) for power in range(255)), nan]
+        powers = torch.tensor(scale_of).bfloat16()
+        num_experts, num_outputs, num_groups, _ = blocks.shape
+        num_inputs = num_groups * len(pairs[0]) * E2M1_BYTES
+        weights = torch.empty(num_experts, num_inputs, num_outputs, dtype=torch.bfloat16)
+        # A pair of bfloat16 has the size of an int32: one look-up finds both.
+        table = pairs.view(torch.int32).flatten()
+        for expert, weight in enumerate(weights):
+            found = table.index_select(0, blocks[expert].int().flatten()).view(torch.bfloat16)
+            numbers = found.view(num_outputs, num_groups, -1)
+            numbers *= powers[scales[expert].int()][..., None]
+            if not numbers.abs().amax().isfinite():
+                raise ValueError(f"expert {expert} has a scale that is not finite in bfloat16")
+            weight.copy_(numbers.flatten(1).T)
+        return weights
 
 
 class Floats(Quantization):
@@ -247,7 +294,7 @@ class Floats(Quantization):
         return parts["weight"]
 
 
-METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
+METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
 SCALED = ("int-quantized", "naive-quantized", "float-quantized")
 """Formats of compressed-tensors."""
 
@@ -271,6 +318,8 @@ def quantization_of(config: Any) -> Quantization | None:
         _known("bits", said.get("bits", said.get("w_bit")), (4,))
         _known("version", str(said.get("version") or "gemm").lower(), ("gemm",))
         return Awq()
+    if method == "mxfp4":
+        return Mxfp4()
     if method == "fp8":
         return ScaledQuantization(_block(said.get("weight_block_size")))
     name = _known("format", said.get("format"), (*SCALED, "pack-quantized"))
