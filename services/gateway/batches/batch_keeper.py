@@ -9,6 +9,7 @@ from functools import partial
 
 import structlog
 
+from services.gateway.batches.answer_rows import write_answers
 from services.gateway.batches.ingestion import LinesWait, check_file, read_lines
 from services.gateway.context import Gateway
 from shardline.base.aio import cancel_and_wait, is_cancelled
@@ -129,6 +130,8 @@ class BatchKeeper:
                 return 0.0
             pause_s = min(max(MIN_PAUSE_S, PAUSE_SHARE * batch.age_s), MAX_PAUSE_S)
             return max(pause_s, took_s / COUNTING_SHARE)
+        if batch.is_answered_in_rows and not await write_answers(self._gateway, batch):
+            return 0.0
         status = BatchStatus.COMPLETED
         if batch.status is BatchStatus.CANCELLING:
             status = BatchStatus.CANCELLED

@@ -10,23 +10,17 @@ from msgspec import Meta
 from services.gateway.batches.validation import BatchError
 from services.gateway.files.bodies import ExpirySeconds, file_name
 from services.gateway.responses.documents import InputDetails, OutputDetails, ResponseUsage
-from shardline.base.errors import Invalid
-from shardline.contract.batches.batch import PREFIX, BatchStatus
+from shardline.contract.batches.batch import (
+    PREFIX,
+    WINDOW,
+    BatchStatus,
+    Endpoint,
+    window_seconds,
+)
 from shardline.contract.ids import parse_id
 from shardline.store.batches import BatchRow
 
-WINDOW = r"^[1-9][0-9]{0,3}[mhd]$"
-UNITS_S = {"m": 60.0, "h": 3_600.0, "d": 86_400.0}
-MAX_WINDOW_S = 30 * UNITS_S["d"]
 MAX_PAGE = 100
-
-Endpoint = Literal[
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/embeddings",
-    "/v1/decisions",
-]
 
 
 class ExpiresAfter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,10 +42,7 @@ class BatchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def window_s(self) -> float:
         """The window in seconds. Raises Invalid."""
-        window_s = int(self.completion_window[:-1]) * UNITS_S[self.completion_window[-1]]
-        if window_s > MAX_WINDOW_S:
-            raise Invalid("completion_window", "it is over 30d", "Send 24h, or another one")
-        return window_s
+        return window_seconds(self.completion_window)
 
 
 class BatchErrors(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="list"):

@@ -9,11 +9,12 @@ from fastapi import Request
 
 from services.gateway.batches.bodies import BatchRequest
 from services.gateway.context import Gateway
-from services.gateway.files.bodies import BATCH, file_id_of
+from services.gateway.files.bodies import file_id_of
 from services.gateway.guard import Caller
 from services.gateway.http.json_body import Document, read_object
 from services.gateway.request_body import check_is_json
 from shardline.base.errors import Invalid
+from shardline.contract.batches.batch import PURPOSE
 from shardline.contract.request_parsing import check_metadata, invalid_from
 from shardline.store import batches, files
 from shardline.store.batches import BatchRow, NewBatch
@@ -31,7 +32,7 @@ async def create(gateway: Gateway, request: Request, caller: Caller) -> BatchRow
     file_id = file_id_of(asked.input_file_id, "input_file_id")
     find = partial(files.find_file, file_id=file_id, tenant=caller.tenant)
     file = await gateway.client.ask(find)
-    if file is None or file.purpose != BATCH:
+    if file is None or file.purpose != PURPOSE:
         problem = f"no file for batches has the id {asked.input_file_id[:64]!r}"
         raise Invalid("input_file_id", problem, "Upload it with purpose batch")
     expires = asked.output_expires_after

@@ -18,9 +18,8 @@ from services.gateway.batches.line_answers import CANCELLED, EXPIRED, over, refu
 from services.gateway.batches.line_requests import EncodedLine, LinePlace, encoded_lines
 from services.gateway.batches.validation import FileCheck
 from services.gateway.context import Gateway
-from services.gateway.files.uploads import CHUNK_BYTES
 from shardline.base.errors import Invalid, LimitExceeded, ShardlineError
-from shardline.contract.batches.batch import BatchStatus
+from shardline.contract.batches.batch import CHUNK_BYTES, BatchStatus
 from shardline.store import batches, files
 from shardline.store.batch_lines import NewLine, RefusedLines, add_lines
 from shardline.store.batches import BatchRow

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from uuid import UUID
@@ -105,22 +106,39 @@ async def output_lines(gateway: Gateway, file: FileRow) -> AsyncIterator[bytes]:
     assert file.batch_id is not None, "a part is of a batch"
     after = 0
     while True:
-        page = partial(
-            ended_lines,
-            batch_id=file.batch_id,
-            after=after,
-            limit=LINES_PER_PAGE,
-            has_succeeded=file.part == "output",
-        )
         batch = await gateway.client.ask(partial(read_batch, batch_id=file.batch_id))
         if batch is None:
             raise NotFound(f"the file {file_name(file.id)} was deleted while it was read")
-        lines = await gateway.client.ask(page)
-        if lines:
-            yield await _rendered(gateway, batch, lines)
-        if len(lines) < LINES_PER_PAGE:
+        page = await answered_page(gateway, batch, after=after, has_succeeded=file.part == "output")
+        if page is None:
             return
-        after = lines[-1].line
+        after = page.last_line
+        yield page.content
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnsweredPage:
+    """Some lines in OpenAI's form, and the number of the last one."""
+
+    last_line: int
+    content: bytes
+
+
+async def answered_page(
+    gateway: Gateway, batch: BatchRow, *, after: int, has_succeeded: bool
+) -> AnsweredPage | None:
+    """The next lines behind one that have ended; None where there are none."""
+    page = partial(
+        ended_lines,
+        batch_id=batch.id,
+        after=after,
+        limit=LINES_PER_PAGE,
+        has_succeeded=has_succeeded,
+    )
+    lines = await gateway.client.ask(page)
+    if not lines:
+        return None
+    return AnsweredPage(last_line=lines[-1].line, content=await _rendered(gateway, batch, lines))
 
 
 async def _rendered(gateway: Gateway, batch: BatchRow, lines: Sequence[LineRow]) -> bytes:

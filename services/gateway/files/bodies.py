@@ -8,12 +8,12 @@ from uuid import UUID
 import msgspec
 from msgspec import Meta
 
+from shardline.contract.batches.batch import FILE_PREFIX
 from shardline.contract.batches.batch_tables import MAX_FILENAME_CHARS
 from shardline.contract.ids import parse_id
 from shardline.store.files import FileRow
 
-PREFIX = "file-"
-BATCH = "batch"
+PREFIX = FILE_PREFIX
 FILE_ID = rf"^({PREFIX})?[0-9a-f]{{8}}(-[0-9a-f]{{4}}){{3}}-[0-9a-f]{{12}}$"
 
 MIN_EXPIRY_S = 3_600

@@ -18,13 +18,11 @@ from services.gateway.files.bodies import FileFields, stored_filename
 from services.gateway.files.upload_form import FORM, UploadForm, boundary_of
 from services.gateway.guard import Caller
 from shardline.base.errors import Invalid, ShardlineError
+from shardline.contract.batches.batch import CHUNK_BYTES
 from shardline.contract.request_parsing import invalid_from
 from shardline.store import files
 from shardline.store.connection.encoding import unstorable
 from shardline.store.files import FileRow
-
-CHUNK_BYTES = 1 << 20
-"""Of a file's content, in a row of its own."""
 
 BUFFERED_BYTES = 3 * CHUNK_BYTES
 """Of an upload at most: a chunk that is collected, one on its way, and what came meanwhile."""

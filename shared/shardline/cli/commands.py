@@ -30,6 +30,7 @@ from shardline.cli.arguments import (
     ToolFiles,
 )
 from shardline.cli.audit import audit
+from shardline.cli.batches.run_batch import run_batch
 from shardline.cli.bulk_acts import cancel, prioritize, retry
 from shardline.cli.cost import cost
 from shardline.cli.database import transaction
@@ -46,7 +47,6 @@ from shardline.cli.fields import (
 from shardline.cli.keys import keys
 from shardline.cli.local_stack import use_local_stack
 from shardline.cli.pauses import pause, resume
-from shardline.cli.run_batch import run_batch
 from shardline.cli.schedules import schedule
 from shardline.cli.tenants import tenant
 from shardline.cli.trace import trace

@@ -6,14 +6,24 @@ from __future__ import annotations
 import getpass
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from sqlalchemy import Connection, Engine, event
 
 from shardline.base.config import Settings
 from shardline.client import Client
 from shardline.client.database import reachable
+from shardline.client.questions import Answer, Question
 from shardline.store import audit
 from shardline.store.connection.database import connect
+
+
+class Ask(Protocol):
+    """Asks a question in a transaction of its own. Raises Unavailable, Busy."""
+
+    def __call__(self, question: Question[Answer]) -> Answer:
+        """Returns the answer, committed."""
+        ...
 
 
 @contextmanager
@@ -31,8 +41,20 @@ def acting_client() -> Iterator[Client]:
 
 
 @contextmanager
-def _engine() -> Iterator[Engine]:
-    engine = connect(Settings().database_url.get_secret_value())
+def asking(url: str) -> Iterator[Ask]:
+    """Connects to a database for many questions, for as long as a command runs."""
+    with _engine(url) as engine:
+
+        def ask(question: Question[Answer]) -> Answer:
+            with reachable(), engine.begin() as connection:
+                return question(connection)
+
+        yield ask
+
+
+@contextmanager
+def _engine(url: str | None = None) -> Iterator[Engine]:
+    engine = connect(url or Settings().database_url.get_secret_value())
     actor = f"cli {_user()}"
     event.listen(engine, "begin", lambda connection: audit.act_as(connection, actor))
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from shardline.base.config import ENV_PREFIX
+from shardline.base.config import ENV_PREFIX, Settings
 
 SERVERS = ("database", "redis")
 HOME = ".local"
@@ -27,6 +27,7 @@ class LocalGateway(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str
     api_key: str
+    database: str
 
 
 def local_gateway(folder: Path) -> LocalGateway | None:
@@ -36,7 +37,7 @@ def local_gateway(folder: Path) -> LocalGateway | None:
     if path is None:
         return None
     up = msgspec.json.decode(path.read_bytes(), type=UpFile)
-    return LocalGateway(url=up.urls["gateway"], api_key=up.api_key)
+    return LocalGateway(url=up.urls["gateway"], api_key=up.api_key, database=up.urls["database"])
 
 
 def use_local_stack(folder: Path) -> None:
@@ -44,12 +45,23 @@ def use_local_stack(folder: Path) -> None:
     SHARDLINE_HOME, or in `.local` of a folder or the nearest one above it. Where either is set
     nothing changes: two installations are never mixed."""
     names = {server: f"{ENV_PREFIX}{server.upper()}_URL" for server in SERVERS}
-    if any(os.environ.get(name) or os.environ.get(f"{name}_FILE") for name in names.values()):
+    if any(map(_is_set, names.values())):
         return
     path = _up_file(folder)
     if path is not None:
         urls = msgspec.json.decode(path.read_bytes(), type=UpFile).urls
         os.environ.update({names[server]: urls[server] for server in SERVERS})
+
+
+def named_database() -> str | None:
+    """The database that the environment names, this process's own `use_local_stack` included."""
+    if not _is_set(f"{ENV_PREFIX}DATABASE_URL"):
+        return None
+    return Settings().database_url.get_secret_value()
+
+
+def _is_set(name: str) -> bool:
+    return bool(os.environ.get(name) or os.environ.get(f"{name}_FILE"))
 
 
 def _up_file(folder: Path) -> Path | None:

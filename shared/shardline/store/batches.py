@@ -107,10 +107,11 @@ class TurnLost(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewBatch:
-    """What a batch is made of. `window_s` is `completion_window` in seconds."""
+    """What a batch is made of. `window_s` is `completion_window` in seconds. Without a key's name
+    its maker reads Postgres alone: its answers become rows too."""
 
     tenant: str
-    key_name: str
+    key_name: str | None
     endpoint: str
     input_file_id: UUID
     completion_window: str
@@ -155,6 +156,11 @@ class BatchRow:
     age_s: float
     """Both by Postgres's clock, as the row was read."""
     fence: int
+
+    @property
+    def is_answered_in_rows(self) -> bool:
+        """Whether its maker came without an API key, and can ask no gateway for its answers."""
+        return self.key_name is None
 
     @property
     def is_read(self) -> bool:

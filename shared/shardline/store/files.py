@@ -53,6 +53,16 @@ DELETE = text(f"""
 DELETE FROM files WHERE id = :id AND tenant_id = :tenant AND {IS_THERE} AND NOT {IS_READ}
 RETURNING id
 """)  # noqa: S608 (constants of ours)
+# Of a part that was deleted there is nothing to answer.
+ADD_ANSWERS = text("""
+INSERT INTO file_chunks (file_id, number, content)
+SELECT id, :number, :content FROM files WHERE id = :id RETURNING number
+""")
+LAST_CHUNK = text("SELECT max(number) FROM file_chunks WHERE file_id = :id")
+NEXT_CHUNK = text("""
+SELECT number, content FROM file_chunks WHERE file_id = :id AND number > :after
+ORDER BY number LIMIT 1
+""")
 CHUNK = text("SELECT content FROM file_chunks WHERE file_id = :id AND number = :number")
 PLACE = text("SELECT created_at FROM files WHERE id = :id AND tenant_id = :tenant")
 # The limit is a literal, so that the planner walks files_listing.
@@ -142,6 +152,24 @@ def add_part(
     values = {"filename": f"batch_{batch_id}_{part}.jsonl", "purpose": "batch_output"}
     about = {"id": file_id, "tenant": tenant, "batch_id": batch_id, "part": part}
     connection.execute(NEW_PART, {**about, **values})
+
+
+def add_answers(connection: Connection, file_id: UUID, *, last_line: int, content: bytes) -> bool:
+    """Adds lines to a batch's part as a chunk, whose number is that of the last one. Returns
+    whether the part is still there."""
+    values = {"id": file_id, "number": last_line, "content": content}
+    return connection.scalar(ADD_ANSWERS, values) is not None
+
+
+def last_answered(connection: Connection, file_id: UUID) -> int:
+    """The last line of a batch's part that is in a chunk; 0 where none is."""
+    return connection.scalar(LAST_CHUNK, {"id": file_id}) or 0
+
+
+def next_answers(connection: Connection, file_id: UUID, *, after: int) -> tuple[int, bytes] | None:
+    """The next chunk of a batch's part behind a line, with its last line; None at the end."""
+    row = connection.execute(NEXT_CHUNK, {"id": file_id, "after": after}).first()
+    return None if row is None else (row.number, row.content)
 
 
 def find_file(connection: Connection, file_id: UUID, *, tenant: str) -> FileRow | None:
