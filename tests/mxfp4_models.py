@@ -72,7 +72,9 @@ def save_mxfp4(folder: Path, **changes: Any) -> tuple[Path, Path]:
     for file in whole.glob("*.json"):
         (other / file.name).write_bytes(file.read_bytes())
     edit_config(other, quantization_config=QUANTIZATION)
-    files = {name: f"model-{place % 2:05}-of-00001.safetensors" for place, name in enumerate(packed)}
+    files = {
+        name: f"model-{place % 2:05}-of-00001.safetensors" for place, name in enumerate(packed)
+    }
     for file in set(files.values()):
         tensors = {name: packed[name] for name, its in files.items() if its == file}
         save_file(tensors, other / file, metadata={"format": "pt"})

@@ -77,8 +77,8 @@ def test_stages_give_the_tokens_and_log_probabilities_of_transformers(
     assert len({token for end in ends for token in end.output_ids}) > len(LENGTHS)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
-def test_packed_experts_give_the_tokens_of_float_ones_in_every_dtype(
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int4"])
+def test_packed_experts_give_the_tokens_of_float_ones(
     dtype: str, folders: tuple[Path, Path], device: Device, tmp_path: Path
 ) -> None:
     wanted = requests(prompts(), SamplingParams(max_tokens=NUM_NEW, temperature=0.8))

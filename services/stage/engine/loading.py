@@ -37,6 +37,7 @@ from services.stage.model.float_files import with_floats
 from services.stage.model.gguf.stored_weights import stored_weights
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.model_info import ModelInfo
+from services.stage.model.mxfp4_experts import mxfp4_experts
 from services.stage.model.owned_weights import give_back, own
 from services.stage.model.packed_weights import packed_weights
 from services.stage.model.shard import Shard, build_skeleton, shard_layers
@@ -201,12 +202,15 @@ def load_forward(load: ForwardLoad) -> LoadedForward:
 
 def _stored(load: ForwardLoad, attention: Attention) -> Mapping[str, StoredWeight]:
     """Returns the weights whose numbers are read from the model's own files, by their names."""
+    skeleton = partial(_skeleton, load, load.info, attention)
+    if load.packing.integers is Weights.INT8:
+        return mxfp4_experts(load.info, skeleton)
     if load.packing.integers is not Weights.INT4:
         return {}
     files = weight_files(load.info.path)
     if is_gguf(files[0]):
         return stored_weights(files, load.info.config)
-    return packed_weights(load.info, partial(_skeleton, load, load.info, attention))
+    return packed_weights(load.info, skeleton)
 
 
 def _skeleton(load: ForwardLoad, info: ModelInfo, attention: Attention) -> Any:

@@ -259,29 +259,33 @@ class Mxfp4(Quantization):
     def weight(self, parts: Parts) -> Tensor:
         """Returns the weights [experts, I, O] in bfloat16, which holds each: the model has them
         transposed. Beside them memory holds one expert."""
+        shape = self.shape(parts)
+        blocks, scales = parts["blocks"], parts["scales"]
+        powers = e8m0_powers().bfloat16()
+        # A pair of bfloat16 has the size of an int32: one look-up finds both.
+        table = e2m1_pairs().bfloat16().view(torch.int32).flatten()
+        weights = torch.empty(shape, dtype=torch.bfloat16)
+        for expert, weight in enumerate(weights):
+            found = table.index_select(0, blocks[expert].int().flatten()).view(torch.bfloat16)
+            numbers = found.view(*scales[expert].shape, -1)
+            numbers *= powers[scales[expert].int()][..., None]
+            if not numbers.abs().amax().isfinite():
+                raise ValueError(f"expert {expert} has a scale that is not finite in bfloat16")
+            weight.copy_(numbers.flatten(1).T)
+        return weights
+
+    @staticmethod
+    def shape(parts: Parts) -> tuple[int, int, int]:
+        """Returns experts, I and O. Raises ValueError for parts, with or without values, that do
+        not belong together."""
         blocks, scales = parts["blocks"], parts["scales"]
         if blocks.dim() != 4 or blocks.shape != (*scales.shape, E2M1_BYTES):
             shapes = f"{list(blocks.shape)} and {list(scales.shape)}"
             raise ValueError(f"blocks and scales have the shapes {shapes}")
         if {blocks.dtype, scales.dtype} != {torch.uint8}:
             raise ValueError(f"blocks and scales are {blocks.dtype} and {scales.dtype}, not bytes")
-        values = [*E2M1, *(-value for value in E2M1)]
-        pairs = torch.tensor([[low, high] for high in values for low in values]).bfloat16()
-        scale_of = [*(2.0 ** (power - E8M0_BIAS) for power in range(255)), nan]
-        powers = torch.tensor(scale_of).bfloat16()
         num_experts, num_outputs, num_groups, _ = blocks.shape
-        num_inputs = num_groups * len(pairs[0]) * E2M1_BYTES
-        weights = torch.empty(num_experts, num_inputs, num_outputs, dtype=torch.bfloat16)
-        # A pair of bfloat16 has the size of an int32: one look-up finds both.
-        table = pairs.view(torch.int32).flatten()
-        for expert, weight in enumerate(weights):
-            found = table.index_select(0, blocks[expert].int().flatten()).view(torch.bfloat16)
-            numbers = found.view(num_outputs, num_groups, -1)
-            numbers *= powers[scales[expert].int()][..., None]
-            if not numbers.abs().amax().isfinite():
-                raise ValueError(f"expert {expert} has a scale that is not finite in bfloat16")
-            weight.copy_(numbers.flatten(1).T)
-        return weights
+        return num_experts, num_groups * 2 * E2M1_BYTES, num_outputs
 
 
 class Floats(Quantization):
@@ -318,10 +322,9 @@ def quantization_of(config: Any) -> Quantization | None:
         _known("bits", said.get("bits", said.get("w_bit")), (4,))
         _known("version", str(said.get("version") or "gemm").lower(), ("gemm",))
         return Awq()
-    if method == "mxfp4":
-        return Mxfp4()
-    if method == "fp8":
-        return ScaledQuantization(_block(said.get("weight_block_size")))
+    if method in ("fp8", "mxfp4"):
+        is_fp8 = method == "fp8"
+        return ScaledQuantization(_block(said.get("weight_block_size"))) if is_fp8 else Mxfp4()
     name = _known("format", said.get("format"), (*SCALED, "pack-quantized"))
     if name not in SCALED:
         return PackedIntegers()
@@ -332,6 +335,17 @@ def quantization_of(config: Any) -> Quantization | None:
             None,
         )
     )
+
+
+def e2m1_pairs() -> Tensor:
+    """Returns the two numbers that each byte holds, float32 [256, 2]."""
+    values = [*E2M1, *(-value for value in E2M1)]
+    return torch.tensor([[low, high] for high in values for low in values])
+
+
+def e8m0_powers() -> Tensor:
+    """Returns what each byte means as a scale, float32 [256]."""
+    return torch.tensor([*(2.0 ** (power - E8M0_BIAS) for power in range(255)), nan])
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:

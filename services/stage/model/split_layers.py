@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from services.stage.model.refusal import refuse
 from services.stage.model.shard import Shard, row_lengths
 from services.stage.products.experts import is_experts
-from services.stage.products.packing import MakeLayer, is_linear
+from services.stage.products.packing import MakeLayer, expert_of, is_linear
 from services.stage.products.stored import keep, stored_of
 from services.stage.products.tiled_linear import TILE_OUTPUTS
 from services.stage.ranks.group import RankGroup
@@ -148,16 +148,16 @@ def send_embedding(model: Any, group: RankGroup) -> None:
 
 def gathered(make: MakeLayer, group: RankGroup) -> MakeLayer:
     """Returns what makes this rank's share of a packed layer, which gives all outputs, of a whole
-    weight [N, K]."""
+    weight [N, K], which may stand for a stored one."""
 
     def make_share(weight: Tensor, bias: Tensor | None) -> Any:
         if not group.can_share(len(weight), TILE_OUTPUTS):
-            return make(weight, bias)
+            return expert_of(make, weight, bias)
         share = group.share_of(len(weight), TILE_OUTPUTS)
-        mine = make(
-            weight[share.start : share.stop],
-            None if bias is None else bias[share.start : share.stop],
-        )
+        rows = weight[share.start : share.stop]
+        if (stored := stored_of(weight)) is not None:
+            keep(rows, stored.rows(share))
+        mine = expert_of(make, rows, None if bias is None else bias[share.start : share.stop])
         return GatheredLinear(group, mine, Share(share, len(weight)))
 
     return make_share

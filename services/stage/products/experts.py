@@ -20,6 +20,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from services.stage.products.row_buckets import ROW_BUCKETS, Buckets, RowPadding, in_panels
 from services.stage.products.row_counts import SAMPLED_OUTPUTS, Product
+from services.stage.products.stored import keep, stored_of
 
 EXPERTS = "shardline_padded"
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -44,7 +45,7 @@ def stacked_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def pack_experts(module: Any, make: Callable[[Tensor, Tensor | None], nn.Module]) -> None:
     """Replaces the stacked weights by a layer for each expert, which `make` makes of a weight [N,
-    K] and a bias [N].
+    K], which may stand for a stored one, and a bias [N].
 
     All have one dtype. A row's bits must not depend on the other rows of such a layer.
     """
@@ -121,10 +122,13 @@ def _product(module: Any, name: str, expert: int, states: Tensor) -> Tensor:
 
 
 def _parameters(module: Any, name: str, expert: int) -> tuple[Tensor, Tensor | None]:
-    """The stacked weight [N, K] and bias [N] of one expert."""
-    weight: Tensor = getattr(module, name)[expert]
+    """The stacked weight [N, K], which may stand for a stored one, and bias [N] of one expert."""
+    stacked: Tensor = getattr(module, name)
+    weight = stacked[expert].t() if getattr(module, "is_transposed", False) else stacked[expert]
     bias = getattr(module, f"{name}_bias")[expert] if getattr(module, "has_bias", False) else None
-    return (weight.t() if getattr(module, "is_transposed", False) else weight), bias
+    if (stored := stored_of(stacked)) is not None:
+        keep(weight, stored.rows(range(expert * len(weight), (expert + 1) * len(weight))))
+    return weight, bias
 
 
 def _widths(module: Any) -> frozenset[int]:

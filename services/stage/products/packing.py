@@ -51,7 +51,7 @@ class Packing:
     keeps_weights: bool = False
     """A packed layer uses the weight that it was given, which may be shared."""
     make_expert: MakeLayer | None = None
-    """For experts of a mixture instead of `make`."""
+    """For experts of a mixture instead of `make`, of a weight that may stand for a stored one."""
 
 
 UNPACKED = Packing("none", None)
@@ -232,7 +232,7 @@ def pack(model: nn.Module, packing: Packing, *, uses_embedding: bool = True) -> 
     """
     if packing.make is not None and not packing.keeps_weights:
         for experts in filter(is_experts, model.modules()):
-            pack_experts(experts, packing.make_expert or packing.make)
+            pack_experts(experts, packing.make_expert or partial(expert_of, packing.make))
     groups = list(_groups(model))
     if packing.make is None or not groups:
         return
@@ -320,6 +320,12 @@ def _pack_group(
         num = layer.weight.shape[0]
         setattr(parent, name, Part(merged, first, num))
         first += num
+
+
+def expert_of(make: MakeLayer, weight: Tensor, bias: Tensor | None) -> Any:
+    """Returns a packed layer of a weight [N, K] and a bias [N]: of a stored weight the numbers are
+    read."""
+    return _made(make, [weight], bias)
 
 
 def _made(make: MakeLayer, weights: Sequence[Tensor], bias: Tensor | None) -> Any:

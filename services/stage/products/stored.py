@@ -19,11 +19,11 @@ _ATTRIBUTE = "shardline_stored"
 
 
 class StoredWeight(Protocol):
-    """Some rows of a weight [N, K] in a file."""
+    """Some rows of a weight [N, K] in a file; of stacked experts one's behind another's."""
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """N and K."""
+    def shape(self) -> tuple[int, ...]:
+        """That of the parameter in the model: N and K, or of stacked experts all three."""
 
     @property
     def order(self) -> Tensor | None:

@@ -54,6 +54,8 @@ class TiledLinear(nn.Module):
         `weights`: if in groups, also several weights, [N, K] together. Those in groups already
         keep their numbers, but that only `Weights.INT4` has some in 4 bits."""
         super().__init__()
+        if weights is Weights.INT8 and not isinstance(weight, Tensor):
+            weights = Weights.GROUPED_INT8
         self._kernel = kernel
         self._empty = torch.empty(
             0, dtype=torch.float32 if weights is Weights.FLOAT32 else torch.bfloat16

@@ -4,7 +4,10 @@ with the name of what is wrong."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +15,29 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
+from services.stage.device.device import Device
+from services.stage.engine.executor import Executor
 from services.stage.model.float_files import with_floats
 from services.stage.model.model_info import ModelInfo
+from services.stage.model.mxfp4_experts import StoredExperts, in_groups, mxfp4_experts
 from services.stage.model.quantization import Mxfp4
-from services.stage.model.shard import Shard
+from services.stage.model.shard import Shard, build_skeleton
+from services.stage.products.groups import INT8_BYTES
 from shardline.base.errors import Invalid
-from tests.mxfp4_models import Experts, save_mxfp4
+from shardline.contract.job import SamplingParams
+from shardline_scheduler.events import SequenceFinished
+from tests.chain import complete, load_chain, requests
+from tests.models import VOCAB_SIZE
+from tests.mxfp4_models import FILE, Experts, save_mxfp4
+from tests.pinned import first_core
 
 LAYER = "model.layers.1.mlp.experts.down_proj"
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[Device]:
+    with first_core(tmp_path / "locks") as device:
+        yield device
 
 
 def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -109,6 +127,121 @@ def test_parts_of_other_shapes_are_refused_with_their_layer(
             attn_implementation="eager",
             device=torch.device("cpu"),
         )
+
+
+def stored_of(info: ModelInfo) -> dict[str, StoredExperts]:
+    layers = range(info.num_layers)
+    make = partial(build_skeleton, info, layers, dtype=torch.bfloat16, attn_implementation="eager")
+    return dict(mxfp4_experts(info, make))
+
+
+def test_groups_hold_the_numbers_of_every_expert(tmp_path: Path) -> None:
+    whole, packed = save_mxfp4(tmp_path)
+    expected = load_file(whole / FILE)
+
+    found = stored_of(ModelInfo.read(packed))
+
+    names = {name for name in expected if name.endswith((".gate_up_proj", ".down_proj"))}
+    assert found.keys() == names
+    for name, stored in found.items():
+        rows = expected[name].float().mT.flatten(0, 1)
+        assert stored.shape == expected[name].shape
+        assert stored.num_bytes == rows.numel() * INT8_BYTES
+        assert torch.equal(stored.groups().floats(), rows)
+        share = stored.rows(range(70, 200)).rows(range(3, 50))
+        assert torch.equal(share.groups().floats(), rows[73:120])
+
+
+@pytest.mark.parametrize("scale", [0, 1, 127, 252])
+def test_groups_hold_every_code_at_small_and_large_scales(scale: int) -> None:
+    packed = all_bytes(scale)
+    found = in_groups(packed.blocks[0], packed.scales[0]).floats()
+    assert torch.equal(found.double(), packed.floats()[0].T)
+
+
+def test_groups_far_below_the_largest_of_their_output_become_zeros() -> None:
+    blocks = torch.full((1, 3, 16), 0x22, dtype=torch.uint8)  # ones
+    scales = torch.tensor([[127, 103, 102]], dtype=torch.uint8)
+    found = in_groups(blocks, scales).floats()[0, ::32]
+    assert found.tolist() == [1, 2.0**-24, 0]
+
+
+def test_groups_with_a_scale_that_leaves_bfloat16_are_refused(tmp_path: Path) -> None:
+    _, packed = save_mxfp4(tmp_path)
+    scales = torch.full((5, 64, 3), 255, dtype=torch.uint8)
+    change(packed, f"{LAYER}_scales", scales)
+    stored = stored_of(ModelInfo.read(packed))[LAYER]
+    with pytest.raises(Invalid, match=re.escape(f"{LAYER} cannot be unpacked: a scale is not")):
+        stored.groups()
+
+
+@pytest.mark.parametrize("shape", [None, [5, 64, 2]])
+def test_groups_without_scales_for_all_blocks_are_refused_with_their_layer(
+    shape: list[int] | None, tmp_path: Path
+) -> None:
+    _, packed = save_mxfp4(tmp_path)
+    new = None if shape is None else torch.zeros(shape, dtype=torch.uint8)
+    change(packed, f"{LAYER}_scales", new)
+    with pytest.raises(Invalid, match=re.escape(f"{LAYER} cannot be unpacked")):
+        stored_of(ModelInfo.read(packed))
+
+
+@torch.inference_mode()
+def test_experts_in_int8_say_what_float_ones_say_but_for_rounded_inputs(
+    device: Device, tmp_path: Path
+) -> None:
+    # Given experts of a layer in float32, and the same ones as a stage of int8 packs them
+    whole, packed = save_mxfp4(tmp_path)
+    (exact,), (found,) = (
+        load_chain(path, 1, device, tmp_path / dtype, dtype=dtype)
+        for path, dtype in ((whole, "float32"), (packed, "int8"))
+    )
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randn(40, 64, generator=generator)
+    chosen = torch.rand(40, 5, generator=generator).topk(2).indices
+    shares = torch.rand(40, 2, generator=generator)
+
+    # When both are asked
+    def said(stage: Executor, dtype: torch.dtype) -> Tensor:
+        layer: Any = stage.forward.shard.layer_modules[1]
+        out: Tensor = layer.mlp.experts(rows.to(dtype), chosen, shares.to(dtype))
+        return out.float()
+
+    expected = said(exact, torch.float32)
+    wrong = (said(found, torch.bfloat16) - expected).norm() / expected.norm()
+
+    # Then no weight was rounded, and no file of floats has their values
+    assert wrong < 0.015
+    (floats,) = (tmp_path / "int8" / "floats").glob("*-rest")
+    status = (floats / "layer-1.safetensors").stat()
+    assert status.st_blocks * 512 < 0.6 * status.st_size
+    experts: Any = found.forward.shard.layer_modules[1]
+    tiles = [each.tiles.nbytes for each in experts.mlp.experts.gate_up_proj]
+    assert tiles == [64 * 192 * 34 // 32] * 5
+
+
+def completions(stages: list[Executor], seats: int) -> list[SequenceFinished]:
+    generator = torch.Generator().manual_seed(3)
+    prompts = [
+        torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+        for length in (1, 5, 40, 17)
+    ]
+    params = SamplingParams(max_tokens=8, temperature=0.9, logprobs=1)
+    return complete(stages, requests(prompts, params), budget=24, seats=seats)
+
+
+def test_every_split_batch_and_streamed_layers_of_int8_give_the_same_bits(
+    device: Device, tmp_path: Path
+) -> None:
+    _, packed = save_mxfp4(tmp_path)
+    streamed: dict[str, Any] = {"streamed_layers": 2, "streamed_folder": tmp_path}
+    cases: list[tuple[int, dict[str, Any]]] = [(1, {}), (2, {}), (1, streamed)]
+    found = []
+    for num_stages, limits in cases:
+        stages = load_chain(packed, num_stages, device, tmp_path, dtype="int8", **limits)
+        assert all(stage.exact for stage in stages)
+        found += [completions(stages, seats) for seats in (4, 1)]
+    assert found[1:] == found[:1] * 5
 
 
 def test_parts_of_another_dtype_are_refused() -> None:
