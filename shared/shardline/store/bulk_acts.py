@@ -15,7 +15,7 @@ from typing import Any
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Select, exists, func, or_, select, text, tuple_
+from sqlalchemy import ColumnElement, Connection, Select, any_, exists, func, select, text, tuple_
 
 from shardline.base.errors import Invalid
 from shardline.contract.batches.batch_tables import batch_lines
@@ -204,9 +204,22 @@ def _is_meant(where: JobFilter) -> list[ColumnElement[bool]]:
     if where.kind is not None:
         rules.append(_is_of(where.kind))
     if where.batch_id is not None:
-        lines = select(batch_lines.c.job_id).where(batch_lines.c.batch_id == where.batch_id)
-        rules.append(or_(jobs.c.id.in_(lines), jobs.c.choice_of.in_(lines)))
+        rules.append(jobs.c.id == any_(_jobs_of(where.batch_id)))
     return rules
+
+
+def _jobs_of(batch_id: UUID) -> ColumnElement[Any]:
+    """The ids of a batch's jobs. As an array, by which Postgres looks jobs up: of a subquery it
+    would ask for each job of the table whether it is there."""
+    lines = batch_lines.c
+    choices = jobs.alias()
+    firsts = select(lines.job_id).where(lines.batch_id == batch_id, lines.job_id.is_not(None))
+    others = (
+        select(choices.c.id)
+        .join(batch_lines, choices.c.choice_of == lines.job_id)
+        .where(lines.batch_id == batch_id)
+    )
+    return func.array(firsts.union_all(others).scalar_subquery())
 
 
 def _is_of(kind: JobKind) -> ColumnElement[bool]:

@@ -13,9 +13,11 @@ from sqlalchemy import Connection, Engine, event, text
 from shardline.base.errors import Invalid
 from shardline.contract.ids import new_id
 from shardline.contract.job import JobState
+from shardline.contract.job_filter import JobFilter
 from shardline.contract.parents.parent_job import ParentJob
 from shardline.contract.tables import TERMINAL
-from shardline.store import dead_letters, jobs, listing
+from shardline.store import bulk_acts, dead_letters, jobs, listing
+from shardline.store.bulk_acts import Act, BulkProgress
 from shardline.store.statistics import demand
 from shardline_server.store import (
     claims,
@@ -76,6 +78,31 @@ SELECT id, 1, 'text', '{{7}}', 2, 1, 'stop', true FROM jobs WHERE state = 'succe
 INSERT INTO models (name, context_length, vocab_size, tokenizer, fingerprint)
 VALUES ('rare', 32, 100, '', 'w');
 """
+
+BATCH = "01890000-0000-7000-8000-000000000000"
+
+# Some jobs have a tag, in each state. Of many batches one has 500 lines, of which the first has a
+# second choice.
+TAGS_AND_BATCHES = f"""
+UPDATE jobs SET metadata = '{{"team": "a"}}'
+WHERE idempotency_key LIKE 'waits 7%%00' OR state = 'failed';
+INSERT INTO batches (id, tenant_id, endpoint, input_file_id, completion_window, status, expires_at,
+    num_lines, last_line, next_line, next_byte, first_open, due_at, fence)
+SELECT CASE n WHEN 0 THEN '{BATCH}' ELSE gen_random_uuid() END, 'default', '/v1/completions',
+    '{BATCH}', '24h', 'in_progress', now(), 500, 500, 501, 0, 1, now(), 0
+FROM generate_series(0, 40) AS n;
+INSERT INTO batch_lines (batch_id, line, job_id, num_jobs, num_choices)
+SELECT batches.id, n, gen_random_uuid(), 1, 1 FROM batches, generate_series(1, 500) AS n
+WHERE batches.id <> '{BATCH}';
+INSERT INTO batch_lines (batch_id, line, job_id, num_jobs, num_choices)
+SELECT '{BATCH}', row_number() OVER (), id, 1, 1 FROM (
+    (SELECT id FROM jobs WHERE state = 'queued' AND priority < 9 LIMIT 460)
+    UNION ALL (SELECT id FROM jobs WHERE state = 'failed' LIMIT 40)) AS jobs;
+UPDATE batch_lines SET num_jobs = 2, num_choices = 2 WHERE batch_id = '{BATCH}' AND line = 1;
+INSERT INTO jobs (model, prompt, choice_of, choice_index)
+SELECT 'm', 'text', job_id, 1 FROM batch_lines WHERE batch_id = '{BATCH}' AND line = 1;
+"""
+NUM_OF_BATCH = {Act.CANCEL: 461, Act.RETRY: 40, Act.PRIORITIZE: 461}
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +170,21 @@ def faults(plans: list[tuple[str, dict[str, Any]]]) -> list[str]:
                 found.append(
                     f"{kind} of {name} wastes {wasted} for {node['Actual Rows']}: {statement}"
                 )
+    return found
+
+
+def all_reads(plans: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    """Where a plan reads a table from end to end: row by row, or in the order of its times."""
+    found = []
+    for statement, plan in plans:
+        for node in nodes(plan):
+            is_read = node.get("Relation Name") in ("jobs", "batch_lines") and node["Actual Loops"]
+            is_walk = (
+                node.get("Index Name") == "jobs_listing"
+                and node.get("Rows Removed by Filter", 0) > MAX_WASTED
+            )
+            if is_read and (is_walk or "Seq Scan" in node["Node Type"]):
+                found.append(f"{node['Node Type']} of {node['Relation Name']}: {statement}")
     return found
 
 
@@ -266,6 +308,34 @@ def test_every_statement_of_heads_finds_its_rows_by_an_index(
         }
         assert retention.delete_old(connection, age_s=5_000.0, max_batch=100).num_deleted == 100
     assert faults(plans) == []
+
+
+@pytest.mark.parametrize("act", Act)
+def test_an_act_on_many_jobs_reads_neither_all_jobs_nor_all_lines(
+    engine: Engine, plans: list[tuple[str, dict[str, Any]]], act: Act
+) -> None:
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.exec_driver_sql(f"/* advisory */ {TAGS_AND_BATCHES}")
+        connection.exec_driver_sql("/* advisory */ VACUUM (ANALYZE) jobs, batches, batch_lines")
+    wheres = {
+        "batch": JobFilter(batch=BATCH),
+        "tag": JobFilter(metadata={"team": "a"}),
+        "tenant": JobFilter(tenant="other"),
+        "no tenant": JobFilter(tenant="none"),
+        "tag of a tenant": JobFilter(tenant="default", metadata={"team": "a"}),
+        "model": JobFilter(model="rare"),
+        "reason": JobFilter(error_code="crashed"),
+    }
+    for name, where in wheres.items():
+        plans.clear()
+        asked = bulk_acts.bulk_act(act, where, priority=9 if act is Act.PRIORITIZE else None)
+        with engine.connect() as connection:
+            number = bulk_acts.count(connection, asked)
+            first = bulk_acts.next_page(connection, asked, BulkProgress())
+            assert first.num_changed == min(number, bulk_acts.PAGE_ROWS)
+            bulk_acts.next_page(connection, asked, first)
+        assert name != "batch" or number == NUM_OF_BATCH[act]
+        assert all_reads(plans) == [], name
 
 
 def test_the_rows_of_these_tests_have_each_terminal_state(engine: Engine) -> None:

@@ -1,1 +1,1 @@
-"""The command run-batch, and the doors through which it runs a file."""
+"""The command run-batch and its doors."""
