@@ -63,7 +63,8 @@ def save_mxfp4(folder: Path, **changes: Any) -> tuple[Path, Path]:
         if not name.endswith((".gate_up_proj", ".down_proj")):
             packed[name] = floats[name]
             continue
-        experts = Experts.drawn(*floats[name].shape, seed)
+        num_experts, inputs, outputs = floats[name].shape
+        experts = Experts.drawn(num_experts, inputs, outputs, seed)
         floats[name] = experts.floats().bfloat16().contiguous()
         packed |= {f"{name}_blocks": experts.blocks, f"{name}_scales": experts.scales}
     save_file(floats, whole / FILE, metadata={"format": "pt"})
@@ -72,11 +73,11 @@ def save_mxfp4(folder: Path, **changes: Any) -> tuple[Path, Path]:
     for file in whole.glob("*.json"):
         (other / file.name).write_bytes(file.read_bytes())
     edit_config(other, quantization_config=QUANTIZATION)
-    files = {
+    places = {
         name: f"model-{place % 2:05}-of-00001.safetensors" for place, name in enumerate(packed)
     }
-    for file in set(files.values()):
-        tensors = {name: packed[name] for name, its in files.items() if its == file}
-        save_file(tensors, other / file, metadata={"format": "pt"})
-    (other / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    for shard in set(places.values()):
+        tensors = {name: packed[name] for name, its in places.items() if its == shard}
+        save_file(tensors, other / shard, metadata={"format": "pt"})
+    (other / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return whole, other

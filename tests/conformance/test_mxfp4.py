@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
+from transformers.utils.quantization_config import Mxfp4Config
 
 from services.stage.device.device import Device
 from shardline.contract.job import SamplingParams
@@ -35,7 +36,7 @@ def reference(folders: tuple[Path, Path]) -> tf.PreTrainedModel:
     model = tf.AutoModelForCausalLM.from_pretrained(
         folders[1],
         dtype=torch.float32,
-        quantization_config=tf.Mxfp4Config(dequantize=True),
+        quantization_config=Mxfp4Config(dequantize=True),
         attn_implementation="eager",
         experts_implementation="eager",
     ).eval()

@@ -323,8 +323,8 @@ def _pack_group(
 
 
 def expert_of(make: MakeLayer, weight: Tensor, bias: Tensor | None) -> Any:
-    """Returns a packed layer of a weight [N, K] and a bias [N]: of a stored weight the numbers are
-    read."""
+    """Returns a packed layer of a weight [N, K] and a bias [N] of one float dtype: of a stored
+    weight the numbers are read."""
     return _made(make, [weight], bias)
 
 

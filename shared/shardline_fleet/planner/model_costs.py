@@ -87,6 +87,8 @@ class ModelCosts:
     """The layer from which on all must be in one stage."""
     int4_bytes: float = WEIGHT_BYTES["int4"]
     """Of a weight of layers in int4, on average: a file's own numbers may have more bits."""
+    int8_bytes: float = WEIGHT_BYTES["int8"]
+    """Of a weight of layers in int8: a file's own numbers keep their scales."""
 
     @classmethod
     def read(cls, model: Path) -> ModelCosts:
@@ -97,7 +99,10 @@ class ModelCosts:
             in_8_bits = share_above_4_bits(model, config) or float(_is_packed_in_8_bits(config))
             least = WEIGHT_BYTES["int4"]
             int4_bytes = least + in_8_bits * (GROUPED_INT8_BYTES - least)
-            return replace(cls.of(config), int4_bytes=int4_bytes)
+            costs = replace(cls.of(config), int4_bytes=int4_bytes)
+            method = (config.get("quantization_config") or {}).get("quant_method")
+            # But for attention, less than 3 % of the weights
+            return replace(costs, int8_bytes=GROUPED_INT8_BYTES) if method == "mxfp4" else costs
         except (OSError, ValueError) as error:
             raise Invalid(
                 FIELD,
@@ -133,7 +138,8 @@ class ModelCosts:
 
     def weight_bytes(self, dtype: str) -> float:
         """Returns what a weight of the layers takes on average, by SHARDLINE_DTYPE."""
-        return self.int4_bytes if dtype == "int4" else WEIGHT_BYTES[dtype]
+        own = {"int4": self.int4_bytes, "int8": self.int8_bytes}
+        return own.get(dtype, WEIGHT_BYTES[dtype])
 
     @property
     def embedding_weights(self) -> int:
@@ -153,8 +159,9 @@ class ModelCosts:
         split."""
         costs = msgspec.to_builtins(self)
         costs.pop("joined_from")
-        if self.int4_bytes == WEIGHT_BYTES["int4"]:
-            costs.pop("int4_bytes")
+        for name in ("int4", "int8"):
+            if costs[f"{name}_bytes"] == WEIGHT_BYTES[name]:
+                costs.pop(f"{name}_bytes")
         for kind in costs["layers"]:
             if not kind["state_bytes"]:  # as it was before layers could have some
                 kind.pop("state_bytes")

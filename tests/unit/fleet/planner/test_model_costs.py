@@ -101,3 +101,15 @@ def test_plans_know_the_bits_of_a_packed_checkpoint(
     (tmp_path / "config.json").write_text(json.dumps(config))
 
     assert ModelCosts.read(tmp_path).weight_bytes("int4") == weight_bytes
+
+
+def test_plans_know_that_experts_in_mxfp4_keep_their_scales_in_int8(tmp_path: Path) -> None:
+    config = CONFIGS["gpt-oss"]().to_dict()
+    shapes = []
+    for extra in ({}, {"quantization_config": {"quant_method": "mxfp4"}}):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **extra}))
+        costs = ModelCosts.read(tmp_path)
+        assert costs.weight_bytes("int8") == (34 / 32 if extra else 1)
+        assert (costs.weight_bytes("int4"), costs.weight_bytes("bfloat16")) == (20 / 32, 2)
+        shapes.append(costs.shapes_id)
+    assert shapes[0] == ModelCosts.of(config).shapes_id != shapes[1]

@@ -29,6 +29,7 @@ from tests.adapters import save_adapter
 from tests.chain import Pressure, complete, load_chain, requests, with_adapters
 from tests.gguf_models import write_gguf
 from tests.models import VOCAB_SIZE, save_model
+from tests.mxfp4_models import save_mxfp4
 from tests.pinned import unpinned_afterwards
 from tests.unit.stage.model.packed_models import Pack, awq, gptq, save_both
 
@@ -155,6 +156,18 @@ def test_two_ranks_of_a_packed_checkpoint_give_every_bit_of_one_process(
     assert completions(stages) == completions(whole)
     assert stages[0].exact
     assert num_fused(stages) == num_fused(whole)
+    stages[0].drop()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_two_ranks_of_experts_in_mxfp4_give_every_bit_of_one_process(
+    dtype: str, tmp_path: Path, devices: Devices
+) -> None:
+    _, path = save_mxfp4(tmp_path)
+    whole, stages = (load_chain(path, 1, device, tmp_path, dtype=dtype) for device in devices)
+
+    assert completions(stages) == completions(whole)
+    assert stages[0].exact
     stages[0].drop()
 
 
