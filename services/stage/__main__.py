@@ -18,10 +18,12 @@ gc.disable()
 # numpy computes nothing in a stage, and its threads would keep ranks from being forks.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from shardline_server.host.threads import ASLEEP
+from shardline_server.host.threads import spin_environment
 
-if os.environ.get("SHARDLINE_DEVICE_SHARED", "").lower() in ("1", "on", "t", "true", "y", "yes"):
-    os.environ |= {**ASLEEP, **os.environ}
+SHARED = os.environ.get("SHARDLINE_DEVICE_SHARED", "").lower()
+os.environ |= spin_environment(
+    os.environ, are_cores_shared=SHARED in ("1", "on", "t", "true", "y", "yes")
+)
 
 import msgspec
 import structlog

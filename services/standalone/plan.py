@@ -19,7 +19,7 @@ from services.standalone.servers import socket_folder
 from services.standalone.settings import REPOSITORY, StandaloneSettings
 from services.standalone.state_dir import HOP_KEY_FILE
 from services.standalone.warm_parent import WarmParent
-from shardline_server.host.threads import ASLEEP
+from shardline_server.host.threads import spin_environment
 
 METRICS_PORT = "SHARDLINE_METRICS_PORT"
 FLOWER_USER = "shardline"
@@ -143,9 +143,11 @@ def make_warm_parent(
 ) -> WarmParent:
     """The parent of one stack's stages; they preload these libraries. If any share cores, threads
     of all sleep."""
+    inherited = _inherited()
+    are_cores_shared = any(place.shared for place in stages)
     environment = {
-        **(ASLEEP if any(place.shared for place in stages) else {}),
-        **_inherited(),
+        **inherited,
+        **spin_environment(inherited, are_cores_shared=are_cores_shared),
         "SHARDLINE_HOME": str(home),
         "SHARDLINE_MODEL": str(settings.folder or settings.model),
     }

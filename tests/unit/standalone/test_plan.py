@@ -18,6 +18,7 @@ from services.standalone.plan import (
 )
 from services.standalone.preload import preload
 from services.standalone.settings import StandaloneSettings
+from shardline_server.host.threads import SPIN_COUNT
 
 ADDRESSES = Addresses(
     http_port=8001,
@@ -89,16 +90,24 @@ def test_only_stages_preload_a_library(tmp_path: Path) -> None:
     assert preload(StandaloneSettings(stage_preload="")) == ""
 
 
-@pytest.mark.parametrize(("cores", "policy"), [([0], "passive"), ([0, 1], None)])
+@pytest.mark.parametrize(("cores", "turns"), [([0], "0"), ([0, 1], str(SPIN_COUNT))])
 def test_threads_of_stages_that_share_cores_wait_asleep_also_in_forks(
-    tmp_path: Path, cores: list[int], policy: str | None
+    tmp_path: Path, cores: list[int], turns: str
 ) -> None:
     settings = StandaloneSettings(model=str(tmp_path), stages=2)
     stages = places(settings, 8, cores)
     parent = make_warm_parent(settings, tmp_path, "", stages)
     for stage in make_plan(settings, ADDRESSES, stages, tmp_path, parent).stages:
-        assert stage.env.get("OMP_WAIT_POLICY") == policy
+        assert stage.env["GOMP_SPINCOUNT"] == turns
         assert parent.suits(stage.env)
+
+
+def test_how_threads_wait_is_left_to_who_sets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    parent = make_warm_parent(StandaloneSettings(model=str(tmp_path)), tmp_path, "")
+    assert "GOMP_SPINCOUNT" not in parent.environment
 
 
 def test_no_password_breaks_a_url_or_flowers_list() -> None:
