@@ -17,6 +17,7 @@ from shardline.contract.queues import GENERATE_TASK, generate_queue
 from shardline_server.failpoints import Point, failpoint
 from shardline_server.store import outbox, paused_jobs
 from shardline_server.store.outbox import Send
+from shardline_server.store.turns import take_turn
 from shardline_server.store.windows import MAX_BATCH
 
 log = structlog.get_logger(__name__)
@@ -38,13 +39,15 @@ class Outbox(Loop):
         self._metrics = context.metrics
         self._spans = context.spans
         self._busy_until_s = 0.0
+        self._next_mark_s = 0.0
 
     def turn(self) -> float:
         """Send one batch."""
         self._notice_empty_redis()
         with self._database.begin() as connection:
-            num_moved = paused_jobs.settle(connection)
-            sends = outbox.stamp_due(connection, resend_s=self._times.resend_s)
+            turn = take_turn(connection)
+            num_moved = paused_jobs.settle(connection, turn)
+            sends = outbox.stamp_due(connection, turn, resend_s=self._times.resend_s)
         if sends:
             failpoint(Point.STAMPED)
         self._publish(sends)
@@ -55,8 +58,13 @@ class Outbox(Loop):
         return self._times.poll_s / 10 if monotonic_s() < self._busy_until_s else self._times.poll_s
 
     def _notice_empty_redis(self) -> None:
-        """Send the whole window again if the mark is missing: Redis has lost its messages too."""
+        """Send the whole window again if the mark is missing: Redis has lost its messages too.
+        Looks once per poll, and at once after a failure."""
+        now_s = monotonic_s()
+        if now_s < self._next_mark_s:
+            return
         if self._redis.exists(OUTBOX_MARK):
+            self._next_mark_s = now_s + self._times.poll_s
             return
         num_lost = 0
         while num := self._unstamp():
@@ -86,6 +94,7 @@ class Outbox(Loop):
                             log.exception("a job's message cannot be made", job_id=str(send.job_id))
                         num_sent += 1
         except REDIS_ERRORS:
+            self._next_mark_s = 0.0
             with self._database.begin() as connection:
                 outbox.unstamp(connection, [send.job_id for send in sends[num_sent:]])
             raise

@@ -56,7 +56,14 @@ from shardline.base.clock import monotonic_s
 from shardline.base.errors import Invalid
 from shardline.base.redis import redis_client
 from shardline.contract.queues import SUBMIT_TASK
-from shardline.contract.tables import JOBS_CHANNEL, LEASES_CHANNEL, TASKS_CHANNEL, WEBHOOKS
+from shardline.contract.tables import (
+    JOBS_CHANNEL,
+    LEASES_CHANNEL,
+    PREPARE,
+    SEND,
+    TASKS_CHANNEL,
+    WEBHOOKS,
+)
 from shardline.contract.tenant_door import TenantDoor
 from shardline.store.connection.database import connect
 from shardline.store.tenants.tenant_doors import is_locked_out
@@ -110,6 +117,8 @@ class Relay:
         )
         self._redis = redis_client(settings.redis_url, timeout_s=REDIS_TIMEOUT_S)
         self._closing = threading.Event()
+        self._rests: dict[TenantDoor, float] = {}
+        """When the Celery queue of a tenant that held up its requests is read again."""
         self._tracer = Tracer.from_environment("relay")
         context = LoopContext(
             database=self._database,
@@ -155,7 +164,10 @@ class Relay:
             webhooks,
             *(WebhookKeeper(context, settings), ScheduleKeeper(context)),
             self._ended_stream(context),
-            listener(channel=JOBS_CHANNEL, wakes={"": (outbox, preparer)}),
+            listener(
+                channel=JOBS_CHANNEL,
+                wakes={"": (outbox, preparer), SEND: (outbox,), PREPARE: (preparer,)},
+            ),
             listener(channel=LEASES_CHANNEL, wakes={"": (sweeper,)}),
             listener(channel=TASKS_CHANNEL, wakes={"": (finisher,), WEBHOOKS: (webhooks,)}),
         )
@@ -215,8 +227,10 @@ class Relay:
 
     @property
     def doors(self) -> Collection[TenantDoor]:
-        """Returns those of tenants, as Postgres last said; callable from any thread."""
-        return self._intake.doors
+        """Returns those of tenants whose queues are read now: as Postgres last said, without those
+        that rest; callable from any thread."""
+        now_s = monotonic_s()
+        return [door for door in self._intake.doors if self._rests.get(door, 0.0) <= now_s]
 
     def cancel(self, task_ids: Iterable[str], *, running: bool) -> int:
         """Cancel jobs soon, for Celery's revoke; returns how many ids were taken."""
@@ -234,6 +248,9 @@ class Relay:
             (result,) = store_submissions(self._database, [submission])
         except POSTGRES_ERRORS as error:
             if submission.tenant is not None and is_locked_out(error):
+                # As its stream rests: it does not take all threads a second each, again and again.
+                rest_s = self._settings.times.lease_s / 2
+                self._rests[TenantDoor(submission.tenant)] = monotonic_s() + rest_s
                 raise HeldUp(submission.tenant) from error
             raise
         failpoint(Point.INTAKE_INSERTED, door="celery")

@@ -14,7 +14,7 @@ from shardline.contract.tables import JOBS_CHANNEL
 from shardline.store import jobs
 from shardline.store.connection import notify
 from shardline.store.statistics import reports
-from shardline_server.store import fair_shares, outbox, paused_jobs, sweeps
+from shardline_server.store import outbox, sweeps, turns
 from shardline_server.store.outbox import MAX_DOUBLINGS
 from shardline_server.store.windows import MAX_BATCH, WINDOW_MIN, WINDOW_PER_SEAT
 from tests.simulation.rows import Job, Rows, Tables, Twin
@@ -24,18 +24,8 @@ from tests.simulation.rows import Job, Rows, Tables, Twin
 
 
 def take_turn(_tables: Tables) -> Rows:
-    """Nobody else stamps at this moment."""
-    return [{"is_ours": True}]
-
-
-def has_rivals(_tables: Tables) -> Rows:
-    """There is one tenant."""
-    return [{"has_rivals": False}]
-
-
-def is_needed(_tables: Tables) -> Rows:
-    """Nothing is paused."""
-    return [{"is_paused": False, "is_held": False}]
+    """Nobody else stamps at this moment, there is one tenant, and nothing is paused."""
+    return [{"is_ours": True, "has_rivals": False, "is_paused": False, "is_held": False}]
 
 
 def stamp(tables: Tables, *, resend_s: float) -> Rows:
@@ -199,9 +189,7 @@ def ring(tables: Tables, *, channel: str, words: Collection[str]) -> Rows:
 
 
 TWINS: Mapping[Executable, Twin] = {
-    outbox.TAKE_TURN: take_turn,
-    paused_jobs.IS_NEEDED: is_needed,
-    fair_shares.HAS_RIVALS: has_rivals,
+    turns.TAKE_TURN: take_turn,
     outbox.STAMP: stamp,
     outbox.UNSTAMP: unstamp,
     outbox.UNSTAMP_SENT: unstamp_sent,

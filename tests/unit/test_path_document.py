@@ -96,6 +96,7 @@ OFF_THE_PATH = {
     "for what is paused, and for schedules": """
         gateway/routes/pauses gateway/routes/schedules shardline/store/schedules/pauses
         shardline_server/store/paused_jobs shardline_server/store/windows
+        shardline_server/store/turns
     """,
     "for a thread that must leave the interpreter to others": """
         shardline_server/host/duty_cycle

@@ -62,8 +62,7 @@ class Preparer(Loop):
         meanwhile; finished rows are marked every `mark_every_s`."""
         with self._database.begin() as connection:
             may_release_more = parents.release(connection)
-        if not self._lent:
-            with self._database.begin() as connection:
+            if not self._lent:
                 self._lent.extend(
                     preparation.take_unprepared(connection, lease_s=self._times.lease_s)
                 )

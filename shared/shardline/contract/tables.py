@@ -54,7 +54,10 @@ from shardline.contract.tenant_tables import tenants
 __all__ = ["metadata", "parents_of_jobs", "pipelines", "plans", "tenants", "workers"]
 
 JOBS_CHANNEL = "shardline_jobs"
-"""NOTIFY, empty payload: rows for the relay were inserted, requeued or asked to cancel."""
+"""NOTIFY: rows for the relay were inserted, requeued or asked to cancel. The payload says what is
+to be done: SEND or PREPARE; empty, either."""
+SEND = "send"
+PREPARE = "prepare"
 LEASES_CHANNEL = "shardline_leases"
 """NOTIFY, empty payload: leases were ended before their time, for relays to sweep."""
 DONE_CHANNEL = "shardline_done"

@@ -1,7 +1,7 @@
 """Which jobs are due to be sent to heads, in Postgres's order and within a window. Knows no Redis:
 relays publish. Within a priority tenants have equal shares of tokens, by their weights.
 
-Locks: the advisory lock STAMP_LOCK, then rows of `jobs` with SKIP LOCKED; `unstamp` locks as it
+Locks: the advisory lock of a turn, then rows of `jobs` with SKIP LOCKED; `unstamp` locks as it
 writes.
 """
 
@@ -15,18 +15,11 @@ from sqlalchemy import Connection, text
 
 from shardline.store.schedules.pauses import PAUSED_BY
 from shardline_server.store.fair_shares import balance
+from shardline_server.store.turns import RelayTurn, take_turn
 from shardline_server.store.windows import IS_NEXT, MAX_BATCH, PARTIES
 
 MAX_DOUBLINGS = 4
 """A message is sent again after 1, 2, 4, 8, then always 16 times `resend_s`."""
-
-STAMP_LOCK = 7_305_793_412
-"""Advisory lock: relays stamp one after the other, so that together they keep to the window."""
-
-# What is planned for thousands of tenants is not worth compiling for those that there are.
-TAKE_TURN = text(f"""
-SELECT pg_try_advisory_xact_lock({STAMP_LOCK}), set_config('jit', 'off', true)
-""")
 
 # The inner LIMIT is a literal, so that the planner walks the index in order instead of sorting the
 # backlog.
@@ -129,12 +122,17 @@ class Send:
     traceparent: str | None
 
 
-def stamp_due(connection: Connection, *, resend_s: float) -> list[Send]:
+def stamp_due(
+    connection: Connection, turn: RelayTurn | None = None, *, resend_s: float
+) -> list[Send]:
     """Take the jobs that are due: new ones while the window of their model and priority has room,
-    and those sent long ago and never claimed. Empty also while another relay is stamping."""
-    if not connection.scalar(TAKE_TURN):
+    and those sent long ago and never claimed. Empty also while another relay is stamping. `turn`:
+    the one that this transaction has taken already."""
+    turn = turn or take_turn(connection)
+    if not turn.is_ours:
         return []
-    balance(connection)
+    if turn.has_rivals:
+        balance(connection)
     return [
         Send(
             job_id=row.id,

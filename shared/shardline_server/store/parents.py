@@ -30,7 +30,11 @@ LOCK = 7_305_793_414
 """Advisory lock of a transaction: of two that look at the parents of one job at once, neither would
 see that the other's was the last."""
 
-TRY_LOCK = text(f"SELECT pg_try_advisory_xact_lock({LOCK})")
+# No row, and no lock, while there is nothing to look at.
+TRY_LOCK = text(f"""
+SELECT pg_try_advisory_xact_lock({LOCK}) WHERE EXISTS (
+    SELECT FROM parents_of_jobs WHERE state = 'due')
+""")  # noqa: S608 (a constant of ours)
 
 LOOK = text(f"""
 -- What has to be looked at.

@@ -10,17 +10,11 @@ from __future__ import annotations
 from sqlalchemy import Connection, text
 
 from shardline.store.schedules.pauses import PAUSED_BY
+from shardline_server.store.turns import RelayTurn, take_turn
 from shardline_server.store.windows import IS_NEXT, MAX_BATCH, PARTIES
 
 MAX_RELEASED = 1_000
 """Jobs that one turn puts back."""
-
-# As for what is sent: a plan for thousands of tenants is not worth compiling.
-IS_NEEDED = text("""
-SELECT EXISTS (SELECT FROM pauses) AS is_paused,
-    EXISTS (SELECT FROM jobs WHERE state = 'queued' AND paused_by IS NOT NULL) AS is_held,
-    set_config('jit', 'off', true)
-""")
 
 SET_ASIDE = text(f"""
 WITH RECURSIVE {PARTIES},
@@ -68,10 +62,11 @@ UPDATE jobs SET paused_by = NULL FROM freed WHERE jobs.id = freed.id AND state =
 """)  # noqa: S608 (constants of ours)
 
 
-def settle(connection: Connection) -> int:
+def settle(connection: Connection, turn: RelayTurn | None = None) -> int:
     """Puts back jobs whose pause is over, at most MAX_RELEASED, and takes out what a relay would
-    come upon now. Returns how many: while there are some, there may be more behind them."""
-    wanted = connection.execute(IS_NEEDED).one()
-    num_released = connection.execute(RELEASE).rowcount if wanted.is_held else 0
-    num_halted = connection.execute(SET_ASIDE).rowcount if wanted.is_paused else 0
+    come upon now. Returns how many: while there are some, there may be more behind them. `turn`:
+    the one that this transaction has taken already."""
+    turn = turn or take_turn(connection)
+    num_released = connection.execute(RELEASE).rowcount if turn.is_held else 0
+    num_halted = connection.execute(SET_ASIDE).rowcount if turn.is_paused else 0
     return num_released + num_halted
