@@ -47,7 +47,7 @@ from services.relay.rejects import record_reject
 from services.relay.retention import Retention
 from services.relay.schedule_keeper import ScheduleKeeper
 from services.relay.settings import RelaySettings
-from services.relay.statistics.energy_rates import EnergyRates
+from services.relay.statistics.energy_rates import EnergyRates, RateKind
 from services.relay.statistics.growth import Growth
 from services.relay.statistics.job_counts import JobCounts
 from services.relay.submission import Submission, SubmissionResult, store_submissions
@@ -156,18 +156,13 @@ class Relay:
             task_results,
             finisher,
             self._intake,
-            EnergyRates(
-                context, {"price": settings.energy_price, "carbon": settings.energy_carbon}
-            ),
+            EnergyRates(context, _energy_rates(settings)),
             Growth(context, keeps_all=settings.retention_days == 0),
             _retention(context, settings),
             webhooks,
             *(WebhookKeeper(context, settings), ScheduleKeeper(context)),
             self._ended_stream(context),
-            listener(
-                channel=JOBS_CHANNEL,
-                wakes={"": (outbox, preparer), SEND: (outbox,), PREPARE: (preparer,)},
-            ),
+            listener(channel=JOBS_CHANNEL, wakes=_wakes(outbox, preparer)),
             listener(channel=LEASES_CHANNEL, wakes={"": (sweeper,)}),
             listener(channel=TASKS_CHANNEL, wakes={"": (finisher,), WEBHOOKS: (webhooks,)}),
         )
@@ -294,6 +289,14 @@ class Relay:
             given = dict(request.kwargs or {})
             return Submission(id=job_id, document=given, task=task, refused=error, tenant=tenant)
         return Submission(id=job_id, document=document, task=task, tenant=tenant)
+
+
+def _wakes(outbox: Outbox, preparer: Preparer) -> dict[str, tuple[Loop, ...]]:
+    return {"": (outbox, preparer), SEND: (outbox,), PREPARE: (preparer,)}
+
+
+def _energy_rates(settings: RelaySettings) -> dict[RateKind, str | None]:
+    return {"price": settings.energy_price, "carbon": settings.energy_carbon}
 
 
 def _retention(context: LoopContext, settings: RelaySettings) -> Retention:

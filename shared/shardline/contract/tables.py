@@ -54,8 +54,7 @@ from shardline.contract.tenant_tables import tenants
 __all__ = ["metadata", "parents_of_jobs", "pipelines", "plans", "tenants", "workers"]
 
 JOBS_CHANNEL = "shardline_jobs"
-"""NOTIFY: rows for the relay were inserted, requeued or asked to cancel. The payload says what is
-to be done: SEND or PREPARE; empty, either."""
+"""NOTIFY: rows for relays to SEND or to PREPARE, as the payload says; empty, either."""
 SEND = "send"
 PREPARE = "prepare"
 LEASES_CHANNEL = "shardline_leases"
