@@ -33,6 +33,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "bert": lambda: tf.BertConfig(**SHARED),
     "roberta": lambda: tf.RobertaConfig(**SHARED, type_vocab_size=1),
     "xlm-roberta": lambda: tf.XLMRobertaConfig(**SHARED, type_vocab_size=1),
+    "mpnet": lambda: tf.MPNetConfig(**SHARED),
     "electra": lambda: tf.ElectraConfig(**SHARED, embedding_size=32),
     "distilbert": lambda: tf.DistilBertConfig(
         vocab_size=VOCAB_SIZE,
@@ -50,6 +51,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         cls_token_id=CLS,
         sep_token_id=SEPARATOR,
     ),
+    "nomic_bert": lambda: tf.NomicBertConfig(**SHARED),
+    "gte": lambda: tf.GteConfig(**SHARED, type_vocab_size=1),
+    "jina_embeddings_v3": lambda: tf.JinaEmbeddingsV3Config(**SHARED, type_vocab_size=1),
     "qwen3": lambda: tf.Qwen3Config(**COMMON, head_dim=16),
 }
 POOLED: Final = {"qwen3": "lasttoken"}

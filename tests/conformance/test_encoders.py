@@ -53,7 +53,7 @@ def test_a_text_has_the_vector_of_transformers_in_any_split_and_batch(
         assert cosine(first, expected(model, text, is_decoder=name == "qwen3")) >= LEAST_COSINE
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "modernbert"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "mpnet", "distilbert", "modernbert"])
 def test_a_pair_has_the_score_of_transformers(
     name: str, model_folder: Path, device: Device, tmp_path: Path
 ) -> None:

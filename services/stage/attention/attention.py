@@ -165,6 +165,7 @@ def _params(
         both_ways=both_ways,
         softcap=options.get("softcap"),
         sinks=options.get("s_aux"),
+        distance_bias=options.get("distance_bias"),
     )
 
 

@@ -101,6 +101,9 @@ class KernelBackend:
             t.stride()[1:3] for t in (query, key, value)
         )
         call.sinks = None if sinks is None else sinks.data_ptr()
+        bias = params.distance_bias
+        call.bias = None if bias is None else bias.table.data_ptr()
+        call.bias_reach = 0 if bias is None else bias.reach
         call.num_heads = num_heads
         call.scale = params.scale
         call.window = params.window or 0

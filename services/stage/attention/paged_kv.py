@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from shardline.base.errors import ProtocolError
 from shardline.base.rounding import round_up
@@ -122,6 +123,23 @@ class KvShape:
         return round_up(self.value_dim, VECTOR_WIDTH)
 
 
+@dataclass(frozen=True, slots=True)
+class DistanceBias:
+    """What is added to a score by the distance from the row to the key, for each head."""
+
+    table: Tensor
+    """float32 [H, 2 * reach + 16], dense: by distances from -reach on, with zeros behind the last,
+    so that a vector load stays within."""
+    reach: int
+    """The largest distance."""
+
+    @classmethod
+    def of(cls, biases: Tensor) -> DistanceBias:
+        """Takes float32 [H, 2 * reach + 1], by distances from -reach to reach."""
+        table = functional.pad(biases, (0, VECTOR_WIDTH - 1)).contiguous()
+        return cls(table, biases.shape[1] // 2)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionParams:
     """How one layer turns scores into weights."""
@@ -136,6 +154,8 @@ class AttentionParams:
     sinks: Tensor | None = None
     """[H], any float dtype: a score per query head that takes part in the softmax and has no
     value."""
+    distance_bias: DistanceBias | None = None
+    """Without a window only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

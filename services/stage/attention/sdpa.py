@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.stage.attention.paged_kv import AttentionParams, MicroBatch, PackedQkv, PagedKv, Span
+from services.stage.attention.paged_kv import (
+    AttentionParams,
+    DistanceBias,
+    MicroBatch,
+    PackedQkv,
+    PagedKv,
+    Span,
+)
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS, blocks_for
 
 
@@ -81,6 +88,10 @@ def _attend_span(
 ) -> Tensor:
     """Query [H, rows, D] over keys [Hk, P, D] and values [Hk, P, Dv]: returns [H, rows, Dv]."""
     mask = _visible(keys.shape[1], span, params, query.device)
+    if params.distance_bias is not None:
+        bias = _bias(params.distance_bias, keys.shape[1], span).to(query.dtype)
+        mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+        return _attend_visible(query, keys, values, mask, params)
     if mask is None:
         return _attend_visible(query, keys, values, mask, params)
     # A masked score that is NaN stays NaN, and so is a weight of 0 times an infinite value
@@ -128,6 +139,13 @@ def _visible(
     if params.both_ways:
         return (column - row).abs() < params.window
     return visible & (column > row - params.window)
+
+
+def _bias(bias: DistanceBias, num_keys: int, span: Span) -> Tensor:
+    """What is added to the scores of a span's rows, float32 [H, rows, P]."""
+    row = torch.arange(span.start, span.start + span.length, device=bias.table.device)[:, None]
+    column = torch.arange(num_keys, device=bias.table.device)[None]
+    return bias.table[:, bias.reach + column - row]
 
 
 def _attend_in_float32(

@@ -124,8 +124,8 @@ def _difference(config: Any, seed: int, compute: Compute) -> float:
         refuse(f"{config.model_type!r} attends to later tokens, or to another model's")
     generator = torch.Generator().manual_seed(seed)
     sequences = [
-        # Encoders may leave out padding, token 0, where they count positions.
-        torch.randint(1, text_config(whole.config).vocab_size, (length,), generator=generator)
+        # Encoders may leave out padding, token 0 or 1, where they count positions.
+        torch.randint(2, text_config(whole.config).vocab_size, (length,), generator=generator)
         for length in LENGTHS
     ]
     expected = torch.cat([_outputs(whole, ids) for ids in sequences])

@@ -56,7 +56,7 @@ int first_bad_row(const Call& c, const std::vector<Run>& runs) {
     if (sequence == -1) continue;
     const int64_t last = (int64_t)c.position[run.row] + run.count - 1;
     if (sequence < 0 || sequence >= c.num_sequences || c.position[run.row] < 0) return run.row;
-    if (last >= (int64_t)c.table_width * kBlock) return run.row;
+    if (last >= (int64_t)c.table_width * kBlock || (c.bias && last > c.bias_reach)) return run.row;
     const int32_t* table = c.table + (int64_t)sequence * c.table_width;
     for (int64_t block = 0; block <= last / kBlock; block++)
       if (table[block] < 0 || table[block] >= c.num_blocks) return run.row;
@@ -209,6 +209,7 @@ template <class Way> struct Rows {
       t.begin[m] = (c.window ? std::max(0, position - c.window + 1) : 0) - first_key;
       t.end[m] = kv.end({row, 1, false}) - first_key;
       t.sink[m] = c.sinks ? c.sinks[head] : kNothing;
+      t.bias[m] = c.bias ? c.bias + head * (2LL * c.bias_reach + kPadding) + c.bias_reach + first_key - position : nullptr;
     }
   }
 
@@ -313,7 +314,7 @@ int attend_bfloat16(const Call& c) {
 // 0, or 1 + the first row that points outside its tables (then nothing was written), or -1 for invalid shapes.
 int32_t shardline_attend(const AttentionCall* call) {
   const Call& c = *call;
-  if (c.num_kv_heads < 1 || c.num_heads % c.num_kv_heads || c.dim < 1 || c.value_dim < 1 || c.window < 0) return -1;
+  if (c.num_kv_heads < 1 || c.num_heads % c.num_kv_heads || c.dim < 1 || c.value_dim < 1 || c.window < 0 || (c.bias && c.window)) return -1;
   switch (c.dtype) {
     case kFloat32: return attend<Vectors<Single<float>>>(c);
     case kBFloat16: return attend_bfloat16(c);

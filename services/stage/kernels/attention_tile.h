@@ -36,6 +36,7 @@ template <class T, class Query, class Weight> struct Tile {
   int begin[kMostRows], end[kMostRows];  // keys that each row sees
   float scale, softcap;
   float sink[kMostRows];
+  const float* bias[kMostRows];  // by key, added to scores; or none
   float* scores;           // [M][stride]
   Weight* weights;         // [M][stride]; may be the scores
   int64_t stride;
@@ -59,6 +60,7 @@ template <class AnyTile> float weigh(const AnyTile& t, int m) {
   Floats largest = broadcast(t.sink[m]);
   for (int j = begin; j < end; j += kWidth) {
     Floats x = load(row + j) * t.scale;
+    if (t.bias[m]) x += load(t.bias[m] + j);
     if (t.softcap != 0.f) x = x == broadcast(kNothing) ? x : tanh(x / t.softcap) * t.softcap;
     store(row + j, x);
     largest = larger(x, largest);

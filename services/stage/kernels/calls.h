@@ -16,13 +16,14 @@ struct AttentionCall {
   const void *query, *key, *value;
   void *out, *keys, *values;  // no out: keys and values are written, nothing attends
   const int32_t *sequence, *position, *table;
-  const float* sinks;
+  const float *sinks, *bias;
   Strides query_strides, key_strides, value_strides;
   int32_t num_rows, num_sequences, table_width, num_blocks;
   int32_t num_heads, num_kv_heads, dim, value_dim;
   int32_t window;  // 0: none
   int32_t dtype, num_threads;
   int32_t both_ways;  // each row sees all keys of its sequence's rows, which begin at position 0; a window goes both ways
+  int32_t bias_reach;  // bias: [num_heads][2 * bias_reach + 16], added to scores by key - row, from -bias_reach on; no window
   float scale, softcap;
 };
 

@@ -55,11 +55,14 @@ class AttentionCall(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("query", "key", "value", "out", "keys", "values")),
-        *((name, c_void_p) for name in ("sequence", "position", "table", "sinks")),
+        *((name, c_void_p) for name in ("sequence", "position", "table", "sinks", "bias")),
         *((name, _Strides) for name in ("query_strides", "key_strides", "value_strides")),
         *((name, c_int32) for name in ("num_rows", "num_sequences", "table_width", "num_blocks")),
         *((name, c_int32) for name in ("num_heads", "num_kv_heads", "dim", "value_dim")),
-        *((name, c_int32) for name in ("window", "dtype", "num_threads", "both_ways")),
+        *(
+            (name, c_int32)
+            for name in ("window", "dtype", "num_threads", "both_ways", "bias_reach")
+        ),
         *((name, c_float) for name in ("scale", "softcap")),
     )
 

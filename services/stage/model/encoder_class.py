@@ -9,6 +9,8 @@ from typing import Any
 
 import transformers as tf
 
+from services.stage.model.distance_bias import PADDING, biases_by_distance
+
 POOLS = "shardline_pools"
 """The mark in the config of a model that pools."""
 SCORES = "ForSequenceClassification"
@@ -73,6 +75,8 @@ def number_attention(layers: Any) -> None:
 
 def first_position(config: Any) -> int:
     """Returns the number of a text's first position: RoBERTa's begin behind the padding's."""
+    if biases_by_distance(encoder_class(config)):
+        return PADDING + 1
     names = vars(sys.modules[encoder_class(config).__module__]).values()
     creates = any(inspect.isclass(each) and hasattr(each, CREATES_POSITIONS) for each in names)
     return int(config.pad_token_id) + 1 if creates else 0

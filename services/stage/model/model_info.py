@@ -27,6 +27,7 @@ from huggingface_hub.errors import (
     StrictDataclassError,
 )
 
+from services.stage.model.distance_bias import biases_by_distance
 from services.stage.model.encoder_class import first_position, is_encoder, mark, sees_both_ways
 from services.stage.model.encoder_files import EncoderFiles, read_encoder
 from services.stage.model.gguf.unpacked_folder import gguf_of, unpack
@@ -276,7 +277,9 @@ def check_can_be_sharded(config: Any) -> None:
     missing = [name for name in SIZES if not _has_size(text, name)]
     if missing:
         refuse(f"{kind!r} has no {missing[0]}: it is not one stack of equal layers")
-    if not hasattr(sys.modules[layers_class(config).__module__], "ALL_ATTENTION_FUNCTIONS"):
+    layers = layers_class(config)
+    is_biased = is_encoder(config) and biases_by_distance(layers)
+    if not (is_biased or hasattr(sys.modules[layers.__module__], "ALL_ATTENTION_FUNCTIONS")):
         refuse(f"{kind!r} does not attend through transformers' attention interface")
     looks_ahead = getattr(text, "is_causal", True) is False and not sees_both_ways(config)
     if looks_ahead or getattr(text, "use_bidirectional_attention", None):

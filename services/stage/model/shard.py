@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from services.stage.model.cpu_parts import CpuPart, place
+from services.stage.model.distance_bias import WEIGHT, biases_by_distance, use_distance_bias
 from services.stage.model.encoder_class import first_position, is_encoder, mark, number_attention
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.pieces import PassThrough, Pieces, stub_of, stub_of_layer
@@ -63,12 +64,15 @@ def shard_class(info: ModelInfo, layers: range) -> Any:
         stack = decoder.get_submodule(pieces.layers)
         if is_encoder(config):
             number_attention(stack)
+            use_distance_bias(decoder, stack, config)
         self.linear_sizes = _linear_sizes(self, stack)
         embedding = self.get_input_embeddings()
         is_tied = bool(self.all_tied_weights_keys)
         if not first:
             for name in pieces.before:
                 piece = decoder.get_submodule(name)
+                if name.endswith(WEIGHT):
+                    continue  # every stage adds it to its layers' scores
                 if not (last and is_tied and piece is embedding):
                     decoder.set_submodule(name, stub_of(piece))
         for number in range(info.num_layers):
@@ -83,6 +87,8 @@ def shard_class(info: ModelInfo, layers: range) -> Any:
             self.all_tied_weights_keys = {}
 
     body = {"__init__": init, "__module__": base.__module__, "config_class": type(info.config)}
+    if biases_by_distance(base):
+        body["_can_set_attn_implementation"] = classmethod(lambda _: True)
     return type(base.__name__, (base,), body)
 
 

@@ -114,6 +114,8 @@ def _attend_in_float64(query: Tensor, key: Tensor, value: Tensor, case: Case) ->
     if cap := options.get("softcap"):
         scores = cap * torch.tanh(scores / cap)
     age = torch.arange(num)[:, None] - torch.arange(num)[None]
+    if (bias := options.get("distance_bias")) is not None:
+        scores = scores + bias.table[:, bias.reach - age].double()
     if case.both_ways:
         age = age.abs()
     scores = scores.masked_fill(

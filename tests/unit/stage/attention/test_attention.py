@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.stage.attention.attention import Attention, KvShape, MicroBatch, PagedKv, Span
-from services.stage.attention.paged_kv import VECTOR_WIDTH
+from services.stage.attention.paged_kv import VECTOR_WIDTH, DistanceBias
 from services.stage.kernels.kernel import Kernel
+from shardline.base.errors import ProtocolError
 from tests.unit.stage.attention.attending import Case, attend, kernels, reference
 
 KERNELS = kernels()
@@ -102,6 +103,32 @@ def test_a_row_that_sees_both_ways_matches_the_reference_and_knows_no_neighbor(
         assert torch.equal(alone, outputs[0])
         padded = attend(kernel, case, whole, min_rows=sum(lengths) + 5)
         assert all(torch.equal(one, other) for one, other in zip(padded, outputs, strict=True))
+
+
+@pytest.mark.parametrize(
+    "kernel", [*KERNELS, None], ids=[*(kernel.isa for kernel in KERNELS), "sdpa"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reach", [129, 200])
+def test_a_bias_by_distance_matches_the_reference(
+    kernel: Kernel | None, dtype: torch.dtype, reach: int
+) -> None:
+    biases = torch.randn(4, 2 * reach + 1, generator=torch.Generator().manual_seed(1))
+    lengths = (1, 130, 64, 17)
+    options = {"distance_bias": DistanceBias.of(biases)}
+    case = Case(lengths=lengths, head_dim=32, dtype=dtype, options=options, both_ways=True)
+    outputs = attend(kernel, case, [max(lengths)])
+    for output, expected in zip(outputs, reference(case), strict=True):
+        torch.testing.assert_close(
+            output.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
+
+
+def test_a_row_beyond_the_biases_is_refused() -> None:
+    biases = torch.zeros(4, 2 * 128 + 1)
+    case = Case(lengths=(130,), options={"distance_bias": DistanceBias.of(biases)}, both_ways=True)
+    with pytest.raises(ProtocolError, match="position 128"):
+        attend(KERNELS[-1], case, [130])
 
 
 MODELS = {
