@@ -47,7 +47,7 @@ from services.relay.rejects import record_reject
 from services.relay.retention import Retention
 from services.relay.schedule_keeper import ScheduleKeeper
 from services.relay.settings import RelaySettings
-from services.relay.statistics.energy_rates import EnergyRates, RateKind
+from services.relay.statistics.energy_rates import EnergyRates
 from services.relay.statistics.growth import Growth
 from services.relay.statistics.job_counts import JobCounts
 from services.relay.submission import Submission, SubmissionResult, store_submissions
@@ -66,6 +66,7 @@ from shardline.contract.tables import (
 )
 from shardline.contract.tenant_door import TenantDoor
 from shardline.store.connection.database import connect
+from shardline.store.statistics.costs import RateKind
 from shardline.store.tenants.tenant_doors import is_locked_out
 from shardline_server import metrics
 from shardline_server.celery_results import keeps_results
