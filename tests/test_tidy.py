@@ -37,7 +37,7 @@ TABLES = [
         "table_parts",
         "fleet/fleet_tables",
         "parents/parent_table",
-        "tenant_tables",
+        "tenants/tenant_tables",
         "schedules/schedule_tables",
         "webhooks/webhook_tables",
     )

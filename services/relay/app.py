@@ -24,7 +24,7 @@ from services.relay.relay import HeldUp, Relay
 from services.relay.settings import RelaySettings
 from shardline.base.type_info import prepare_loaded
 from shardline.contract.queues import SUBMIT_TASK
-from shardline.contract.tenant_door import TenantDoor
+from shardline.contract.tenants.tenant_door import TenantDoor
 from shardline_server.broker import ExpiringControl, Reconnecting
 from shardline_server.message_guard import RefusedMessage
 from shardline_server.refusals import refusing

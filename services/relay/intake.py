@@ -25,7 +25,7 @@ from services.relay.rejects import record_reject
 from services.relay.submission import Submission, store_submissions
 from shardline.base.clock import monotonic_s
 from shardline.contract.keys import INTAKE_GROUP
-from shardline.contract.tenant_door import TenantDoor
+from shardline.contract.tenants.tenant_door import TenantDoor
 from shardline.store.tenants import tenant_doors
 from shardline_server.failpoints import Point, failpoint
 

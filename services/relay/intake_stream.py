@@ -12,7 +12,7 @@ from redis.exceptions import ResponseError
 
 from shardline.base.clock import monotonic_s
 from shardline.contract.keys import INTAKE, INTAKE_GROUP
-from shardline.contract.tenant_door import TenantDoor
+from shardline.contract.tenants.tenant_door import TenantDoor
 
 FIELD = b"request"
 CONSUMER_IDLE_S = 600.0

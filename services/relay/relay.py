@@ -64,7 +64,7 @@ from shardline.contract.tables import (
     TASKS_CHANNEL,
     WEBHOOKS,
 )
-from shardline.contract.tenant_door import TenantDoor
+from shardline.contract.tenants.tenant_door import TenantDoor
 from shardline.store.connection.database import connect
 from shardline.store.statistics.costs import RateKind
 from shardline.store.tenants.tenant_doors import is_locked_out

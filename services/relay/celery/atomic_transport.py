@@ -22,7 +22,7 @@ from kombu.utils.json import loads
 from redis.exceptions import RedisError
 
 from shardline.base.clock import monotonic_s, wall_clock_s
-from shardline.contract.tenant_door import TenantDoor
+from shardline.contract.tenants.tenant_door import TenantDoor
 from shardline_server.failpoints import Point, failpoint
 
 log = structlog.get_logger(__name__)

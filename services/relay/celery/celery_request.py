@@ -22,7 +22,7 @@ from shardline.base.errors import Invalid
 from shardline.contract.ids import MADE_VERSION, parse_id
 from shardline.contract.job import JobRequest
 from shardline.contract.queues import SUBMIT_TASK
-from shardline.contract.tenant_door import TenantDoor
+from shardline.contract.tenants.tenant_door import TenantDoor
 from shardline.store.connection.encoding import storable, unstorable_alone
 from shardline_server.store.celery_tasks import MAX_REQUEST_BYTES, CeleryTask
 

@@ -22,7 +22,7 @@ from services.relay.settings import RelaySettings
 from shardline.contract.job import JobState
 from shardline.contract.keys import task_sends
 from shardline.contract.queues import INTAKE_QUEUE, SUBMIT_TASK
-from shardline.contract.tenant_door import TenantDoor
+from shardline.contract.tenants.tenant_door import TenantDoor
 from shardline_server.celery_results import TIMEOUT_S, completion, error_of, results_app, told
 from shardline_server.store.celery_tasks import EndedTask
 

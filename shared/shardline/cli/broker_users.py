@@ -20,7 +20,7 @@ from shardline.base.redis import redis_client
 from shardline.cli import show
 from shardline.cli.arguments import Json
 from shardline.cli.database import transaction
-from shardline.contract.tenant_door import TenantDoor
+from shardline.contract.tenants.tenant_door import TenantDoor
 from shardline.store.tenants import tenant_doors
 from shardline.store.tenants.tenant_doors import BrokerUser
 

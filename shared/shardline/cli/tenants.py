@@ -13,7 +13,7 @@ from shardline.base.errors import Invalid
 from shardline.cli import broker_users, show
 from shardline.cli.arguments import Json
 from shardline.cli.database import transaction
-from shardline.contract.tenant_tables import LIMITS, PERIODS
+from shardline.contract.tenants.tenant_tables import LIMITS, PERIODS
 from shardline.store.tenants import quotas, tenant_roles
 from shardline.store.tenants.quotas import Limit, TenantQuota
 from shardline.store.tenants.tenant_roles import TenantRole

@@ -48,7 +48,7 @@ from shardline.contract.table_parts import (
     partial_index,
     time_of,
 )
-from shardline.contract.tenant_tables import tenants
+from shardline.contract.tenants.tenant_tables import tenants
 
 # Of other modules, and found here with the tables of jobs.
 __all__ = ["metadata", "parents_of_jobs", "pipelines", "plans", "tenants", "workers"]

@@ -14,7 +14,7 @@ from redis import Redis
 from typer.testing import CliRunner
 
 from shardline.cli.commands import cli
-from shardline.contract.tenant_door import TenantDoor
+from shardline.contract.tenants.tenant_door import TenantDoor
 
 
 def shardline(database_url: str, redis_url: str, *arguments: str) -> str:

@@ -12,7 +12,7 @@ from sqlalchemy import Engine, text
 from services.relay.relay import HeldUp, Relay
 from services.relay.settings import RelaySettings
 from shardline.contract.queues import SUBMIT_TASK
-from shardline.contract.tenant_door import TenantDoor
+from shardline.contract.tenants.tenant_door import TenantDoor
 from shardline.store.tenants import quotas, tenant_doors
 from tests.integration.relay.relay_stack import TIME_SCALE
 from tests.integration.rows import MODEL, cell, database_with_head

@@ -19,7 +19,7 @@ from sqlalchemy import text
 from shardline.contract.job import Job, JobState
 from shardline.contract.keys import INTAKE, INTAKE_GROUP, RELAY_UNACKED, job_stream
 from shardline.contract.queues import INTAKE_QUEUE, generate_queue
-from shardline.contract.tenant_door import TenantDoor
+from shardline.contract.tenants.tenant_door import TenantDoor
 from shardline.store.tenants import quotas
 from shardline_server.failpoints import Point
 from tests.chaos.faults.arming import arm

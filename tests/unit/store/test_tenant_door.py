@@ -7,7 +7,7 @@ import pytest
 from shardline.base.errors import Invalid
 from shardline.contract.keys import INTAKE, INTAKE_DEAD
 from shardline.contract.queues import INTAKE_QUEUE
-from shardline.contract.tenant_door import TenantDoor
+from shardline.contract.tenants.tenant_door import TenantDoor
 
 NAMES = (
     "acme",

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, text
 
 from shardline.base.errors import Invalid, NotFound
 from shardline.contract.tables import MAX_NAME_CHARS
-from shardline.contract.tenant_tables import LIMITS, PERIODS
+from shardline.contract.tenants.tenant_tables import LIMITS, PERIODS
 
 MAX_LISTED = 1_000
 MAX_LIMIT = 2_147_483_647

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 
 from shardline.base.errors import Conflict, Invalid, NotFound
-from shardline.contract.tenant_door import TenantDoor
+from shardline.contract.tenants.tenant_door import TenantDoor
 from shardline.store.tenants.quotas import add_tenant
 
 MAX_LISTED = 1_000

@@ -1,0 +1,1 @@
+"""Limits of tenants, and their broker users."""
