@@ -110,7 +110,7 @@ class WebhookClient:
     async def _first_answer(
         self, attempt: WebhookAttempt, url: httpx.URL, addresses: Sequence[str]
     ) -> WebhookAnswer:
-        """Of the first address that takes a connection."""
+        """Returns that of the first address that takes a connection."""
         for address in addresses[:-1]:
             with suppress(httpx.ConnectError):
                 return await self._ask(attempt, url, address)

@@ -12,8 +12,8 @@ from shardline_server.tokenize import Tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyColumns:
-    """Of a result. A prompt's completion and a question's answer have
-    none of them."""
+    """Columns of a chat's result. A prompt's completion and a question's answer have none of
+    them."""
 
     reasoning: str | None = None
     num_reasoning_tokens: int | None = None

@@ -26,7 +26,7 @@ class PassThrough(nn.Module):
     """Replaces a piece that another stage computes: returns its first input of numbers."""
 
     def __init__(self, num_outputs: int | None = None) -> None:
-        """With `num_outputs` it returns a tuple of so many, all but the first None."""
+        """It returns a tuple of `num_outputs`, if given, all but the first None."""
         super().__init__()
         self._num_outputs = num_outputs
 

@@ -18,7 +18,7 @@ ROPES = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factor
 
 
 class Heads(NamedTuple):
-    """Of queries, and of keys and values."""
+    """How many heads queries have, and keys and values."""
 
     num: int
     num_kv: int
