@@ -27,7 +27,7 @@ from services.gateway.request_body import RequestBody, request_body
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import Invalid
 from shardline.base.trace_context import is_traceparent
-from shardline.contract.ids import MADE_VERSION, new_id
+from shardline.contract.ids import new_id
 from shardline.contract.job import ALL_THAT_FIT, JobRequest
 from shardline.store.inserts import EncodedRequest, Tokenized, encode_choices
 from shardline_server import genai
@@ -156,9 +156,6 @@ def _parse(
         jobs = parse(document)
     except RecursionError as error:
         raise Invalid("body", "it is nested too deep", "Nest less") from error
-    if any(job.id is not None and job.id.version == MADE_VERSION for job in jobs):
-        problem = f"relays make UUIDs of version {MADE_VERSION}, of other tenants' tasks too"
-        raise Invalid("id", problem, "Send a UUID of version 4 or 7, or leave it out")
     header = request.headers.get("traceparent")
     if jobs[0].traceparent is None and is_traceparent(header):
         return tuple(replace_fields(job, traceparent=header) for job in jobs)

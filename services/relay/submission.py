@@ -18,7 +18,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DataError, IntegrityError
 
 from shardline.base.errors import Conflict, Invalid
-from shardline.contract.ids import MADE_VERSION, parse_id
+from shardline.contract.ids import parse_id
 from shardline.contract.job import DEFAULT_TENANT, JobRequest, JobState
 from shardline.contract.request_parsing import check_metadata, parse_request
 from shardline.store.connection.encoding import storable
@@ -39,6 +39,9 @@ log = structlog.get_logger(__name__)
 
 CONFLICT = "conflict"
 """Code of a reason: the id belongs to a job that this request must not touch."""
+
+MADE_VERSION = 5
+"""Of the UUIDs that relays make of a task's id or an entry's place, which others may know."""
 
 SubmissionStatus = Literal["accepted", "failed", "rejected"]
 DOCUMENT_ERRORS = (DataError, IntegrityError, TypeError, ValueError, RecursionError, OverflowError)

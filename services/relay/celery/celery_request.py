@@ -18,8 +18,9 @@ from celery.canvas import Signature
 from kombu.utils import json as kombu_json
 
 from services.relay.intake import ENTRY_IDS
+from services.relay.submission import MADE_VERSION
 from shardline.base.errors import Invalid
-from shardline.contract.ids import MADE_VERSION, parse_id
+from shardline.contract.ids import parse_id
 from shardline.contract.job import JobRequest
 from shardline.contract.queues import SUBMIT_TASK
 from shardline.contract.tenants.tenant_door import TenantDoor

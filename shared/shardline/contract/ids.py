@@ -16,9 +16,6 @@ from shardline.base.errors import Invalid
 JobId: TypeAlias = UUID | str
 """What a caller may pass: ids that went through JSON, a session or a file are text."""
 
-MADE_VERSION = 5
-"""Of the UUIDs that relays make of a task's id or an entry's place, which others may know."""
-
 _VERSION_7 = 0x7 << 76
 _VARIANT = 0x2 << 62
 _PER_MS = 1_000_000
