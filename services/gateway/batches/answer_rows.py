@@ -29,6 +29,7 @@ async def write_answers(gateway: Gateway, batch: BatchRow) -> bool:
             continue
         after = await gateway.client.ask(partial(files.last_answered, file_id=file_id))
         while True:
+            await gateway.client.ask(partial(batches.renew, batch=batch))
             page = await answered_page(gateway, batch, after=after, has_succeeded=has_succeeded)
             if page is None:
                 break

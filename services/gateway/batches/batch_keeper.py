@@ -63,7 +63,10 @@ class BatchKeeper:
                 if not is_told:
                     log.warning("batches wait", error=str(error))
                 is_told = True
-            except Exception as error:
+            except asyncio.CancelledError:
+                raise
+            # Also a library's panic: no batch may end the work at the others.
+            except BaseException as error:
                 log.exception("a turn at a batch failed", error=str(error))
                 pause_s = FAILED_S
             await self._sleep(pause_s)

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 from uuid import UUID
 
@@ -53,7 +54,8 @@ from shardline.store.responses import ResponseRow, read_responses
 from shardline_server.tokenize import RegisteredModel
 
 LINES_PER_PAGE = 16
-"""Read from Postgres at a time: each may have megabytes."""
+JOBS_PER_PAGE = 128
+"""Read from Postgres at a time, and one line at least: each may have megabytes."""
 
 EXPIRED = (
     "batch_expired",
@@ -138,6 +140,8 @@ async def answered_page(
     lines = await gateway.client.ask(page)
     if not lines:
         return None
+    sums = accumulate(line.num_jobs for line in lines)
+    lines = lines[: max(1, sum(num <= JOBS_PER_PAGE for num in sums))]
     return AnsweredPage(last_line=lines[-1].line, content=await _rendered(gateway, batch, lines))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from uuid import UUID
 
 import msgspec
+import structlog
 from msgspec.structs import replace as replace_fields
 
 from services.gateway.context import Gateway
@@ -38,6 +39,8 @@ from shardline.contract.request_parsing import parse_fields
 from shardline.store.inserts import EncodedRequest, encode_choices
 from shardline_server.tokenize import RegisteredModel
 from shardline_server.tokenize.encoders.encoder_texts import check_task
+
+log = structlog.get_logger(__name__)
 
 CHATS = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -254,6 +257,12 @@ def _encode(one: LineRequest, model: RegisteredModel) -> Outcome:
             request = encode_choices(jobs, tokenized, stored=stored)
     except ShardlineError as error:
         return error
+    except Exception:
+        raise
+    # tokenizers panics raise PanicException, which is not an Exception.
+    except BaseException:
+        log.exception("tokenizer failed", model=model.name)
+        return Invalid("body", "the model's tokenizer failed on it", "Look at the keeper's log")
     return EncodedLine(
         model=model.name,
         request=request,

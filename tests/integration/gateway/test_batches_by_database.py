@@ -23,6 +23,7 @@ from shardline.base.errors import Invalid, NotFound
 from shardline.cli.batches.batch_door import BatchState
 from shardline.cli.batches.database_door import DatabaseDoor
 from shardline.cli.database import asking
+from shardline_server.tokenize import PreparedPrompt, Tokens
 from tests.integration.gateway.running_gateway import running_gateway
 from tests.integration.gateway.test_batches import CHAT, CHATS, line, names_in, num_lines, timeless
 from tests.repository import REPOSITORY
@@ -197,6 +198,28 @@ async def test_a_batch_of_a_gateway_is_read_through_one(
         assert found["id"] != theirs["id"]
         sent = await http.get(f"/v1/files/{mine}/content")
         assert sent.content == folder.source.read_bytes()
+
+
+async def test_a_tokenizer_that_panics_fails_its_line_alone(
+    folder: BatchFolder, redis_url: str, head: TinyHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Panic(BaseException):
+        """As of a library in Rust, which is no Exception."""
+
+    prepare = Tokens.prepare
+
+    def panicking(self: Tokens, **request: Any) -> PreparedPrompt:
+        if "panic" in str(request):
+            raise Panic
+        return prepare(self, **request)
+
+    monkeypatch.setattr(Tokens, "prepare", panicking)
+    bad = {**CHAT, "messages": [{"role": "user", "content": "panic"}]}
+    folder.source.write_text(f"{line('a', bad)}\n{line('b', CHAT)}")
+    async with running_gateway(folder.database_url, redis_url):
+        with head.serving():
+            found = await folder.run()
+    assert [(custom_id, status) for custom_id, status, _ in found] == [("b", 200), ("a", 400)]
 
 
 def test_answers_that_are_not_all_there_are_none(folder: BatchFolder, head: TinyHead) -> None:
