@@ -17,7 +17,7 @@ from torch import Tensor
 
 from services.stage.model.refusal import refuse
 
-REMEDY = "Give the float checkpoint, or one in compressed-tensors, GPTQ, AWQ or fp8"
+REMEDY = "Give the float checkpoint, or one in compressed-tensors, GPTQ, AWQ, fp8 or MXFP4"
 WORD_BITS = 32
 BITS = (4, 8)
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)

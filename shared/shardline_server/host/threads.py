@@ -27,7 +27,9 @@ def spin_environment(environment: Mapping[str, str], *, are_cores_shared: bool) 
     OpenMP reads it when it is loaded."""
     if "OMP_WAIT_POLICY" in environment or "GOMP_SPINCOUNT" in environment:
         return {}
-    return {"GOMP_SPINCOUNT": "0" if are_cores_shared else str(SPIN_COUNT)}
+    if are_cores_shared:
+        return {"OMP_WAIT_POLICY": "passive"}
+    return {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
 
 
 HUNG_STATUS = 70
