@@ -171,7 +171,7 @@ def test_other_formats_are_refused_by_name(
         ModelInfo.read(packed)
     assert (
         refused.value.remedy
-        == "Give the float checkpoint, or one in compressed-tensors, GPTQ, AWQ or fp8"
+        == "Give the float checkpoint, or one in compressed-tensors, GPTQ, AWQ, fp8 or MXFP4"
     )
 
 
