@@ -50,13 +50,14 @@ WITH RECURSIVE held AS (
         ORDER BY paused_by LIMIT 1
     ) AS next
 ),
--- Some of those whose pause is over.
+-- Some of those whose pause is over. In the order of jobs_paused: statistics say that nearly each
+-- paused job is one of them, and that a scan finds some at once.
 freed AS (
     SELECT id FROM jobs
     WHERE state = 'queued' AND paused_by = ANY(ARRAY(
         SELECT paused_by FROM held
         WHERE NOT EXISTS (SELECT FROM pauses WHERE kind || ' ' || target = held.paused_by)))
-    LIMIT {MAX_RELEASED} FOR UPDATE SKIP LOCKED
+    ORDER BY paused_by LIMIT {MAX_RELEASED} FOR UPDATE SKIP LOCKED
 )
 UPDATE jobs SET paused_by = NULL FROM freed WHERE jobs.id = freed.id AND state = 'queued'
 """)  # noqa: S608 (constants of ours)

@@ -195,8 +195,11 @@ def test_a_paused_job_is_no_fault_and_asks_for_no_worker(engine: Engine) -> None
         assert (load.jobs.num_queued, load.jobs.num_paused) == (0, 3)
 
 
+@pytest.mark.parametrize("is_analyzed", [False, True])
 @pytest.mark.parametrize("kind", ["tenant", "tag"])
-def test_thousands_of_paused_jobs_cost_the_others_nothing(engine: Engine, kind: str) -> None:
+def test_thousands_of_paused_jobs_cost_the_others_nothing(
+    engine: Engine, kind: str, is_analyzed: bool
+) -> None:
     tenants(engine, "acme")
     many = [request(tenant="acme", metadata={"team": "a"})] * NUM_PAUSED
     with engine.begin() as connection:
@@ -205,6 +208,8 @@ def test_thousands_of_paused_jobs_cost_the_others_nothing(engine: Engine, kind: 
     assert turn(engine) == []
     assert len(held(engine)) == NUM_PAUSED
     ids = submit(engine, 20, tenant="acme" if kind == "tag" else "default")
+    if is_analyzed:
+        change(engine, "ANALYZE jobs")
     for statement, values in (
         (paused_jobs.RELEASE, {}),
         (paused_jobs.SET_ASIDE, {}),
