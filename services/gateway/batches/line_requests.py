@@ -262,7 +262,7 @@ def _encode(one: LineRequest, model: RegisteredModel) -> Outcome:
     # tokenizers panics raise PanicException, which is not an Exception.
     except BaseException:
         log.exception("tokenizer failed", model=model.name)
-        return Invalid("body", "the model's tokenizer failed on it", "Look at the keeper's log")
+        return Invalid("body", "the model's tokenizer failed on it", "Look at the gateway's log")
     return EncodedLine(
         model=model.name,
         request=request,
