@@ -13,7 +13,6 @@ import secrets
 import socket
 from collections.abc import Collection, Iterable
 from typing import Any
-from uuid import UUID, uuid5
 
 import structlog
 from redis import Redis
@@ -24,15 +23,13 @@ from services.relay.loop import Loop, LoopContext
 from services.relay.rejects import record_reject
 from services.relay.submission import Submission, store_submissions
 from shardline.base.clock import monotonic_s
+from shardline.contract.ids import derived_id
 from shardline.contract.keys import INTAKE_GROUP
 from shardline.contract.tenants.tenant_door import TenantDoor
 from shardline.store.tenants import tenant_doors
 from shardline_server.failpoints import Point, failpoint
 
 log = structlog.get_logger(__name__)
-
-ENTRY_IDS = UUID("6f0f0c1e-53a5-4f43-9c0b-7a8f0f2d4b11")
-"""Namespace of the job ids of entries without one."""
 
 MAX_BYTES = 8 << 20
 """Size of a batch, which its last entry may exceed."""
@@ -167,7 +164,7 @@ def _submission(entry: Entry, door: TenantDoor | None) -> Submission:
     digest = hashlib.sha256((text or "").encode()).hexdigest()
     place = entry_id if door is None else f"{door.requests} {entry_id}"
     return Submission(
-        id=uuid5(ENTRY_IDS, f"{place}:{digest}"),
+        id=derived_id(f"{place}:{digest}"),
         document=_document(text),
         tenant=None if door is None else door.tenant,
     )

@@ -244,9 +244,7 @@ class Relay:
             (result,) = store_submissions(self._database, [submission])
         except POSTGRES_ERRORS as error:
             if submission.tenant is not None and is_locked_out(error):
-                # As its stream rests: it does not take all threads a second each, again and again.
-                rest_s = self._settings.times.lease_s / 2
-                self._rests[TenantDoor(submission.tenant)] = monotonic_s() + rest_s
+                self._rest(TenantDoor(submission.tenant))
                 raise HeldUp(submission.tenant) from error
             raise
         failpoint(Point.INTAKE_INSERTED, door="celery")
@@ -259,6 +257,13 @@ class Relay:
         if result.request is not None:
             self._spans.accepted([result.request], began_s)
         return result
+
+    def _rest(self, door: TenantDoor) -> None:
+        """Leave a queue alone for a while, as its stream: it does not take all threads a second
+        each, again and again."""
+        now_s = monotonic_s()
+        resting = {other: until_s for other, until_s in self._rests.items() if until_s > now_s}
+        self._rests = {**resting, door: now_s + self._settings.times.lease_s / 2}
 
     def _submission(self, request: Context) -> Submission:
         """What cannot be read is refused, with its reason, as a request that is invalid."""

@@ -18,7 +18,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DataError, IntegrityError
 
 from shardline.base.errors import Conflict, Invalid
-from shardline.contract.ids import parse_id
+from shardline.contract.ids import check_given_id, parse_id
 from shardline.contract.job import DEFAULT_TENANT, JobRequest, JobState
 from shardline.contract.request_parsing import check_metadata, parse_request
 from shardline.store.connection.encoding import storable
@@ -39,9 +39,6 @@ log = structlog.get_logger(__name__)
 
 CONFLICT = "conflict"
 """Code of a reason: the id belongs to a job that this request must not touch."""
-
-MADE_VERSION = 5
-"""Of the UUIDs that relays make of a task's id or an entry's place, which others may know."""
 
 SubmissionStatus = Literal["accepted", "failed", "rejected"]
 DOCUMENT_ERRORS = (DataError, IntegrityError, TypeError, ValueError, RecursionError, OverflowError)
@@ -140,17 +137,13 @@ def _parse(submission: Submission) -> JobRequest | Invalid:
 
 
 def _owned(submission: Submission) -> object:
-    """Returns the document with its door's tenant. Raises Invalid if it names another, or an id
-    that may be of another's job."""
+    """Returns the document with its door's tenant. Raises Invalid if it names another."""
     tenant = submission.tenant
     document = submission.document
     if tenant is None or not isinstance(document, dict):
         return document
     if document.get("tenant", tenant) != tenant:
         raise Invalid("tenant", "this door is another tenant's", "Leave it out")
-    if _names_made_id(submission, document):
-        problem = f"relays make UUIDs of version {MADE_VERSION}, of others' requests too"
-        raise Invalid("id", problem, "Send a UUID of version 4 or 7, or leave it out")
     return {**document, "tenant": tenant}
 
 
@@ -236,8 +229,6 @@ def _failed_row(submission: Submission, reason: dict[str, str]) -> FailedRequest
     prompt = document.get("prompt")
     tenant = submission.tenant or document.get("tenant")
     job_id = _told_id(document, submission.id)
-    if _names_made_id(submission, document):
-        return None
     if job_id is None or not isinstance(model, str) or not 1 <= len(model) <= 256:
         return None
     return FailedRequest(
@@ -261,20 +252,14 @@ def _kept_metadata(metadata: object) -> dict[str, Any] | None:
     return metadata
 
 
-def _names_made_id(submission: Submission, document: dict[str, Any]) -> bool:
-    """Whether a tenant's own request names an id that may be of another tenant's job."""
-    if submission.tenant is None or document.get("id") is None:
-        return False
-    told = _told_id(document, submission.id)
-    return told is not None and told.version == MADE_VERSION
-
-
 def _told_id(document: dict[str, Any], default: UUID) -> UUID | None:
-    """None when the request names an invalid id: its producer could not find the row."""
+    """None when the request names an id that it may not have."""
     told = document.get("id")
     if told is None:
         return default
     try:
-        return parse_id(str(told))
+        given = parse_id(str(told))
+        check_given_id(given)
     except Invalid:
         return None
+    return given

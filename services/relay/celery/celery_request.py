@@ -17,15 +17,16 @@ from celery.app.task import Context
 from celery.canvas import Signature
 from kombu.utils import json as kombu_json
 
-from services.relay.intake import ENTRY_IDS
-from services.relay.submission import MADE_VERSION
 from shardline.base.errors import Invalid
-from shardline.contract.ids import parse_id
+from shardline.contract.ids import DERIVED_VERSION, derived_id, parse_id
 from shardline.contract.job import JobRequest
 from shardline.contract.queues import SUBMIT_TASK
 from shardline.contract.tenants.tenant_door import TenantDoor
 from shardline.store.connection.encoding import storable, unstorable_alone
 from shardline_server.store.celery_tasks import MAX_REQUEST_BYTES, CeleryTask
+
+FOLLOWER_IDS = UUID("6f0f0c1e-53a5-4f43-9c0b-7a8f0f2d4b11")
+"""Namespace of the ids of tasks that follow another and were sent without one."""
 
 MAX_TASK_ID = 256
 ALREADY_EXPIRED_S = 0.001
@@ -60,14 +61,14 @@ REMEDY = (
 
 def job_id_of(task_id: str, door: TenantDoor | None = None) -> UUID:
     """The id of a task's job, unless the request names one: the task's own if that is a UUID,
-    however it is written, and none that relays may make of another tenant's task."""
+    however it is written, and none that may follow from another's name."""
     try:
         own = parse_id(task_id)
     except Invalid:
         own = None
-    if own is not None and (door is None or own.version != MADE_VERSION):
+    if own is not None and own.version != DERIVED_VERSION:
         return own
-    return uuid5(ENTRY_IDS, task_id if door is None else f"{door.tasks} {task_id}")
+    return derived_id(task_id if door is None else f"{door.tasks} {task_id}")
 
 
 def task_key(task_id: object, door: TenantDoor | None = None) -> str:
@@ -199,7 +200,8 @@ def _named(app: Celery, signature: Any, field: str, task_id: str, place: int) ->
         if found.get("subtask_type"):
             found.freeze()
         else:
-            found.options.setdefault("task_id", str(uuid5(ENTRY_IDS, f"{task_id} {field} {place}")))
+            follower_id = uuid5(FOLLOWER_IDS, f"{task_id} {field} {place}")
+            found.options.setdefault("task_id", str(follower_id))
     except Exception as error:
         problem = f"number {place + 1} is no signature: {type(error).__name__}: {error}"
         raise Invalid(field, problem[:200], "Link Celery signatures") from error

@@ -21,7 +21,7 @@ from celery.result import GroupResult, allow_join_result
 from kombu.utils.functional import maybe_list
 from redis.exceptions import RedisError
 
-from services.relay.intake import ENTRY_IDS
+from services.relay.celery.celery_request import FOLLOWER_IDS
 from services.relay.loop import REDIS_ERRORS
 from shardline_server.failpoints import Point, failpoint
 
@@ -151,7 +151,7 @@ class ChordBackend(RedisBackend):
         """Fails the body. Its errbacks get ids by their places: a repeat sends none twice."""
         for place, errback in enumerate(maybe_list(body.options.get("link_error")) or ()):
             if not errback.get("subtask_type"):
-                errback_id = str(uuid5(ENTRY_IDS, f"{group_id} link_error {place}"))
+                errback_id = str(uuid5(FOLLOWER_IDS, f"{group_id} link_error {place}"))
                 errback["options"].setdefault("task_id", errback_id)
         self.chord_error_from_stack(body, error)
 

@@ -1,8 +1,9 @@
-"""Job ids: made by us, time-ordered, valid UUIDs, or given by a caller as text. Knows no
-database."""
+"""Job ids: made by us, time-ordered or from a name, valid UUIDs, or given by a caller as text.
+Knows no database."""
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
 from collections.abc import Iterable
@@ -16,8 +17,15 @@ from shardline.base.errors import Invalid
 JobId: TypeAlias = UUID | str
 """What a caller may pass: ids that went through JSON, a session or a file are text."""
 
+DERIVED_VERSION = 8
+"""Of the UUIDs that follow from a name which others may know. No caller may name one, or it could
+take the id of another's job."""
+
 _VERSION_7 = 0x7 << 76
+_VERSION_8 = 0x8 << 76
+_VERSION_BITS = 0xF << 76
 _VARIANT = 0x2 << 62
+_VARIANT_BITS = 0x3 << 62
 _PER_MS = 1_000_000
 
 
@@ -32,6 +40,20 @@ def new_id() -> UUID:
         | _VARIANT
         | secrets.randbits(62)
     )
+
+
+def derived_id(name: str) -> UUID:
+    """The UUIDv8 of a name: always the same, 122 bits of its SHA-256."""
+    digest = hashlib.sha256(name.encode()).digest()
+    bits = int.from_bytes(digest[:16], "big") & ~(_VERSION_BITS | _VARIANT_BITS)
+    return UUID(int=bits | _VERSION_8 | _VARIANT)
+
+
+def check_given_id(given: UUID | None, field: str = "id") -> None:
+    """Raises Invalid for an id that callers may not choose."""
+    if given is not None and given.version == DERIVED_VERSION:
+        problem = f"UUIDs of version {DERIVED_VERSION} follow from the names of others' requests"
+        raise Invalid(field, problem, "Send another version, such as 4 or 7, or leave it out")
 
 
 def parse_id(text: str, field: str = "id") -> UUID:

@@ -12,6 +12,7 @@ import psycopg
 import pytest
 from sqlalchemy import text
 
+from shardline.contract.ids import derived_id
 from shardline.contract.job import JobState
 from shardline_server.store import crashes
 from tests.integration.gateway.running_gateway import JOBS, PROMPT, read, submit
@@ -172,6 +173,7 @@ async def test_a_wrong_request_is_answered_with_openais_error_body(
     [
         ({"model": "other"}, 404, "model", "Use one of: clerk"),
         ({"prompt": ""}, 400, "prompt", "empty"),
+        ({"id": str(derived_id("of another"))}, 400, "id", "of version 8"),
         ({"prompt": [1] * 500, "max_tokens": 13}, 400, "max_tokens", "at most 12"),
         ({"prompt": [1, 896]}, 400, "prompt[1]", "vocabulary of 896"),
         ({"prompt": "a\0"}, 400, "prompt", "NUL"),

@@ -14,6 +14,7 @@ from psycopg import sql
 from sqlalchemy import Engine
 
 from shardline.base.errors import Invalid, NotFound
+from shardline.contract.ids import derived_id
 from shardline.store.tenants import quotas
 from shardline.store.tenants.tenant_roles import (
     GRANTS,
@@ -28,6 +29,7 @@ from tests.integration.rows import change, claim, database_with_head, end, submi
 INSERT = "INSERT INTO jobs (model, prompt) VALUES ('m', 'text') RETURNING id"
 CHILD = "INSERT INTO jobs (model, prompt, depends_on) VALUES ('m', 'x', %s) RETURNING id"
 PATIENT = "INSERT INTO jobs (model, prompt, retry) VALUES ('m', 'x', %s) RETURNING id"
+INSERT_WITH_ID = "INSERT INTO jobs (id, model, prompt) VALUES (%s, 'm', 'text') RETURNING id"
 INSERT_AS = "INSERT INTO jobs (model, prompt, tenant_id) VALUES ('m', 'text', %s) RETURNING id"
 
 
@@ -119,6 +121,20 @@ def test_a_tenants_role_sees_and_inserts_its_own_rows_alone(
             assert connection.execute(cancel, (mine,)).rowcount == 1
             with pytest.raises(psycopg.errors.InsufficientPrivilege, match="tenant_roles"):
                 connection.execute("UPDATE tenant_roles SET tenant_id = 'other'")
+
+
+def test_a_tenants_role_names_no_id_that_follows_from_anothers_name(
+    engine: Engine, database_url: str, role: str
+) -> None:
+    grant(engine, "acme", role)
+    mine = derived_id("a task of acme")
+    submit(engine, id=mine, tenant="acme")
+    with acting(database_url, role) as connection:
+        with pytest.raises(psycopg.errors.InsufficientPrivilege, match="no_ids_of_version_8"):
+            insert(connection, INSERT_WITH_ID, str(derived_id("a task of another")))
+        assert insert(connection, INSERT_WITH_ID, str(uuid4()))
+        cancel = "UPDATE jobs SET cancel_requested_at = now() WHERE id = %s"
+        assert connection.execute(cancel, (mine,)).rowcount == 1
 
 
 def test_a_role_of_before_the_migration_may_say_how_failures_are_tried_again(
