@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from functools import partial
+from urllib.parse import quote
 
 from fastapi import Response
 from fastapi.responses import StreamingResponse
@@ -29,7 +30,7 @@ async def chunks(gateway: Gateway, file: FileRow) -> AsyncIterator[bytes]:
         num_bytes += len(content)
 
 
-async def content_response(pieces: AsyncIterator[bytes]) -> Response:
+async def content_response(pieces: AsyncIterator[bytes], *, filename: str) -> Response:
     """Sends pieces as they come, in chunks of HTTP: a failure in the middle breaks the connection,
     so that no reader takes a part for the whole. Raises what the first piece raises."""
     first = await anext(pieces, b"")
@@ -39,4 +40,13 @@ async def content_response(pieces: AsyncIterator[bytes]) -> Response:
         async for piece in pieces:
             yield piece
 
-    return StreamingResponse(all_pieces(), media_type=MEDIA)
+    headers = {"content-disposition": _disposition(filename)}
+    return StreamingResponse(all_pieces(), media_type=MEDIA, headers=headers)
+
+
+def _disposition(filename: str) -> str:
+    """The name under which browsers and `curl -OJ` save a file (RFC 6266)."""
+    quoted = quote(filename)
+    if quoted == filename:
+        return f'attachment; filename="{filename}"'
+    return f"attachment; filename*=utf-8''{quoted}"

@@ -78,12 +78,11 @@ async def get_batch(batch_id: BatchIdPath, gateway: GatewayDep, caller: ReadCall
     return json_response(BatchDocument.of(await gateway.client.ask(wanted)))
 
 
-@router.post(f"{ONE}/cancel", responses={200: answer("As it is now", BatchDocument)})
+@router.post(f"{ONE}/cancel", responses={200: answer("As it is now", BatchDocument), **errors(409)})
 async def cancel_batch(
     batch_id: BatchIdPath, gateway: GatewayDep, caller: CancelCaller
 ) -> Response:
-    """Cancel what of a batch has not ended; what is done stays. One that has ended stays as it
-    is."""
+    """Cancel what of a batch has not ended; what is done stays."""
     wanted = partial(batches.cancel_batch, batch_id=path_id(batch_id, PREFIX), tenant=caller.tenant)
     row = await gateway.client.ask(wanted)
     gateway.batches_due.set()

@@ -101,4 +101,4 @@ async def get_content(file_id: FileIdPath, gateway: GatewayDep, caller: ReadCall
     wanted = partial(files.get_file, file_id=path_id(file_id, PREFIX), tenant=caller.tenant)
     file = await gateway.client.ask(wanted)
     pieces = chunks(gateway, file) if file.part is None else output_lines(gateway, file)
-    return await content_response(pieces)
+    return await content_response(pieces, filename=file.filename)

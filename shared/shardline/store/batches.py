@@ -238,9 +238,15 @@ def list_batches(
 
 
 def cancel_batch(connection: Connection, batch_id: UUID, *, tenant: str) -> BatchRow:
-    """Asks for the end of a batch; one that has ended stays as it is. Raises NotFound."""
+    """Asks for the end of a batch; asked again, it stays as it is. Raises NotFound, and Conflict
+    where it has ended otherwise."""
     row = connection.execute(CANCEL, {"id": batch_id, "tenant": tenant}).mappings().first()
-    return get_batch(connection, batch_id, tenant=tenant) if row is None else _batch(row)
+    if row is not None:
+        return _batch(row)
+    found = get_batch(connection, batch_id, tenant=tenant)
+    if found.status not in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
+        raise Conflict(f"the batch has ended and is {found.status}; nothing is left to cancel")
+    return found
 
 
 def take_batch(connection: Connection) -> BatchRow | None:

@@ -292,6 +292,8 @@ async def test_batches_are_listed_repeated_and_expire(
             await asyncio.to_thread(head.wait_for_bell)
             expired = await client.batches.retrieve(first.id)
     assert expired.status == "expired"
+    with pytest.raises(openai.ConflictError, match="has ended and is expired"):
+        await client.batches.cancel(first.id)
     errors = await lines_of(client, expired.error_file_id)
     assert [one["error"]["code"] for one in errors] == ["batch_expired"] * 2
     wrong = [

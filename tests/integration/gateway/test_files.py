@@ -61,11 +61,15 @@ async def test_a_file_is_what_was_sent_until_it_is_deleted(
     )
     assert (first.bytes, first.filename, first.purpose) == (len(content), "first.jsonl", "batch")
     assert first.expires_at == first.created_at + 3600
-    empty = await client.files.create(file=("empty.jsonl", b""), purpose="batch")
+    empty = await client.files.create(file=("leer für 1.jsonl", b""), purpose="batch")
     assert (empty.bytes, empty.expires_at) == (0, None)
     assert await client.files.retrieve(first.id) == first
-    assert (await client.files.content(first.id)).content == content
-    assert (await client.files.content(empty.id)).content == b""
+    found = [await client.files.content(one.id) for one in (first, empty)]
+    assert [one.content for one in found] == [content, b""]
+    assert [one.response.headers["content-disposition"] for one in found] == [
+        'attachment; filename="first.jsonl"',
+        "attachment; filename*=utf-8''leer%20f%C3%BCr%201.jsonl",
+    ]
     # In pages, both ways, and by purpose
     assert [one.id async for one in client.files.list(limit=1)] == [empty.id, first.id]
     assert [one.id async for one in client.files.list(limit=1, order="asc")] == [first.id, empty.id]

@@ -105,7 +105,9 @@ class Batcher:
             self._begin(client, batch)
         route = f"{BATCHES}/{batch.document['id']}"
         if batch.is_to_be_cancelled(time.monotonic()):
-            _answer(client, "POST", f"{route}/cancel")
+            answer = client.post(f"{route}/cancel")
+            if answer.status_code != httpx.codes.CONFLICT:  # It has ended.
+                answer.raise_for_status()
             batch.is_cancelled = True
         batch.document = _answer(client, "GET", route)
         if batch.has_ended:
