@@ -6,12 +6,15 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 import transformers as tf
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, processors
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -25,6 +28,7 @@ from shardline_scheduler.sequence import Request
 from shardline_scheduler.step_plan import StepPlan
 from tests.chain import Chain, CountingSink
 from tests.models import COMMON, HEADS_ALIKE, VOCAB_SIZE, save_drawn
+from tests.models import CONFIGS as DECODERS
 
 CLS, SEPARATOR = 3, 4
 WINDOW = 24
@@ -55,9 +59,27 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gte": lambda: tf.GteConfig(**SHARED, type_vocab_size=1),
     "jina_embeddings_v3": lambda: tf.JinaEmbeddingsV3Config(**SHARED, type_vocab_size=1),
     "qwen3": lambda: tf.Qwen3Config(**COMMON, head_dim=16),
+    "gemma3_text": lambda: tf.Gemma3TextConfig(
+        **COMMON,
+        head_dim=16,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        use_bidirectional_attention=True,
+    ),
 }
 POOLED: Final = {"qwen3": "lasttoken"}
 """Families of decoders by their usual pooling; all others by the mean."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseModules:
+    """Those that stand behind a checkpoint's pooling."""
+
+    sizes: tuple[int, ...]
+    """The numbers that go into each, and those that leave the last."""
+    activation: str = "linear.Identity"
+    """In torch.nn.modules."""
+    bias: bool = False
 
 
 def save_encoder(folder: Path, name: str, *, normalizes: bool = True, longest: int = 128) -> Path:
@@ -90,6 +112,29 @@ def save_modules(
     )
 
 
+def save_dense(path: Path, modules: DenseModules) -> Path:
+    """Puts Dense modules behind the pooling of an encoder in its folder."""
+    file = path / "modules.json"
+    pooling, rest = json.loads(file.read_text())[:2], json.loads(file.read_text())[2:]
+    generator = torch.Generator().manual_seed(9)
+    for place, (num_in, num_out) in enumerate(pairwise(modules.sizes), 2):
+        name = f"{place}_Dense"
+        pooling.append({"path": name, "type": "sentence_transformers.models.Dense"})
+        settings = {
+            "in_features": num_in,
+            "out_features": num_out,
+            "bias": modules.bias,
+            "activation_function": f"torch.nn.modules.{modules.activation}",
+        }
+        _write(path / name / "config.json", settings)
+        tensors = {"linear.weight": torch.randn(num_out, num_in, generator=generator)}
+        if modules.bias:
+            tensors["linear.bias"] = torch.randn(num_out, generator=generator)
+        save_file(tensors, path / name / "model.safetensors")
+    _write(file, pooling + rest)
+    return path
+
+
 def save_cross_encoder(folder: Path, name: str) -> Path:
     """A cross-encoder with scores that are shares of 1; only the first time."""
     path = folder / f"{name}-scores"
@@ -97,7 +142,7 @@ def save_cross_encoder(folder: Path, name: str) -> Path:
         return path
 
     def make() -> Any:
-        config = CONFIGS[name]()
+        config = {**DECODERS, **CONFIGS}[name]()
         config.num_labels = 1
         return tf.AutoModelForSequenceClassification.from_config(config)
 

@@ -233,6 +233,8 @@ def _choose_streamed(
     }
     packed = packed_bytes(skeleton, load.packing, in_ranks=load.group is not None)
     held = packed - num_bytes(skeleton, load.cpu_parts)
+    if layers.stop == info.num_layers and info.encoder is not None:
+        held += info.encoder.num_bytes
     streamed_layers = load.memory.fit_weights(WeightBytes(held, by_layer))
     load.options.check_streamed(streamed_layers)
     return streamed_layers

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from services.stage.attention.paged_kv import Span
+from services.stage.model.encoder_class import is_masked_lm
 from services.stage.model.encoder_files import EncoderFiles
 from services.stage.model.shard import Shard
+from services.stage.model.text_part import text_config
 from shardline.contract.encoders.encoder import EncoderTask
 
 Pool = Callable[[Tensor], Tensor]
@@ -50,6 +52,10 @@ class Pooling:
         assert files is not None, "the model pools"
         self._files: EncoderFiles = files
         self._shard = shard
+        self._dense = [each.load(shard.device) for each in files.dense]
+        if not is_masked_lm(shard.info.config):
+            # A decoder's head takes the last token that is no padding: there is none.
+            text_config(shard.model.config).pad_token_id = None
 
     def vectors(
         self, states: Tensor, spans: Sequence[Span], dimensions: Sequence[int | None]
@@ -71,6 +77,8 @@ class Pooling:
         text = text.float()
         parts = [POOLS[mode](text) for mode in self._files.modes]
         vector = parts[0] if len(parts) == 1 else torch.cat(parts)
+        for dense in self._dense:
+            vector = dense(vector)
         if num is not None:
             vector = vector[:num]
         return torch.nn.functional.normalize(vector, dim=0) if self._files.normalizes else vector
@@ -80,7 +88,7 @@ class Pooling:
         model: Any = self._shard.model
         base = self._shard.decoder
         pooler = getattr(base, "pooler", None)
-        found = BaseModelOutputWithPooling(
+        found = BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=text[None],
             pooler_output=None if pooler is None else pooler(text[None]),
         )

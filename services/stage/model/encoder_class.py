@@ -46,7 +46,8 @@ def _is_decoder(config: Any) -> bool:
 
 def sees_both_ways(config: Any) -> bool:
     """Returns whether rows of a model that pools see later ones of their text."""
-    return is_encoder(config) and is_masked_lm(config)
+    is_bidirectional = getattr(config, "use_bidirectional_attention", None) is True
+    return is_encoder(config) and (is_bidirectional or is_masked_lm(config))
 
 
 def encoder_class(config: Any) -> Any:

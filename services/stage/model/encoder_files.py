@@ -1,5 +1,5 @@
 """How a checkpoint turns hidden states into vectors or scores: sentence-transformers' files, or the
-head for scores that its config names. Reads no weights."""
+head for scores that its config names. Reads no weights, only headers of theirs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.stage.model.dense_layer import DenseLayer, read_dense
 from services.stage.model.encoder_class import is_masked_lm, scores_pairs
 from services.stage.model.refusal import refuse
 from shardline.contract.encoders.encoder import Encoder, EncoderTask
+from shardline.contract.job import MAX_DIMENSIONS
 
 MODULES = "modules.json"
 MODES = {
@@ -24,6 +26,9 @@ MODES = {
 """In the order in which sentence-transformers puts the vectors of several side by side."""
 ACTIVATIONS = {"Sigmoid": True, "Identity": False}
 """Whether a score is a share of 1."""
+POSITIONS = "position_embedding_type"
+MAX_DENSE = 8
+"""Modules between pooling and normalization."""
 MAX_TOKENS = 8192
 """A text takes its room in one step: longer ones are refused, whatever the model could read."""
 
@@ -36,31 +41,71 @@ class EncoderFiles:
     """What doors need to know."""
     modes: tuple[str, ...] = ()
     """How a text's hidden states become one vector."""
+    dense: tuple[DenseLayer, ...] = ()
+    """What the vector then goes through."""
     normalizes: bool = False
     """The vector has length 1."""
     is_share: bool = False
     """A score is between 0 and 1."""
     max_tokens: int = MAX_TOKENS
 
+    @property
+    def num_bytes(self) -> int:
+        """Returns what the weights behind the pooling take in memory."""
+        return sum(each.num_bytes for each in self.dense)
+
 
 def read_encoder(path: Path, config: Any) -> EncoderFiles | None:
     """Returns how a checkpoint pools; None for one that generates text. Raises Invalid for one that
     pools as no stage can."""
+    _check_positions(config)
     if scores_pairs(config):
         return _score(path, config)
     modules = _read(path / MODULES)
     if modules is None:
         is_plain = is_masked_lm(config) and _is_base(config)
-        return _embed(path, config, ("mean",), normalizes=False) if is_plain else None
+        return _embed(path, config, ("mean",)) if is_plain else None
     kinds = _kinds(path / MODULES, modules)
-    if kinds[:1] != ["Transformer"] or kinds[1:] not in (["Pooling"], ["Pooling", "Normalize"]):
+    num_dense = kinds.count("Dense")
+    normalizes = kinds[-1:] == ["Normalize"]
+    order = ["Transformer", "Pooling", *["Dense"] * num_dense, *["Normalize"] * normalizes]
+    if kinds != order or num_dense > MAX_DENSE:
         refuse(
-            f"{path / MODULES} has the modules {', '.join(kinds) or 'none'}; "
-            "Transformer, Pooling and Normalize, in this order, can be served"
+            f"{path / MODULES} has the modules {', '.join(kinds) or 'none'}; Transformer, Pooling, "
+            f"up to {MAX_DENSE} of Dense, and Normalize, in this order, can be served"
         )
     folder = str(modules[1].get("path") or "1_Pooling")
-    pooling = _object(path / folder / "config.json")
-    return _embed(path, config, _modes(path / folder, pooling), normalizes=len(kinds) == 3)
+    modes = _modes(path / folder, _object(path / folder / "config.json"))
+    folders = [_subfolder(path, each) for each in modules[2 : 2 + num_dense]]
+    dense = _dense(folders, config.hidden_size * len(modes))
+    return _embed(path, config, modes, dense, normalizes=normalizes)
+
+
+def _check_positions(config: Any) -> None:
+    """Raises Invalid for layers that only look like those of a family: transformers would count
+    positions as the family does."""
+    kind = getattr(config, POSITIONS, None)
+    if kind in (None, "absolute") or hasattr(type(config), POSITIONS) or not is_masked_lm(config):
+        return
+    refuse(
+        f"{config.model_type!r} with {kind} positions needs remote code, which is never run",
+        "Choose a model that transformers has built in, such as jina_embeddings_v3 or modernbert",
+    )
+
+
+def _subfolder(path: Path, module: Any) -> Path:
+    name = module.get("path")
+    if not isinstance(name, str) or not name or Path(name).name != name:
+        refuse(f"{path / MODULES} has a module in {name!r}, no folder next to it")
+    return path / name
+
+
+def _dense(folders: list[Path], num_inputs: int) -> tuple[DenseLayer, ...]:
+    found: list[DenseLayer] = []
+    for folder in folders:
+        found.append(read_dense(folder, _object(folder / "config.json"), num_inputs))
+        num_inputs = found[-1].num_outputs
+    return tuple(found)
 
 
 def _is_base(config: Any) -> bool:
@@ -88,7 +133,14 @@ def _modes(folder: Path, pooling: dict[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _embed(path: Path, config: Any, modes: tuple[str, ...], *, normalizes: bool) -> EncoderFiles:
+def _embed(
+    path: Path,
+    config: Any,
+    modes: tuple[str, ...],
+    dense: tuple[DenseLayer, ...] = (),
+    *,
+    normalizes: bool = False,
+) -> EncoderFiles:
     sentences = _object(path / "config_sentence_transformers.json")
     prompts = {
         str(name): str(text) for name, text in (sentences.get("prompts") or {}).items() if text
@@ -96,17 +148,24 @@ def _embed(path: Path, config: Any, modes: tuple[str, ...], *, normalizes: bool)
     default = sentences.get("default_prompt_name")
     own = _sentence_config(path)
     shorter = getattr(config, "matryoshka_dimensions", None) or ()
+    num_dimensions = dense[-1].num_outputs if dense else config.hidden_size * len(modes)
+    if num_dimensions > MAX_DIMENSIONS:
+        refuse(f"{path} has vectors of {num_dimensions:,} numbers, over {MAX_DIMENSIONS:,}")
     encoder = Encoder(
         task=EncoderTask.EMBED,
-        num_dimensions=config.hidden_size * len(modes),
-        shorter=tuple(int(each) for each in shorter),
+        num_dimensions=num_dimensions,
+        shorter=tuple(int(each) for each in shorter if int(each) <= num_dimensions),
         any_shorter=bool(getattr(config, "is_matryoshka", False)) and not shorter,
         prompts=prompts,
         default_prompt=default if default in prompts else None,
         lowercases=own.get("do_lower_case") is True,
     )
     return EncoderFiles(
-        encoder=encoder, modes=modes, normalizes=normalizes, max_tokens=_longest(own)
+        encoder=encoder,
+        modes=modes,
+        dense=dense,
+        normalizes=normalizes,
+        max_tokens=_longest(own),
     )
 
 
@@ -114,8 +173,6 @@ def _score(path: Path, config: Any) -> EncoderFiles:
     kind = config.architectures[0]
     if config.num_labels != 1:
         refuse(f"{kind} has {config.num_labels} labels; a cross-encoder has one")
-    if not is_masked_lm(config):
-        refuse(f"{kind} scores by a decoder's last token")
     named = (getattr(config, "sentence_transformers", None) or {}).get("activation_fn")
     named = named or getattr(config, "sbert_ce_default_activation_function", None) or "Sigmoid"
     activation = str(named).rpartition(".")[2]

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from services.stage.model.encoder_class import is_encoder, mark
 from services.stage.model.gguf.gguf_tensors import GgufTensors
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.quantization import Floats, Quantization, quantization_of
@@ -125,7 +126,10 @@ class _Writer(ABC):
         for scope in (config, config.get("text_config") or {}):
             scope.pop("quantization_config", None)
         _replace(own / CONFIG, config)
-        return replace(self._info, path=own, config=type(self._info.config).from_dict(config))
+        written = type(self._info.config).from_dict(config)
+        if is_encoder(self._info.config):
+            mark(written)
+        return replace(self._info, path=own, config=written)
 
     def _file(self, part: str) -> Path:
         return self._folder / f"{part}.safetensors"

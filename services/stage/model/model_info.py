@@ -29,12 +29,12 @@ from huggingface_hub.errors import (
 
 from services.stage.model.distance_bias import biases_by_distance
 from services.stage.model.encoder_class import first_position, is_encoder, mark, sees_both_ways
-from services.stage.model.encoder_files import EncoderFiles, read_encoder
+from services.stage.model.encoder_files import MODULES, EncoderFiles, read_encoder
 from services.stage.model.gguf.unpacked_folder import gguf_of, unpack
 from services.stage.model.quantization import quantization_of
 from services.stage.model.refusal import refuse
 from services.stage.model.text_part import is_container, layers_class, model_class, text_config
-from services.stage.model.weights import header_of, weight_files
+from services.stage.model.weights import DENSE, ONE_FILE, header_of, weight_files
 from shardline.base.errors import Unavailable
 from shardline.contract import plain_json
 from shardline.contract.fleet.joined_layers import JoinedLayers, joined_layers
@@ -44,7 +44,7 @@ log = structlog.get_logger(__name__)
 
 HUB_FILES = (
     *("*.json", "model*.safetensors", "tokenizer*", "*.jinja", "*.model", "*.txt"),
-    "*_Pooling/config.json",
+    *("*_Pooling/config.json", f"{DENSE}/config.json", f"{DENSE}/{ONE_FILE}"),
 )
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 """How names of the tensor end that has a row for each token."""
@@ -248,7 +248,7 @@ def check_can_be_sharded(config: Any) -> None:
     if config.architectures and name not in config.architectures and not is_encoder(config):
         refuse(
             f"it was saved as {config.architectures[0]}, not as {name}",
-            "Give a checkpoint with a language-model head",
+            f"Give a checkpoint with a language-model head, or an encoder with {MODULES}",
         )
     others = [getattr(config, name, None) for name in config.sub_configs]
     if any(getattr(other, "model_type", None) in OF_TIMM for other in others):
@@ -281,9 +281,11 @@ def check_can_be_sharded(config: Any) -> None:
     is_biased = is_encoder(config) and biases_by_distance(layers)
     if not (is_biased or hasattr(sys.modules[layers.__module__], "ALL_ATTENTION_FUNCTIONS")):
         refuse(f"{kind!r} does not attend through transformers' attention interface")
-    looks_ahead = getattr(text, "is_causal", True) is False and not sees_both_ways(config)
-    if looks_ahead or getattr(text, "use_bidirectional_attention", None):
-        refuse(f"{kind!r} attends to later tokens")
+    looks_ahead = getattr(text, "is_causal", True) is False
+    looks_ahead |= bool(getattr(text, "use_bidirectional_attention", None))
+    if looks_ahead and not sees_both_ways(config):
+        remedy = f"Choose another model, or an encoder with {MODULES}"
+        refuse(f"{kind!r} attends to later tokens", remedy)
 
 
 def _has_size(config: Any, name: str) -> bool:

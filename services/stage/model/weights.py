@@ -23,6 +23,8 @@ from shardline_gguf import is_gguf, read_header
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+DENSE = "*_Dense"
+"""The folders of modules that have weights of their own, in ONE_FILE."""
 DECIDING = (
     "config.json",
     "generation_config.json",
@@ -35,6 +37,7 @@ DECIDING = (
     "config_sentence_transformers.json",
     "sentence_*_config.json",
     "*_Pooling/config.json",
+    f"{DENSE}/config.json",
 )
 """Files next to the weights that turn messages and text into ids, and ids into tokens; of encoders,
 hidden states into vectors."""
@@ -157,10 +160,11 @@ def fingerprint(folder: Path, cache_folder: Path) -> str:
     for path in _deciding_files(folder):
         name = str(path.relative_to(folder))
         digest.update(_line(name, hashlib.sha256(path.read_bytes()).hexdigest()))
-    for path in weight_files(folder):
+    for path in _all_weights(folder):
         file = check_file(path)
+        name = str(path.relative_to(folder))
         digest.update(
-            _line(path.name, file.size_bytes, file.header_sha256, cached_sha256(path, cache_folder))
+            _line(name, file.size_bytes, file.header_sha256, cached_sha256(path, cache_folder))
         )
     return digest.hexdigest()
 
@@ -197,6 +201,10 @@ def _deciding_files(folder: Path) -> Iterator[Path]:
     )
 
 
+def _all_weights(folder: Path) -> list[Path]:
+    return [*weight_files(folder), *sorted(folder.glob(f"{DENSE}/{ONE_FILE}"))]
+
+
 def stamp_of(path: Path) -> tuple[int, int, int]:
     """Returns size and times of a file. Copying tools may keep the time of modification, but not
     the time of change."""
@@ -205,7 +213,8 @@ def stamp_of(path: Path) -> tuple[int, int, int]:
 
 
 def _stamps(folder: Path) -> dict[str, tuple[int, int, int]]:
-    return {path.name: stamp_of(path) for path in (*_deciding_files(folder), *weight_files(folder))}
+    files = (*_deciding_files(folder), *_all_weights(folder))
+    return {str(path.relative_to(folder)): stamp_of(path) for path in files}
 
 
 def _line(*parts: object) -> bytes:

@@ -7,14 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers as tf
+from safetensors.torch import save_file
 
 from services.stage.model.encoder_files import read_encoder
-from services.stage.model.model_info import ModelInfo
-from shardline.base.errors import Invalid
+from services.stage.model.float_files import with_floats
+from services.stage.model.model_info import ModelInfo, model_files
+from services.stage.model.shard import build_skeleton
+from services.stage.model.weights import fingerprint, unchanged
+from shardline.base.errors import Invalid, Unavailable
 from shardline.contract.encoders.encoder import EncoderTask
-from tests.encoders import CONFIGS, SEPARATOR, save_cross_encoder, save_encoder
-from tests.models import save_model
+from tests.encoders import (
+    CONFIGS,
+    SEPARATOR,
+    DenseModules,
+    save_cross_encoder,
+    save_dense,
+    save_encoder,
+)
+from tests.models import edit_config, save_model
 
 POOLING = "1_Pooling/config.json"
 
@@ -72,6 +84,104 @@ def test_a_cross_encoder_says_how_its_scores_are_made(tmp_path: Path) -> None:
     plain = read_encoder(path, changed(path, sbert_ce_default_activation_function=identity))
     assert plain is not None
     assert not plain.is_share
+
+
+def test_a_decoder_scores_pairs_as_its_tokenizer_joins_them(tmp_path: Path) -> None:
+    info = ModelInfo.read(save_cross_encoder(tmp_path, "qwen3"))
+    assert info.encoder is not None
+    assert (info.encoder.encoder.task, info.encoder.encoder.separator) == (EncoderTask.SCORE, None)
+
+
+def test_dense_modules_decide_the_vector_and_its_bytes(tmp_path: Path) -> None:
+    modules = DenseModules(sizes=(32, 96, 24), bias=True)
+    path = save_dense(save_encoder(tmp_path, "gemma3_text"), modules)
+    found = read_encoder(path, changed(path, matryoshka_dimensions=[8, 32]))
+    assert found is not None
+    assert (found.encoder.num_dimensions, found.encoder.shorter) == (24, (8,))
+    assert found.num_bytes == 4 * (33 * 96 + 97 * 24)
+    assert found.normalizes
+    files = {str(file.relative_to(path)) for file in model_files(path)}
+    assert {"2_Dense/config.json", "3_Dense/model.safetensors"} <= files
+
+
+def test_weights_of_dense_modules_are_in_the_fingerprint(tmp_path: Path) -> None:
+    path = save_dense(save_encoder(tmp_path, "bert"), DenseModules(sizes=(32, 16)))
+    first = fingerprint(path, tmp_path / "cache")
+    tensors = {"linear.weight": torch.zeros(16, 32)}
+    with pytest.raises(Unavailable, match="was written"), unchanged(path):
+        save_file(tensors, path / "2_Dense/model.safetensors")
+    assert fingerprint(path, tmp_path / "cache") != first
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"in_features": 31}, "takes 31 numbers, and 32 come"),
+        ({"out_features": 15}, r"linear.weight \[16, 32\] of F32, not \[15, 32\]"),
+        ({"out_features": 1 << 17}, "out_features 131072, not a number from 1 to 65,536"),
+        ({"in_features": None}, "in_features None"),
+        ({"bias": True}, "linear.bias none"),
+        ({"bias": "no"}, "bias 'no'"),
+        ({"activation_function": "os.system"}, "the activation os.system; Identity, Tanh"),
+        ({"activation_function": "mine.Tanh"}, "the activation mine.Tanh"),
+        ({"module_input_name": "token_embeddings"}, "no product of the pooled vector"),
+    ],
+)
+def test_dense_modules_that_no_stage_can_run_are_refused(
+    tmp_path: Path, changes: dict[str, Any], problem: str
+) -> None:
+    path = save_dense(save_encoder(tmp_path, "bert"), DenseModules(sizes=(32, 16)))
+    settings = json.loads((path / "2_Dense/config.json").read_text())
+    rewrite(path, "2_Dense/config.json", settings | changes)
+    with pytest.raises(Invalid, match=problem) as refused:
+        ModelInfo.read(path)
+    assert refused.value.remedy
+
+
+def test_pickles_and_broken_weights_of_dense_modules_are_refused(tmp_path: Path) -> None:
+    path = save_dense(save_encoder(tmp_path, "bert"), DenseModules(sizes=(32, 16)))
+    file = path / "2_Dense/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(Invalid, match="cut short"):
+        ModelInfo.read(path)
+    file.rename(file.with_name("pytorch_model.bin"))
+    with pytest.raises(Invalid, match=r"only pytorch_model\.bin, no model") as refused:
+        ModelInfo.read(path)
+    assert "safetensors" in refused.value.remedy
+
+
+@pytest.mark.parametrize("name", ["../2_Dense", "2_Dense/..", "", 2, None, "dense"])
+def test_dense_modules_lie_next_to_the_model(tmp_path: Path, name: object) -> None:
+    path = save_dense(save_encoder(tmp_path, "bert"), DenseModules(sizes=(32, 16)))
+    modules = json.loads((path / "modules.json").read_text())
+    modules[2]["path"] = name
+    rewrite(path, "modules.json", modules)
+    with pytest.raises(Invalid, match=r"no folder next to it|is a Dense module"):
+        ModelInfo.read(path)
+
+
+def test_a_family_by_name_alone_is_refused_by_its_positions(tmp_path: Path) -> None:
+    path = save_encoder(tmp_path, "bert")
+    with pytest.raises(Invalid, match="alibi positions needs remote code"):
+        read_encoder(path, changed(path, position_embedding_type="alibi"))
+
+
+def test_a_decoder_that_sees_later_tokens_needs_a_pooling(tmp_path: Path) -> None:
+    path = save_encoder(tmp_path, "gemma3_text")
+    (path / "modules.json").unlink()
+    for name, problem in (("TextModel", "saved as Gemma3TextModel"), ("ForCausalLM", "attends to")):
+        edit_config(path, architectures=[f"Gemma3{name}"])
+        with pytest.raises(Invalid, match=problem) as refused:
+            ModelInfo.read(path)
+        assert "modules.json" in refused.value.remedy
+
+
+def test_weights_of_another_dtype_are_converted_as_an_encoders(tmp_path: Path) -> None:
+    info = ModelInfo.read(save_encoder(tmp_path, "bert"))
+    written = with_floats(info, range(4), torch.bfloat16, tmp_path / "cache", converts=True)
+    assert written.path != info.path
+    kept: dict[str, Any] = {"dtype": torch.bfloat16, "attn_implementation": "eager"}
+    assert type(build_skeleton(written, range(4), **kept)).__name__ == "BertModel"
 
 
 @pytest.mark.parametrize(
