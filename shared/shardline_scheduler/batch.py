@@ -28,9 +28,13 @@ class Batch:
     """Sequences by the number that names them to the stages. A new epoch has a new batch."""
 
     def __init__(self, config: SchedulerConfig, waiting: WaitingQueue, step_cost: StepCost) -> None:
-        is_on = config.prefix_cache and not config.is_recurrent
-        num_slots = config.offload.num_slots if is_on else 0
-        self.kv = PrefixCache(config.num_blocks, is_on=is_on, num_slots=num_slots)
+        offloads = config.prefix_cache and not config.is_recurrent
+        self.kv = PrefixCache(
+            config.num_blocks,
+            is_on=config.prefix_cache,
+            num_slots=config.offload.num_slots if offloads else 0,
+            num_states=config.num_states,
+        )
         self.running: dict[int, Sequence] = {}
         self.prefilling: dict[int, Sequence] = {}
         self.ready: dict[int, Sequence] = {}
@@ -136,9 +140,10 @@ class Batch:
             self._waiting.requeue(sequence)
 
     def take_closes(self) -> list[int]:
-        """The numbers that the plan which is made now closes; their adapters' places are free for
-        the next one."""
+        """The numbers that the plan which is made now closes; their adapters' places and states are
+        free for the next one."""
         closes = self._closes
         self._closes = []
         self._adapters.close(closes)
+        self.kv.states.close(closes)
         return closes

@@ -4,19 +4,27 @@ tokens need not compute.
 A block is found by a digest of all tokens up to its end, of their tenant and of the adapter that
 computed them, name and fingerprint: a stage may refuse one name and not another one of the same
 files. Stages hear of it in the plan: a sequence opens with blocks that have filled places. A
-preempted one may find its blocks in slots of the offload too. Knows no torch and no step.
+preempted one may find its blocks in slots of the offload too. Where layers are recurrent, a
+beginning is found only if there is a snapshot of the state behind it. Knows no torch and no step.
 """
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable
 from hashlib import blake2b
 
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from shardline_scheduler.offload import Offload
 from shardline_scheduler.parking import spare_blocks
-from shardline_scheduler.sequence import Sequence
+from shardline_scheduler.sequence import Sequence, State
+from shardline_scheduler.state_pool import StatePool
+from shardline_scheduler.step_plan import Snapshot
+
+MIN_BLOCKS = 4
+"""Of a prompt that is worth one more step, which ends at its last full block: shorter ones get a
+snapshot once another begins as they do."""
 
 DIGEST_BYTES = 16
 """Two prefixes with one digest would take 2^64 tries to find."""
@@ -26,8 +34,12 @@ class PrefixCache:
     """Gives sequences their blocks. While `is_on`, full blocks are found again, also after their
     sequence has ended."""
 
-    def __init__(self, num_blocks: int, *, is_on: bool, num_slots: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, *, is_on: bool, num_slots: int = 0, num_states: int = 0
+    ) -> None:
+        """`num_slots` are those of the offload; without `num_states` no layer is recurrent."""
         self.offload = Offload(num_slots)
+        self.states = StatePool(num_states)
         self.pool = BlockPool(num_blocks, self.offload.evict)
         self._is_on = is_on
 
@@ -49,15 +61,18 @@ class PrefixCache:
         """Whether a running sequence that is before it in order is yet to compute a block that it
         would find: soon it need not compute that block too.
 
-        The other one has all its blocks and comes first in each step, so the wait ends.
+        The other one has all its blocks and comes first in each step, so the wait ends. Where
+        layers are recurrent, it stops for a snapshot on its way.
         """
+        will_help = self._will_stop if self.states.num_slots else self._will_fill
         return self._is_on and any(
-            self._will_fill(other, sequence) for other in prefilling if other.order < sequence.order
+            will_help(other, sequence) for other in prefilling if other.order < sequence.order
         )
 
     def open(self, sequence: Sequence) -> None:
         """Blocks for all that is known of it; what is in them already counts as computed."""
-        found = self._find(sequence)
+        known = self._find_blocks(sequence)
+        found = known[: self._num_resumable(sequence, len(known))]
         shared = [block for block in found if block is not None]
         self.pool.share(shared)
         new = iter(self.pool.allocate(blocks_for(len(sequence.ids)) - len(shared)))
@@ -70,6 +85,8 @@ class PrefixCache:
         sequence.num_named = len(found)
         if sequence.num_cached is None:
             sequence.num_cached = min(sequence.num_computed, len(sequence.request.prompt_ids))
+        if self.states.num_slots:
+            self._open_state(sequence, len(known))
 
     def widen(self, sequence: Sequence, num: int, num_running: int) -> int:
         """Places for `num` drafts behind its known tokens; how many there are. They get a new block
@@ -90,6 +107,24 @@ class PrefixCache:
                 )
                 sequence.num_named += 1
 
+    def take_snapshots(self, sequences: Iterable[Sequence]) -> tuple[Snapshot, ...]:
+        """Returns what stages copy once the step that is cut is computed: states of sequences that
+        have come to a stop, or to the end of their known tokens, with full blocks behind them."""
+        snapshots: list[Snapshot] = []
+        for sequence in sequences if self._is_on and self.states.num_slots else ():
+            end = sequence.num_computed
+            is_stop = end in sequence.stops
+            if end % BLOCK_TOKENS or sequence.state is not State.RUNNING:
+                continue
+            if not is_stop and end < len(sequence.ids):
+                continue
+            name = _digest(sequence, end // BLOCK_TOKENS - 1)
+            slot = self.states.keep(name, None if is_stop else sequence.tail)
+            if slot is not None:
+                snapshots.append(Snapshot(sequence.number, slot))
+                sequence.tail = sequence.tail if is_stop else name
+        return tuple(snapshots)
+
     def preempt(self, sequence: Sequence) -> None:
         """Its full blocks will come back as they are, as far as there are slots for them."""
         self.offload.keep(
@@ -100,6 +135,34 @@ class PrefixCache:
         """What it holds is not to be found by others."""
         self.pool.forget(sequence.blocks)
         self.offload.forget(_digest(sequence, index) for index in range(sequence.num_named))
+        self.states.forget(_digest(sequence, index) for index in range(sequence.num_named))
+
+    def _open_state(self, sequence: Sequence, num_known: int) -> None:
+        """Gives it a slot, and stops: the end of `num_known` blocks that others have computed too,
+        where prompts part, and its last full block."""
+        num_found = sequence.num_named
+        name = _digest(sequence, num_found - 1) if num_found else None
+        opened = self.states.open(sequence.number, name)
+        sequence.state_slot, sequence.state_from = opened
+        last = sequence.num_skippable // BLOCK_TOKENS
+        places = {num_known, last if last - num_found >= MIN_BLOCKS else 0}
+        if self._is_on:
+            sequence.stops = {each * BLOCK_TOKENS for each in places if each > num_found}
+
+    def _will_stop(self, other: Sequence, sequence: Sequence) -> bool:
+        """Whether `other` is yet to compute a block that both begin with: then it stops behind the
+        last of these."""
+        num_shareable = min(len(other.ids), sequence.num_skippable) // BLOCK_TOKENS
+        num_common = bisect_left(
+            range(num_shareable),
+            True,
+            key=lambda index: _digest(sequence, index) != _digest(other, index),
+        )
+        end = num_common * BLOCK_TOKENS
+        if end <= other.num_computed or self.states.holds(_digest(sequence, num_common - 1)):
+            return False
+        other.stops.add(end)
+        return True
 
     def _will_fill(self, other: Sequence, sequence: Sequence) -> bool:
         num_shareable = min(len(other.ids), sequence.num_skippable) // BLOCK_TOKENS
@@ -112,6 +175,18 @@ class PrefixCache:
         return False
 
     def _find(self, sequence: Sequence) -> list[int | None]:
+        """Blocks that it can go on behind."""
+        found = self._find_blocks(sequence)
+        return found[: self._num_resumable(sequence, len(found))]
+
+    def _num_resumable(self, sequence: Sequence, num_found: int) -> int:
+        """Returns how many of the blocks that were found have the state behind them."""
+        if not self.states.num_slots:
+            return num_found
+        counts = range(num_found, 0, -1)
+        return next((num for num in counts if self.states.holds(_digest(sequence, num - 1))), 0)
+
+    def _find_blocks(self, sequence: Sequence) -> list[int | None]:
         """Blocks that hold the beginning of its known tokens, None for one that lies in a slot. At
         least one token is left to compute; of a prompt to be scored, all that are not."""
         found: list[int | None] = []

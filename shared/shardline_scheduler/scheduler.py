@@ -135,9 +135,14 @@ class Scheduler:
         builder = self._cutter.cut()
         if not builder.rows and (self._flights or not batch.has_closes):
             return None
-        plan = builder.plan(self._next_step, batch.take_closes(), batch.offload.take_moves())
-        self._next_step += 1
         batch.kv.keep(builder.sequences)
+        plan = builder.plan(
+            self._next_step,
+            snapshots=batch.kv.take_snapshots(builder.sequences),
+            closes=batch.take_closes(),
+            moves=batch.offload.take_moves(),
+        )
+        self._next_step += 1
         self._flights.append((plan, builder.sequences))
         return plan
 

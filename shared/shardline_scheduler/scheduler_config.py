@@ -32,9 +32,8 @@ class SchedulerConfig:
     pools: bool = False
     """Sequences become vectors instead of tokens: each is one row of one step, and ends with it."""
     num_states: int = 0
-    """Open sequences whose recurrent state the stages hold; 0: no layer has one. With a state no
-    tokens but a sequence's own can be found computed, and none can be taken back: there is neither
-    prefix cache nor prompt lookup nor offload."""
+    """Recurrent states that the stages hold, of open sequences and as snapshots; 0: no layer has
+    one. A state is not taken back: there is neither prompt lookup nor offload."""
 
     def __post_init__(self) -> None:
         assert (

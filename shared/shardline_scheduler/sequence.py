@@ -23,7 +23,7 @@ from shardline.contract.job import (
 )
 from shardline_scheduler.kv_blocks import blocks_for
 from shardline_scheduler.prompt_lookup import PromptLookup
-from shardline_scheduler.step_plan import MAX_DRAFTS, Row, ScoredTokens
+from shardline_scheduler.step_plan import MAX_DRAFTS, NO_STATE, Row, ScoredTokens
 
 Key = tuple[str, int]
 """(job id, fence): one attempt."""
@@ -122,6 +122,10 @@ class Sequence:
         "scores",
         "sink",
         "state",
+        "state_from",
+        "state_slot",
+        "stops",
+        "tail",
     )
 
     def __init__(self, request: Request, sink: TokenSink, *, arrival: int, max_len: int) -> None:
@@ -165,6 +169,13 @@ class Sequence:
         """Full blocks with tokens that the prefix cache knows."""
         self.num_computed = 0
         self.num_in_flight = 0
+        self.state_slot = NO_STATE
+        self.state_from = NO_STATE
+        """The slot of the snapshot that it began with."""
+        self.stops: set[int] = set()
+        """Numbers of tokens behind which a chunk ends, for a snapshot."""
+        self.tail: bytes | None = None
+        """The name of the last snapshot behind all tokens that were known: the next replaces it."""
 
     @property
     def num_outputs(self) -> int:
@@ -175,6 +186,11 @@ class Sequence:
     def num_missing(self) -> int:
         """Known ids that no step has been given yet."""
         return len(self.ids) - self.num_computed
+
+    def up_to_stop(self, most: int) -> int:
+        """Returns how many of its next ids a chunk of `most` takes: none behind a stop."""
+        ahead = (stop - self.num_computed for stop in self.stops if stop > self.num_computed)
+        return min(most, min(ahead, default=most))
 
     @property
     def num_unscored(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from shardline.contract.job import SamplingParams
 from shardline_scheduler.sequence import Sequence
-from shardline_scheduler.step_plan import Move, Open, Row, StepPlan
+from shardline_scheduler.step_plan import Move, Open, Row, Snapshot, StepPlan
 
 
 @dataclass(slots=True)
@@ -39,6 +39,8 @@ class StepBuilder:
                 banned=() if is_whole else request.banned,
                 labels=request.labels,
                 num_scored=len(sequence.scores),
+                state=sequence.state_slot,
+                snapshot=sequence.state_from,
             )
         )
 
@@ -66,9 +68,22 @@ class StepBuilder:
         sequence.num_computed = end
         sequence.num_in_flight += 1
 
-    def plan(self, step: int, closes: Items[int], moves: tuple[Move, ...]) -> StepPlan:
+    def plan(
+        self,
+        step: int,
+        closes: Items[int],
+        moves: tuple[Move, ...],
+        snapshots: tuple[Snapshot, ...],
+    ) -> StepPlan:
         """The message for every stage."""
-        return StepPlan(step, tuple(self.opens), tuple(self.rows), tuple(closes), moves=moves)
+        return StepPlan(
+            step,
+            tuple(self.opens),
+            tuple(self.rows),
+            tuple(closes),
+            moves=moves,
+            snapshots=snapshots,
+        )
 
 
 def _of_scores(params: SamplingParams) -> SamplingParams:

@@ -92,6 +92,7 @@ class StepCutter:
             if sequence.num_unscored:
                 length = min(length, max(left_scored, 1))
                 left_scored -= length
+            length = sequence.up_to_stop(length)
             lengths[sequence] = length
             left -= length
             if left == 0:
@@ -101,8 +102,10 @@ class StepCutter:
             if sequence.num_unscored:
                 more = min(more, max(left_scored, 0))
                 left_scored -= more
-            left -= more
-            builder.add(sequence, length + more)
+            # One behind it in line may have added a stop.
+            taken = sequence.up_to_stop(length + more)
+            left -= taken - length
+            builder.add(sequence, taken)
             if sequence.num_missing == 0:
                 del self._batch.prefilling[sequence.number]
 

@@ -24,6 +24,10 @@ Name: TypeAlias = Annotated[str, Meta(max_length=64)]
 Refusal: TypeAlias = tuple[int, str]
 """A sequence that a stage cannot compute, and the reason."""
 
+StateSlot: TypeAlias = Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)]
+
+NO_STATE = -1
+
 MAX_DRAFTS = 63
 """Of one row."""
 
@@ -51,6 +55,11 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of which its only token is the likeliest, and whose log-probabilities are wanted."""
     num_scored: Number = 0
     """First prompt tokens, but for the very first, with log-probabilities that are known."""
+    state: StateSlot = NO_STATE
+    """The slot of what recurrent layers keep of it."""
+    snapshot: StateSlot = NO_STATE
+    """The slot with what they keep behind the cached tokens, copied to its own; none: it has no
+    cached tokens."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -88,9 +97,16 @@ class Move(msgspec.Struct, frozen=True, array_like=True):
     is_out: bool
 
 
+class Snapshot(msgspec.Struct, frozen=True, array_like=True):
+    """The slot that what recurrent layers keep of a sequence is copied to."""
+
+    seq: int
+    slot: Number
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """One step: what to move, open, compute and close, in this order. Steps are numbered from 0 in
-    each epoch.
+    """One step: what to move, open, compute, snapshot and close, in this order. Steps are numbered
+    from 0 in each epoch.
 
     Rows are packed in their order: decode rows first, then prefill chunks.
     """
@@ -105,6 +121,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One after the other: a later one may take the place of an earlier one."""
     refused: tuple[Refusal, ...] = ()
     """Each stage adds to them: what they get is computed, but means nothing."""
+    snapshots: tuple[Snapshot, ...] = ()
+    """One after the other; stages without recurrent layers have none."""
 
     @property
     def num_tokens(self) -> int:

@@ -37,6 +37,7 @@ configs = st.builds(
     prompt_lookup=st.sampled_from([0, 4, 16, 16, 64]),
     max_adapters=st.integers(1, 2),
     offload=terms,
+    num_states=st.sampled_from([0, 0, 1, 2, 3, 8]),
 )
 heads = st.sampled_from([0, 0, 63, 64, 130, MAX_LEN])
 """Tokens that a prompt has in common with others."""
@@ -175,6 +176,10 @@ class Life(RuleBasedStateMachine):
         assert scheduler.slots_used <= scheduler.config.offload.num_slots
         if not scheduler.num_waiting:
             assert scheduler.slots_used == 0
+        states = scheduler._batch.kv.states
+        assert states.num_snapshots + scheduler.num_running <= scheduler.config.num_states or (
+            not scheduler.config.is_recurrent
+        )
 
     def teardown(self) -> None:
         if not hasattr(self, "pipeline"):

@@ -19,6 +19,7 @@ from torch.nn import functional
 from shardline.base.errors import ProtocolError
 from shardline.base.rounding import round_up
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS, blocks_for
+from shardline_scheduler.step_plan import NO_STATE
 
 VECTOR_WIDTH = 16
 """Head sizes of stored values are padded to a multiple of this: a vector load never reads past a
@@ -26,7 +27,6 @@ token's slot."""
 
 NO_SEQUENCE = -1
 NO_BLOCK = -1
-NO_STATE = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,8 +99,8 @@ class Executor:
         self._pooling = Pooling(shard) if self.is_last and self.info.encoder else None
         states = forward.states
         self.num_states = states.num_slots if states is not None and forward.is_recurrent else 0
-        """Sequences whose states the recurrent layers hold; 0: there are no such layers."""
-        self._slots = Slots(self.num_states, are_used=forward.is_recurrent)
+        """Slots of states that the recurrent layers hold; 0: there are no such layers."""
+        self._slots = Slots(states if forward.is_recurrent else None)
         self._sampled: dict[int, SampledSequence] = {}
         self._scored: dict[int, ScoredPrompt] = {}
 
@@ -238,7 +238,7 @@ class Executor:
             self._runner.move(plan.moves)
         for opened in plan.opens:
             self._open_sequences.open(opened)
-            self._slots.open(opened.seq)
+            self._slots.open(opened)
             if self.is_last and self._pooling is None:
                 self._sampled[opened.seq] = self._sampler.open(opened)
                 if (prompt := scored_prompt(opened)) is not None:
@@ -252,6 +252,7 @@ class Executor:
             out = self._answer(plan, spans, x, adapters, began_s)
         else:
             out = self._states(spans, x, adapters)
+        self._slots.keep(plan.snapshots)
         for seq in plan.closes:
             self._open_sequences.close(seq)
             self._slots.close(seq)

@@ -110,9 +110,8 @@ class HeadEngine(Engine):
         super()._rewire(wiring)
         self.clock.restart_idle()
         config = self.scheduler.config
-        if wiring.num_states and (config.prefix_cache or config.prompt_lookup):
-            reason = "a recurrent state is neither shared nor taken back"
-            log.info("no prefix cache and no prompt lookup", reason=reason)
+        if wiring.num_states and config.prompt_lookup:
+            log.info("no prompt lookup", reason="a recurrent state is not taken back")
         offload = OffloadTerms(num_slots=wiring.num_slots, move_s=wiring.move_s)
         self.scheduler.config = replace(config, num_stages=wiring.num_stages)
         self._emit(

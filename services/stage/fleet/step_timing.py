@@ -171,6 +171,7 @@ class Tail:
                 params=SamplingParams(),
                 seed=0,
                 num_blocks=num,
+                state=index,
             )
             for index in range(sequences)
         )

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.stage.attention.paged_kv import NO_STATE, MicroBatch
+from services.stage.attention.paged_kv import MicroBatch
 from shardline.base.errors import ProtocolError
+from shardline_scheduler.step_plan import NO_STATE
 
 
 class StateShape(NamedTuple):
@@ -58,6 +59,12 @@ class RecurrentStates:
             for layer, shapes in layers.items()
         }
         """By layer, each [S, ...]."""
+
+    def copy(self, source: int, target: int) -> None:
+        """Copies what all layers keep in one slot to another."""
+        for tensors in self.of_layer.values():
+            for tensor in tensors:
+                tensor[target].copy_(tensor[source])
 
 
 class StateRows:

@@ -16,7 +16,7 @@ from msgspec import Meta
 from shardline.base.errors import ProtocolError
 from shardline.contract.job import TokenId, TokenLogprob
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Of hops and control links between stages; peers with another one are refused by name."""
 
 DELTA_FIELD = "d"
@@ -62,7 +62,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     num_slots: Count = 0
     """KV blocks that its offload area holds."""
     num_states: Count = 0
-    """Sequences whose recurrent state its memory holds; 0: it has no recurrent layer."""
+    """Recurrent states that its memory holds; 0: it has no recurrent layer."""
     move_us: Count = 0
     """That a block takes there and back."""
     power: Name = ""

@@ -14,7 +14,6 @@ from shardline_scheduler.events import NewTokens, SequenceFailed, SequenceFinish
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 from shardline_scheduler.step_plan import StepResult, decode_plan, encode
 from tests.simulation.pipeline import (
-    NUM_TOKENS,
     Numbers,
     Pipeline,
     config,
@@ -23,6 +22,7 @@ from tests.simulation.pipeline import (
     request,
     shape,
 )
+from tests.simulation.stages import NUM_TOKENS
 
 FULL_BLOCK = BLOCK_TOKENS - 1
 """A prompt whose second output token needs a second block."""

@@ -8,7 +8,8 @@ import pytest
 
 from shardline.contract.job import FinishReason, SamplingParams, TokenLogprob
 from shardline_scheduler.sequence import Request, Sequence, WaitingQueue
-from tests.simulation.pipeline import EOS, Numbers, request
+from tests.simulation.pipeline import Numbers, request
+from tests.simulation.stages import EOS
 
 
 def sequence(job: Request, arrival: int = 0, max_len: int = 512) -> Sequence:

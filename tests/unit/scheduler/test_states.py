@@ -1,5 +1,5 @@
 """Recurrent states of open sequences: no more at once than stages hold, and nothing that would
-share a state or take it back."""
+take a state back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_job_waits_until_an_open_one_gives_its_state_back() -> None:
     assert len(opening.opens) == 1
 
 
-def test_equal_prompts_are_computed_each() -> None:
+def test_a_prompt_is_computed_again_where_no_snapshot_is_behind_it() -> None:
     pipeline = Pipeline(config(num_states=8, prompt_lookup=16))
     jobs = [request(name, num_prompt=200, num_common=200, max_tokens=40) for name in "ab"]
     pipeline.add(jobs[0])
