@@ -47,7 +47,9 @@ class Slots:
     def keep(self, snapshots: Iterable[Snapshot]) -> None:
         """Copies states of open sequences to slots that none has. Raises ProtocolError for
         others."""
-        for each in snapshots if self._states is not None else ():
+        if self._states is None:
+            return
+        for each in snapshots:
             self._check(each.slot)
             if each.seq not in self._slots:
                 raise ProtocolError(f"sequence {each.seq} has no state to keep")
