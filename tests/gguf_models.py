@@ -183,9 +183,12 @@ def _llama3_factors(config: Any) -> Tensor:
 
 
 def _add_tokenizer(writer: GGUFWriter, folder: Path) -> None:
-    """A byte-level vocabulary, cut as `tokenizer.ggml.pre` says."""
+    """A byte-level vocabulary, cut as `tokenizer.ggml.pre` says; none for one of another kind."""
     document = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     model = document["model"]
+    if model["type"] != "BPE":
+        writer.add_tokenizer_model("no_vocab")
+        return
     added = {token["content"]: token for token in document["added_tokens"]}
     ids = model["vocab"] | {token["content"]: token["id"] for token in document["added_tokens"]}
     tokens = sorted(ids, key=lambda token: ids[token])

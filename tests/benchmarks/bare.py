@@ -218,9 +218,9 @@ class Pipeline:
         self._engine = HeadEngine(
             executor, self._scheduler, emit=self._emit, on_lost=abort, on_step=self._count
         )
-        self._vocabulary = Vocabulary(
-            Tokenizer.from_file(f"{options.model}/tokenizer.json"), executor.info.eos_ids
-        )
+        # Of a GGUF file: the one that its header gives.
+        tokenizer = Tokenizer.from_file(str(executor.info.path / "tokenizer.json"))
+        self._vocabulary = Vocabulary(tokenizer, executor.info.eos_ids)
         wired = self._wire(folder, num_stages, num_blocks, offload)
         sends_int8 = options.hop_activations == "int8"
         self._engine.wire(

@@ -26,6 +26,7 @@ from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
 from services.stage.engine.memory import Limits
 from services.stage.model.model_info import ModelInfo
+from services.stage.products.tiled_linear import TiledLinear
 from shardline_scheduler.kv_blocks import blocks_for
 from tests.real_model import FOLDER
 from tests.repository import REPOSITORY
@@ -82,6 +83,14 @@ def stage_of(folder: Path, dtype: str, device: Device, cache: Path) -> Executor:
         limits=Limits(kv_bytes=256 << 20, token_budget=WINDOW, max_open=1),
         cache_folder=cache,
     )
+
+
+def num_held_bytes(stage: Executor) -> int:
+    """Of weights in memory, each once."""
+    model = stage.forward.shard.model
+    tiles = [each.tiles for each in model.modules() if isinstance(each, TiledLinear)]
+    held = {each.data_ptr(): each.nbytes for each in (*tiles, *model.parameters())}
+    return sum(held.values())
 
 
 def table(folder: Path, texts: Sequence[Path], dtypes: Sequence[str], device: Device) -> str:

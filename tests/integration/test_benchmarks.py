@@ -22,11 +22,8 @@ WORK = {"prompts": [[5, 6, 7], [8, 9]], "new_tokens": 4, "arrivals_s": [0.0, 0.0
 
 
 @pytest.mark.parametrize("precision", Shardline.precisions)
-def test_our_runner_serves_in_each_precision(
-    precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tests.benchmarks.peers.shardline.model", lambda _: CLERK)
-    command = Shardline("core-0").command(precision)
+def test_our_runner_serves_in_each_precision(precision: str) -> None:
+    command = Shardline("core-0", lambda _: CLERK).command(precision)
     lines: list[Any] = [{**command.settings, "kv_bytes": 64 << 20}, WORK]
     said = subprocess.run(
         command.argv,

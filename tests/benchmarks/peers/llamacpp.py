@@ -1,127 +1,105 @@
-"""llama.cpp: its server, built for this machine from the sources in llama-cpp-python's sdist. bf16,
-int8 (q8_0)."""
+"""llama.cpp: its libraries as node-llama-cpp's package has them, with kernels for each kind of
+processor; GGUF files are written here. fp32, bf16, int8 (Q8_0), int4 (Q4_0)."""
 
 from __future__ import annotations
 
+import json
+import platform
+import shutil
 import tarfile
 from pathlib import Path
 
-from tests.benchmarks.peers.peer import NUM_CORES, Command, Environment, Unavailable, model
+from gguf import GGMLQuantizationType
 
-SOURCE = "llama-cpp-python==0.3.36"
-TOOLS = ("scikit-build-core", "cmake", "ninja", "numpy", "gguf")
-OPTIONS = (
-    "-DCMAKE_BUILD_TYPE=Release",
-    "-DGGML_NATIVE=ON",
-    "-DLLAMA_OPENSSL=OFF",
-    "-DLLAMA_BUILD_TESTS=OFF",
-    "-DLLAMA_BUILD_EXAMPLES=OFF",
-    "-DLLAMA_BUILD_APP=OFF",
-    "-DLLAMA_USE_PREBUILT_UI=OFF",
-    "-DLLAMA_ALL_WARNINGS=OFF",
+from tests.benchmarks.peers.peer import (
+    NUM_CORES,
+    Checkpoint,
+    Command,
+    Environment,
+    Unavailable,
+    model,
 )
-FORMATS = {"bf16": "bf16", "int8": "q8_0"}
-SLOTS = 64
-SLOT_TOKENS = {"bf16": 384, "int8": 1600}
-"""Enough for what `PLAN` asks of each."""
+from tests.benchmarks.perplexity import WINDOW
+from tests.gguf_models import write_gguf
 
-TILES = "ggml/src/ggml-cpu/amx/mmq.cpp"
-LOAD = "    _tile_loadconfig(&tc);"
-BARRIER = '    __asm__ volatile("" :: "m"(tc) : "memory");\n'
-"""gcc 12's intrinsic says it reads 8 bytes of the tiles' configuration: without this the others are
-never written, and the next tile instruction is illegal."""
+RELEASE = "3.21.1"
+PLATFORMS = {"x86_64": "linux-x64", "aarch64": "linux-arm64"}
+FORMATS = {
+    "bf16": GGMLQuantizationType.BF16,
+    "fp32": GGMLQuantizationType.F32,
+    "int8": GGMLQuantizationType.Q8_0,
+    "int4": GGMLQuantizationType.Q4_0,
+}
+OTHERS = {"int4": {"token_embd": GGMLQuantizationType.Q8_0}}
+"""llama.cpp's own files of 4 bits have more for the embedding, too."""
+SLOTS = 64
+SLOT_TOKENS = {"int8": 1600}
+"""Enough for what `PLAN` asks, else 384."""
 
 
 class LlamaCpp:
-    """See `Peer`."""
+    """See `LogitsPeer`."""
 
     name = "llamacpp"
-    precisions: tuple[str, ...] = ("bf16", "int8")
+    precisions: tuple[str, ...] = tuple(FORMATS)
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoint: Checkpoint = model) -> None:
+        self._checkpoint = checkpoint
         self._environment = Environment(self.name)
         self._folder = self._environment.folder
 
     def install(self) -> None:
-        """See `Peer`. The server is compiled: 15 to 30 minutes on two cores, once."""
-        self._environment.create()
-        done = self._environment.once("installed", "\n".join((SOURCE, *OPTIONS, BARRIER)))
-        if not done.is_there:
-            self._environment.install(*TOOLS)
-            self._build(self._sources())
-            done.leave()
+        """See `Peer`. Nothing is compiled."""
+        package = f"@node-llama-cpp/{PLATFORMS.get(platform.machine(), 'none')}@{RELEASE}"
+        done = self._environment.once("installed", package)
+        if done.is_there:
+            return
+        if shutil.which("npm") is None:
+            raise Unavailable("npm is missing, whose registry has llama.cpp's libraries")
+        shutil.rmtree(self._folder / "package", ignore_errors=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._environment.call(["npm", "pack", package, "--pack-destination", str(self._folder)])
+        (archive,) = self._folder.glob(f"*{RELEASE}.tgz")
+        with tarfile.open(archive) as packed:
+            packed.extractall(self._folder, filter="data")
+        done.leave()
 
     def convert(self, precision: str) -> None:
         """See `Peer`."""
-        kind = FORMATS[precision]
-        done = self._environment.once(f"converted-{kind}", str(model("bf16")))
-        if not done.is_there:
-            script = "tests.benchmarks.peers.runners.to_gguf"
-            out = str(self._folder / f"{kind}.gguf")
-            self._environment.call(
-                [str(self._environment.python), "-m", script, str(model("bf16")), out, kind]
-            )
-            done.leave()
+        self.file(precision)
+
+    def file(self, precision: str) -> Path:
+        """The GGUF file, written if it is not there."""
+        folder, kind = self._checkpoint(precision), FORMATS[precision]
+        path = self._folder / f"{folder.name}-{kind.name}.gguf"
+        if not path.exists():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            draft = path.with_suffix(".part")
+            write_gguf(folder, draft, kind=kind, others=OTHERS.get(precision))
+            draft.rename(path)
+        return path
 
     def command(self, precision: str) -> Command:
-        """See `Peer`. Each slot has KV of its own: one pool for all would make each sequence look
-        at the others'."""
-        server = self._folder / "build" / "bin" / "llama-server"
-        threads = str(NUM_CORES)
-        argv = [
-            str(server),
-            "-m",
-            str(self._folder / f"{FORMATS[precision]}.gguf"),
-            "-t",
-            threads,
-            "-tb",
-            threads,
-        ]
-        slots = [
-            "-np",
-            str(SLOTS),
-            "-c",
-            str(SLOTS * SLOT_TOKENS[precision]),
-            "-b",
-            "2048",
-            "-ub",
-            "512",
-        ]
+        """See `Peer`. Each sequence has KV of its own: one pool for all would make each look at
+        the others'."""
+        return self._runner("llama_batches", precision, SLOTS, SLOT_TOKENS.get(precision, 384))
+
+    def reader(self, precision: str) -> Command:
+        """See `LogitsPeer`."""
+        return self._runner("llama_logits", precision, 1, WINDOW)
+
+    def _runner(self, module: str, precision: str, num_sequences: int, num_tokens: int) -> Command:
+        (libraries,) = (self._folder / "package" / "bins").iterdir()
+        said = json.loads((libraries / "_nlcBuildMetadata.json").read_text())
+        release = said["buildOptions"]["llamaCpp"]["release"]
         return Command(
-            module="llama_server",
-            python=self._environment.python,
+            module=module,
             settings={
-                "argv": [*argv, *slots],
-                "versions": {"llama.cpp of llama-cpp-python": SOURCE.split("==")[1]},
+                "libraries": str(libraries),
+                "release": f"{release} of node-llama-cpp {RELEASE}",
+                "model": str(self.file(precision)),
+                "sequences": num_sequences,
+                "sequence_tokens": num_tokens,
+                "threads": NUM_CORES,
             },
-        )
-
-    def _sources(self) -> Path:
-        folder = self._folder / "src"
-        if not any(folder.glob("*.tar.gz")):
-            only = ("--no-deps", "--no-binary", "llama-cpp-python", "--no-build-isolation")
-            self._environment.pip("download", *only, SOURCE, "-d", str(folder))
-        archive = next(folder.glob("*.tar.gz"))
-        if not any(folder.glob("*/vendor/llama.cpp")):
-            with tarfile.open(archive) as packed:
-                packed.extractall(folder, filter="data")
-        sources = next(folder.glob("*/vendor/llama.cpp"))
-        tiles = sources / TILES
-        text = tiles.read_text()
-        if LOAD not in text:
-            raise Unavailable(f"{TILES} loads its tiles in another way")
-        if BARRIER not in text:
-            tiles.write_text(text.replace(LOAD, BARRIER + LOAD))
-        return sources
-
-    def _build(self, sources: Path) -> None:
-        programs = self._folder / "bin"
-        cmake = str(programs / "cmake")
-        build = str(self._folder / "build")
-        ninja = f"-DCMAKE_MAKE_PROGRAM={programs / 'ninja'}"
-        self._environment.call(
-            [cmake, "-S", str(sources), "-B", build, "-G", "Ninja", ninja, *OPTIONS]
-        )
-        self._environment.call(
-            [cmake, "--build", build, "-j", str(NUM_CORES), "--target", "llama-server"]
         )

@@ -1,21 +1,34 @@
 """OpenVINO GenAI: pip wheels, the model converted by optimum-intel, continuous batching. bf16,
-fp32, int8 weights."""
+fp32, weights of int8 and int4."""
 
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
-from tests.benchmarks.peers.peer import KV_GIB, NUM_CORES, Command, Environment, model
+from tests.benchmarks.peers.peer import (
+    KV_GIB,
+    NUM_CORES,
+    Checkpoint,
+    Command,
+    Environment,
+    model,
+)
 
 PACKAGES = ("openvino-genai==2026.4.1.0", "openvino==2026.4.1", "optimum-intel[openvino]==2.2.0")
-WEIGHTS = {"bf16": "fp32", "fp32": "fp32", "int8": "int8"}
+WEIGHTS = {"bf16": "fp32", "fp32": "fp32", "int8": "int8", "int4": "int4"}
 """The plugin rounds fp32 weights to the precision it computes in when it compiles the model."""
+GROUPS = {"int4": ("--group-size", "32")}
+"""Of inputs that share a scale: as many as in Q4_0, and a divisor of any hidden size."""
+HINT = "bf16" if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else "f32"
+"""Without such instructions bf16 is emulated."""
 PROPERTIES = {
     "bf16": {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16"},
     "fp32": {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"},
-    "int8": {"INFERENCE_PRECISION_HINT": "bf16"},
+    "int8": {"INFERENCE_PRECISION_HINT": HINT},
+    "int4": {"INFERENCE_PRECISION_HINT": HINT},
 }
-"""int8 leaves KV as the plugin likes it best: u8."""
+"""int8 and int4 leave KV as the plugin likes it best: u8."""
 SCHEDULER = {
     "cache_size": KV_GIB,
     "max_num_batched_tokens": 512,
@@ -26,12 +39,13 @@ SCHEDULER = {
 
 
 class OpenVino:
-    """See `Peer`."""
+    """See `LogitsPeer`."""
 
     name = "openvino"
-    precisions: tuple[str, ...] = ("bf16", "fp32", "int8")
+    precisions: tuple[str, ...] = tuple(WEIGHTS)
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoint: Checkpoint = model) -> None:
+        self._checkpoint = checkpoint
         self._environment = Environment(self.name)
 
     def install(self) -> None:
@@ -41,26 +55,38 @@ class OpenVino:
 
     def convert(self, precision: str) -> None:
         """See `Peer`."""
-        weights = WEIGHTS[precision]
-        folder = self._environment.folder / f"models-{weights}"
-        done = self._environment.once(f"converted-{weights}", str(model("fp32")))
+        source, folder = self._checkpoint("fp32"), self._models(precision)
+        done = self._environment.once(f"converted-{folder.name}", str(source))
         if done.is_there:
             return
         shutil.rmtree(folder, ignore_errors=True)
-        cli = self._environment.folder / "bin" / "optimum-cli"
-        task = ("--task", "text-generation-with-past", "--weight-format", weights)
+        cli = str(self._environment.folder / "bin" / "optimum-cli")
+        weights = WEIGHTS[precision]
+        form = ("--weight-format", weights, *GROUPS.get(weights, ()))
+        task = ("--task", "text-generation-with-past", *form)
         self._environment.call(
-            [str(cli), "export", "openvino", "--model", str(model("fp32")), *task, str(folder)]
+            [cli, "export", "openvino", "--model", str(source), *task, str(folder)]
         )
         done.leave()
 
     def command(self, precision: str) -> Command:
         """See `Peer`."""
+        return self._runner("openvino_genai", precision)
+
+    def reader(self, precision: str) -> Command:
+        """See `LogitsPeer`."""
+        return self._runner("openvino_logits", precision)
+
+    def _models(self, precision: str) -> Path:
+        name = self._checkpoint("fp32").name
+        return self._environment.folder / f"models-{name}-{WEIGHTS[precision]}"
+
+    def _runner(self, module: str, precision: str) -> Command:
         return Command(
-            module="openvino_genai",
+            module=module,
             python=self._environment.python,
             settings={
-                "model": str(self._environment.folder / f"models-{WEIGHTS[precision]}"),
+                "model": str(self._models(precision)),
                 "scheduler": SCHEDULER,
                 "properties": {**PROPERTIES[precision], "INFERENCE_NUM_THREADS": NUM_CORES},
             },

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,8 +23,10 @@ KV_GIB = 2
 """Of every engine, all loaded at once: the 53,000 tokens of the largest workload take 1.3 GiB in
 bf16."""
 NUM_CORES = len(os.sched_getaffinity(0))
-CHECKPOINTS = {"bf16": "bfloat16", "fp32": "float32", "int8": "bfloat16"}
+CHECKPOINTS = {"bf16": "bfloat16", "fp32": "float32", "int8": "bfloat16", "int4": "bfloat16"}
 """The dtype of the checkpoint that a precision is computed from."""
+Checkpoint = Callable[[str], Path]
+"""Gives the folder of the model for a precision."""
 
 
 class Unavailable(Exception):
@@ -60,6 +62,13 @@ class Peer(Protocol):
 
     def command(self, precision: str) -> Command:
         """Its runner, with the peer's best settings."""
+
+
+class LogitsPeer(Peer, Protocol):
+    """A peer whose logits can be seen."""
+
+    def reader(self, precision: str) -> Command:
+        """Its runner that reads windows of a text."""
 
 
 class Environment:

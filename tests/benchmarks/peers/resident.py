@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -39,7 +40,10 @@ class Resident:
                 text=True,
                 process_group=0,
             )
-        self.versions: dict[str, str] = self._ask(command.settings, READY_S)["ready"]
+        ready = self._ask(command.settings, READY_S)
+        self.versions: dict[str, str] = ready["ready"]
+        self.weight_bytes: int = ready.get("weight_bytes", 0)
+        """0: it serves, and says none."""
         self.pause()
 
     def run(self, work: Work) -> Served:
@@ -47,6 +51,14 @@ class Resident:
         self.resume()
         try:
             return Served.of(work, **self._ask(asdict(work), WORK_S))
+        finally:
+            self.pause()
+
+    def read(self, ids: Sequence[int], path: Path) -> None:
+        """Writes the logits of a text, float32 [ids, vocabulary]. Raises Unavailable."""
+        self.resume()
+        try:
+            self._ask({"ids": list(ids), "path": str(path)}, WORK_S)
         finally:
             self.pause()
 

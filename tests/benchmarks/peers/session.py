@@ -64,17 +64,17 @@ class Session:
 
     def _prepare(self) -> None:
         for name, peer in list(self.peers.items()):
-            _say(f"{name}: environment")
+            say(f"{name}: environment")
             try:
                 peer.install()
-                for precision in peer.precisions:
+                for precision in (one for one in PLAN if name in PLAN[one]):
                     peer.convert(precision)
             except Unavailable as reason:
                 self._skip(name, reason)
                 del self.peers[name]
 
     def _measure_limits(self) -> None:
-        _say("limits of the machine")
+        say("limits of the machine")
         self.results.limits = _call("tests.benchmarks.peers.limits")
         products = self.results.limits["products"]
         for precision in sorted({one["precision"] for one in products}):
@@ -88,7 +88,7 @@ class Session:
         with ExitStack() as stack:
             residents: dict[str, Resident] = {}
             for name in names:
-                _say(f"{name} {precision}: load")
+                say(f"{name} {precision}: load")
                 try:
                     resident = Resident(
                         name, self.peers[name].command(precision), PEERS / f"{name}-{precision}.log"
@@ -124,7 +124,7 @@ class Session:
                     served,
                     same if same and same.work == work else None,
                 )
-                _say(
+                say(
                     f"{number + 1}/{self.rounds} {precision} {workload} {engine}:"
                     f" {served.tokens_per_s:.1f} tokens/s"
                 )
@@ -156,11 +156,11 @@ class Session:
 
     def _rate(self, name: str, tokens_per_s: float) -> None:
         self.results.rates.setdefault(name, []).append(round(tokens_per_s, 1))
-        _say(f"W bf16 {name}: {tokens_per_s:.1f} tokens/s")
+        say(f"W bf16 {name}: {tokens_per_s:.1f} tokens/s")
         self.keep()
 
     def _skip(self, name: str, reason: Exception) -> None:
-        _say(f"skipped {name}: {reason}")
+        say(f"skipped {name}: {reason}")
         self.results.skipped[name] = str(reason)
 
 
@@ -201,5 +201,6 @@ def _call(module: str, *arguments: str) -> Any:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Prints a line of progress."""
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)

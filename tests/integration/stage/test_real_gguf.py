@@ -8,21 +8,11 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from services.stage.engine.executor import Executor
-from services.stage.products.tiled_linear import TiledLinear
-from tests.benchmarks.perplexity import WINDOW, read
+from tests.benchmarks.perplexity import WINDOW, num_held_bytes, read
 from tests.chain import load_chain
 from tests.pinned import first_core
 from tests.real_model import real_model
 from tests.repository import REPOSITORY
-
-
-def num_held_bytes(stage: Executor) -> int:
-    """Of weights in memory, each once."""
-    model = stage.forward.shard.model
-    tiles = [each.tiles for each in model.modules() if isinstance(each, TiledLinear)]
-    held = {each.data_ptr(): each.nbytes for each in (*tiles, *model.parameters())}
-    return sum(held.values())
 
 
 def test_a_file_of_4_bits_takes_its_own_size_and_gives_the_logits_of_its_floats(

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 Settings = dict[str, Any]
@@ -62,6 +63,18 @@ class Engine(Protocol):
         """Ends what the engine started."""
 
 
+class Reader(Protocol):
+    """A loaded model that says what it expects after each token."""
+
+    weight_bytes: int
+    """Of its weights, as it computes with them."""
+    versions: dict[str, str]
+    """Those that matter."""
+
+    def logits(self, ids: list[int]) -> bytes:
+        """Reads a text by itself; returns float32 [ids, vocabulary]."""
+
+
 class Stepper(Protocol):
     """An engine that its caller turns: one call, one step of the batch."""
 
@@ -92,11 +105,28 @@ def turn(stepper: Stepper, work: Work) -> Record:
 
 
 def serve(load: Callable[[Settings], tuple[Engine, dict[str, str]]]) -> None:
-    """Loads once, then serves one workload per line. What libraries print goes to stderr."""
+    """Loads once, then serves one workload per line."""
+    say = _speech()
+    engine, versions = load(json.loads(sys.stdin.readline()))
+    say({"ready": versions})
+    for line in sys.stdin:
+        say(engine.run(Work(json.loads(line))).said())
+    engine.close()
+
+
+def serve_logits(load: Callable[[Settings], Reader]) -> None:
+    """Loads once, then reads one text per line and writes its logits into the file that the line
+    names."""
+    say = _speech()
+    reader = load(json.loads(sys.stdin.readline()))
+    say({"ready": reader.versions, "weight_bytes": reader.weight_bytes})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        say({"num_bytes": Path(asked["path"]).write_bytes(reader.logits(asked["ids"]))})
+
+
+def _speech() -> Callable[[Any], None]:
+    """Keeps standard output for lines: what libraries print goes to stderr."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    engine, versions = load(json.loads(sys.stdin.readline()))
-    print(json.dumps({"ready": versions}), file=out, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(engine.run(Work(json.loads(line))).said()), file=out, flush=True)
-    engine.close()
+    return lambda said: print(json.dumps(said), file=out, flush=True)
