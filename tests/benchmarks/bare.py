@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from services.stage.engine.head_engine import HeadEngine
 from services.stage.hop import Kind, Receiver, Sender
 from services.stage.hop.wiring import Wiring
+from services.stage.model.model_info import ModelInfo
 from services.stage.pipeline.pace import NUM_STEPS, Pace
 from services.stage.settings import StageSettings
 from shardline.contract.fleet.lanes import lanes_for
@@ -218,8 +219,8 @@ class Pipeline:
         self._engine = HeadEngine(
             executor, self._scheduler, emit=self._emit, on_lost=abort, on_step=self._count
         )
-        # Of a GGUF file: the one that its header gives.
-        tokenizer = Tokenizer.from_file(str(executor.info.path / "tokenizer.json"))
+        # The folder of a GGUF file has the tokenizer of its header.
+        tokenizer = Tokenizer.from_file(str(ModelInfo.read(options.model).path / "tokenizer.json"))
         self._vocabulary = Vocabulary(tokenizer, executor.info.eos_ids)
         wired = self._wire(folder, num_stages, num_blocks, offload)
         sends_int8 = options.hop_activations == "int8"

@@ -160,6 +160,7 @@ class Contest:
                 log = PEERS / f"{row.name}.log"
                 resident = Resident(row.name, peer.command(row.dtype), log)
                 stack.callback(resident.close)
+                self.versions.update(resident.versions)
                 resident.run(warm_up(chosen))
                 residents.append((row, resident))
 
