@@ -23,7 +23,7 @@ from services.relay.loop import Loop, LoopContext
 from services.relay.rejects import record_reject
 from services.relay.submission import Submission, store_submissions
 from shardline.base.clock import monotonic_s
-from shardline.contract.ids import derived_id
+from shardline.contract.ids import derived_id, former_id
 from shardline.contract.keys import INTAKE_GROUP
 from shardline.contract.tenants.tenant_door import TenantDoor
 from shardline.store.tenants import tenant_doors
@@ -163,8 +163,10 @@ def _submission(entry: Entry, door: TenantDoor | None) -> Submission:
     entry_id, text = entry
     digest = hashlib.sha256((text or "").encode()).hexdigest()
     place = entry_id if door is None else f"{door.requests} {entry_id}"
+    name = f"{place}:{digest}"
     return Submission(
-        id=derived_id(f"{place}:{digest}"),
+        id=derived_id(name),
+        former_id=former_id(name),
         document=_document(text),
         tenant=None if door is None else door.tenant,
     )

@@ -26,6 +26,7 @@ from services.relay.celery.celery_request import (
     check_without_backend,
     document_of,
     expires_s_of,
+    former_id_of,
     job_id_of,
     task_key,
     task_of,
@@ -268,8 +269,14 @@ class Relay:
     def _submission(self, request: Context) -> Submission:
         """What cannot be read is refused, with its reason, as a request that is invalid."""
         door = TenantDoor.of_queue((request.delivery_info or {}).get("routing_key"))
-        if door is not None:
-            return self._submission_of_tenant(request, door)
+        submission = (
+            self._submission_of_all(request)
+            if door is None
+            else self._submission_of_tenant(request, door)
+        )
+        return replace(submission, former_id=former_id_of(str(request.id), door))
+
+    def _submission_of_all(self, request: Context) -> Submission:
         job_id = job_id_of(str(request.id))
         given = dict(request.kwargs or {})
         try:

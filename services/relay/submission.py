@@ -30,7 +30,7 @@ from shardline.store.jobs import (
     insert_jobs,
     request_cancel,
 )
-from shardline.store.statistics.reports import states
+from shardline.store.statistics.reports import states, tenants
 from shardline.store.tenants import tenant_doors
 from shardline_server.store import celery_tasks
 from shardline_server.store.celery_tasks import CeleryTask
@@ -58,6 +58,8 @@ class Submission:
     """Why it is no request, where its door knows."""
     tenant: str | None = None
     """Whose door it came by; None: the request says whose it is."""
+    former_id: UUID | None = None
+    """What a relay of the release before took for `id`, if another: its row may be there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,7 @@ def store_submissions(
 ) -> list[SubmissionResult]:
     """Store requests of one door; one result each, in order, already committed. Raises only when
     Postgres is unreachable, or a lock of a tenant's own keeps its door waiting."""
+    submissions = _with_known_ids(database, submissions)
     parsed = [_parse(submission) for submission in submissions]
     pairs = list(zip(submissions, parsed, strict=True))
     try:
@@ -96,6 +99,28 @@ def store_submissions(
         else _refuse(database, submission, one)
         for submission, one in pairs
     ]
+
+
+def _with_known_ids(database: Engine, submissions: Sequence[Submission]) -> list[Submission]:
+    """Returns them with the ids under which the release before has stored them: rows of their own
+    tenants, for others may know those ids."""
+    former = [one.former_id for one in submissions if one.former_id is not None]
+    if not former:
+        return list(submissions)
+    with database.connect() as connection:
+        owners = tenants(connection, former)
+    return [
+        replace(one, id=one.former_id)
+        if one.former_id is not None and owners.get(one.former_id) == _tenant_of(one)
+        else one
+        for one in submissions
+    ]
+
+
+def _tenant_of(submission: Submission) -> str:
+    document = submission.document
+    told = document.get("tenant") if isinstance(document, dict) else None
+    return submission.tenant or (told if isinstance(told, str) else DEFAULT_TENANT)
 
 
 @contextmanager
@@ -227,7 +252,6 @@ def _failed_row(submission: Submission, reason: dict[str, str]) -> FailedRequest
         return None
     model = document.get("model")
     prompt = document.get("prompt")
-    tenant = submission.tenant or document.get("tenant")
     job_id = _told_id(document, submission.id)
     if job_id is None or not isinstance(model, str) or not 1 <= len(model) <= 256:
         return None
@@ -235,7 +259,7 @@ def _failed_row(submission: Submission, reason: dict[str, str]) -> FailedRequest
         id=job_id,
         model=model,
         error=reason,
-        tenant=tenant if isinstance(tenant, str) else DEFAULT_TENANT,
+        tenant=_tenant_of(submission),
         prompt=prompt if isinstance(prompt, str) else None,
         metadata=_kept_metadata(document.get("metadata")),
     )

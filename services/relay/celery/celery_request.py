@@ -18,7 +18,7 @@ from celery.canvas import Signature
 from kombu.utils import json as kombu_json
 
 from shardline.base.errors import Invalid
-from shardline.contract.ids import DERIVED_VERSION, derived_id, parse_id
+from shardline.contract.ids import DERIVED_VERSION, derived_id, former_id, parse_id
 from shardline.contract.job import JobRequest
 from shardline.contract.queues import SUBMIT_TASK
 from shardline.contract.tenants.tenant_door import TenantDoor
@@ -62,13 +62,24 @@ REMEDY = (
 def job_id_of(task_id: str, door: TenantDoor | None = None) -> UUID:
     """The id of a task's job, unless the request names one: the task's own if that is a UUID,
     however it is written, and none that may follow from another's name."""
+    return _own_id(task_id) or derived_id(_name(task_id, door))
+
+
+def former_id_of(task_id: str, door: TenantDoor | None = None) -> UUID | None:
+    """The id that a relay of the release before derived; None if the task's own is its job's."""
+    return None if _own_id(task_id) else former_id(_name(task_id, door))
+
+
+def _own_id(task_id: str) -> UUID | None:
     try:
         own = parse_id(task_id)
     except Invalid:
-        own = None
-    if own is not None and own.version != DERIVED_VERSION:
-        return own
-    return derived_id(task_id if door is None else f"{door.tasks} {task_id}")
+        return None
+    return None if own.version == DERIVED_VERSION else own
+
+
+def _name(task_id: str, door: TenantDoor | None) -> str:
+    return task_id if door is None else f"{door.tasks} {task_id}"
 
 
 def task_key(task_id: object, door: TenantDoor | None = None) -> str:

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Iterable
 from typing import TypeAlias
-from uuid import UUID
+from uuid import UUID, uuid5
 
 from typing_extensions import TypeIs
 
@@ -21,6 +21,7 @@ DERIVED_VERSION = 8
 """Of the UUIDs that follow from a name which others may know. No caller may name one, or it could
 take the id of another's job."""
 
+_FORMER_IDS = UUID("6f0f0c1e-53a5-4f43-9c0b-7a8f0f2d4b11")
 _VERSION_7 = 0x7 << 76
 _VERSION_8 = 0x8 << 76
 _VERSION_BITS = 0xF << 76
@@ -47,6 +48,11 @@ def derived_id(name: str) -> UUID:
     digest = hashlib.sha256(name.encode()).digest()
     bits = int.from_bytes(digest[:16], "big") & ~(_VERSION_BITS | _VARIANT_BITS)
     return UUID(int=bits | _VERSION_8 | _VARIANT)
+
+
+def former_id(name: str) -> UUID:
+    """The id that release 0.1 derives from a name: its row may be there already."""
+    return uuid5(_FORMER_IDS, name)
 
 
 def check_given_id(given: UUID | None, field: str = "id") -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from sqlalchemy import Engine
 
 from services.relay.submission import Submission, SubmissionResult, store_submissions
-from shardline.contract.ids import new_id
+from shardline.contract.ids import derived_id, former_id, new_id
+from shardline.store.tenants import quotas
 from tests.integration.rows import MODEL, cell
 
 GOOD = {"model": MODEL, "prompt": "one"}
@@ -123,3 +124,25 @@ def test_any_value_in_any_field_leaves_the_next_request_accepted(
     beside, strange = take(engine, GOOD, {**GOOD, field: value})
     assert beside.status == "accepted"
     assert strange.status in ("accepted", "failed", "rejected")
+
+
+def test_what_a_relay_of_the_release_before_stored_is_not_stored_again(engine: Engine) -> None:
+    now = Submission(id=derived_id("order"), former_id=former_id("order"), document=GOOD)
+    before = Submission(id=former_id("order"), document=GOOD)
+    assert [one.status for one in store_submissions(engine, [before])] == ["accepted"]
+
+    assert [one.status for one in store_submissions(engine, [now])] == ["accepted"]
+
+    assert cell(engine, "SELECT count(*) FROM jobs") == 1
+
+
+def test_another_tenant_that_knows_the_former_id_holds_nothing_up(engine: Engine) -> None:
+    with engine.begin() as connection:
+        quotas.add_tenant(connection, "acme")
+    theirs = Submission(id=former_id("order"), document={**GOOD, "tenant": "acme"})
+    mine = Submission(id=derived_id("order"), former_id=former_id("order"), document=GOOD)
+
+    for submission in (theirs, mine):
+        assert [one.status for one in store_submissions(engine, [submission])] == ["accepted"]
+
+    assert cell(engine, "SELECT count(*) FROM jobs") == 2

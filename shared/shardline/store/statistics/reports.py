@@ -17,6 +17,7 @@ from shardline.contract.job import Usage
 MAX_SAMPLE = 6
 
 STATES = text("SELECT id, state FROM jobs WHERE id = ANY(CAST(:ids AS uuid[]))")
+TENANTS = text("SELECT id, tenant_id FROM jobs WHERE id = ANY(CAST(:ids AS uuid[]))")
 
 OUTCOMES = text("""
 SELECT jobs.id, jobs.state, jobs.prompt, jobs.error, jobs.created_at, jobs.finished_at,
@@ -41,6 +42,11 @@ WHERE jobs.id = ANY(CAST(:ids AS uuid[])) ORDER BY random() LIMIT {MAX_SAMPLE}
 def states(connection: Connection, ids: Collection[UUID]) -> dict[UUID, str]:
     """The state of every job that has a row by now."""
     return {row.id: row.state for row in connection.execute(STATES, {"ids": list(ids)})}
+
+
+def tenants(connection: Connection, ids: Collection[UUID]) -> dict[UUID, str]:
+    """Whose every job is that has a row by now."""
+    return {row.id: row.tenant_id for row in connection.execute(TENANTS, {"ids": list(ids)})}
 
 
 def usage(connection: Connection, job_id: UUID) -> Usage | None:
