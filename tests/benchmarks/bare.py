@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -192,14 +193,10 @@ class Pipeline:
         self.exact = executor.exact
         """Of the head."""
         capacities = [
-            (executor.num_blocks, executor.offload),
+            (executor.num_blocks, executor.offload, executor.num_states),
             *(pipe.recv() for _, pipe in self._later),
         ]
-        num_blocks = min(num_blocks for num_blocks, _ in capacities)
-        offload = OffloadTerms(
-            num_slots=min(terms.num_slots for _, terms in capacities),
-            move_s=max(terms.move_s for _, terms in capacities),
-        )
+        num_blocks, offload, num_states = least(capacities)
         self._scheduler = Scheduler(
             SchedulerConfig(
                 num_blocks=num_blocks,
@@ -225,7 +222,12 @@ class Pipeline:
         wired = self._wire(folder, num_stages, num_blocks, offload)
         sends_int8 = options.hop_activations == "int8"
         self._engine.wire(
-            replace(wired, sends_int8=sends_int8, first_lanes=options.lanes or num_stages)
+            replace(
+                wired,
+                sends_int8=sends_int8,
+                first_lanes=options.lanes or num_stages,
+                num_states=num_states,
+            )
         )
         self._engine.start()
 
@@ -299,6 +301,16 @@ class Pipeline:
             self.identity, stage_index=0, num_stages=num_stages, num_blocks=num_blocks, **ends
         )
         return replace(ours, num_slots=offload.num_slots, move_s=offload.move_s)
+
+
+def least(capacities: Sequence[tuple[int, OffloadTerms, int]]) -> tuple[int, OffloadTerms, int]:
+    """What all stages have: blocks, the offload, and states where layers are recurrent."""
+    num_blocks, terms, num_states = zip(*capacities, strict=True)
+    offload = OffloadTerms(
+        num_slots=min(each.num_slots for each in terms),
+        move_s=max(each.move_s for each in terms),
+    )
+    return min(num_blocks), offload, min((num for num in num_states if num), default=0)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def serve_later(
     log_to_stderr()
     num_stages = len(options.device)
     executor = run_in_fresh_thread(partial(load, options, stage_index, folder))
-    pipe.send((executor.num_blocks, executor.offload))
+    pipe.send((executor.num_blocks, executor.offload, executor.num_states))
     delay_s = options.hop_delay_ms / 1e3
     hop = hop_in(folder, delay_s)
     receiver = hop.open_receiver(channel(identity, Kind.PLAN))

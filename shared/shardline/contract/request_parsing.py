@@ -92,7 +92,9 @@ def check_request(request: JobRequest) -> JobRequest:
         raise Invalid("messages", "the list is empty", "Send at least one message")
     if request.messages is None and request.question is None:
         check_is_no_chat(request)
-    if request.min_tokens and request.min_tokens > (longest := request.max_tokens or MAX_TOKENS):
+    if request.min_tokens and request.min_tokens > (
+        longest := request.params().max_tokens or MAX_TOKENS
+    ):
         raise Invalid(
             "min_tokens", f"it is above max_tokens ({longest})", "Lower it or raise max_tokens"
         )
@@ -104,7 +106,7 @@ def check_request(request: JobRequest) -> JobRequest:
         )
     _check_waits(request)
     _check_retries(request)
-    check_params(request)
+    check_params(request.params())
     check_metadata(request.metadata)
     return request
 
@@ -182,7 +184,7 @@ def _check_may_end(params: SamplingParams, holder: str, names: tuple[str, ...]) 
 def _check_asks_alone(params: SamplingParams) -> None:
     """Raises Invalid for what has no effect on the probabilities of a question's answers."""
     usual = SamplingParams(max_tokens=1 if params.max_tokens == 1 else None)
-    for name in SamplingParams.__struct_fields__:
+    for name in params.__struct_fields__:
         if name not in WITH_QUESTION and getattr(params, name) != getattr(usual, name):
             problem = "a question is answered with probabilities, and no text is generated"
             raise Invalid(name, problem, "Leave it out, or the question")

@@ -4,6 +4,7 @@ devices."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -330,8 +331,9 @@ def plans(*, moves: bool) -> list[StepPlan]:
     """Three sequences that sample in different ways. The fake answers are all 1: so are the tokens
     that are sampled."""
     blocks = [(2 * place, 2 * place + 1) for place in range(len(KINDS))]
+    alike: dict[str, Any] = {"ids": PROMPT, "num_prompt": len(PROMPT), "num_blocks": 2}
     opens = tuple(
-        Open(seq=place, ids=PROMPT, num_prompt=len(PROMPT), params=params, seed=place, num_blocks=2)
+        Open(seq=place, params=params, seed=place, state=place, **alike)
         for place, params in enumerate(KINDS)
     )
     first = tuple(Row(seq, 0, 40, (), blocks[seq], wants=False) for seq in range(len(KINDS)))
