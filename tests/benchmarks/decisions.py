@@ -1,7 +1,8 @@
 """A table classified by one SQL statement, beside the same prompts as completions of one token,
 with their text and without probabilities.
 
-    python -m tests.benchmarks.decisions [--rows 10000] [--stages 1] [--dtype bfloat16]
+    python -m tests.benchmarks.decisions [--rows 10000] [--completion-rows 10000] [--stages 1]
+        [--dtype bfloat16]
 
 Each runs on a fresh stack with the real model, so that no cache has anything of the other. Time
 counts from the statement to the last end.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from typing import Any
 
@@ -63,32 +65,35 @@ FROM jobs JOIN results ON results.job_id = jobs.id
 WHERE state = 'succeeded' AND metadata ? 'benchmark'
 """
 PROMPTS = "SELECT prompt_ids FROM jobs WHERE metadata ? 'benchmark' ORDER BY created_at, id"
-POLL_S = 0.2
+POLL_S = 1.0
 
 
 def main() -> None:
     """Prints both rates as one JSON line. Exits with an error if a job did not succeed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=10_000)
+    parser.add_argument(
+        "--completion-rows", type=int, help="rows that are asked as completions too; default: all"
+    )
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
     folder = str(real_model())
-    num_jobs = options.rows * len(QUESTIONS)
+    num_rows = min(options.rows, options.completion_rows or options.rows)
     figures: dict[str, Any] = vars(options) | {"questions": len(QUESTIONS)}
     with stack(folder, options.dtype, options.stages) as up:
         database = connect(up["urls"]["database"])
         with database.begin() as connection:
             connection.execute(text(TICKETS), {"rows": options.rows})
         asked = {"model": up["model"], "questions": json.dumps(QUESTIONS)}
-        figures["decisions"] = timed(database, ASK, asked, num_jobs)
+        figures["decisions"] = timed(database, ASK, asked, options.rows * len(QUESTIONS))
         with database.connect() as connection:
-            prompts = list(connection.execute(text(PROMPTS)).scalars())
+            prompts = list(connection.execute(text(PROMPTS)).scalars())[: num_rows * len(QUESTIONS)]
         database.dispose()
     with stack(folder, options.dtype, options.stages) as up:
         database = connect(up["urls"]["database"])
         asked = {"model": up["model"], "prompts": json.dumps(prompts), "params": json.dumps(GREEDY)}
-        figures["completions"] = timed(database, COMPLETE, asked, num_jobs)
+        figures["completions"] = timed(database, COMPLETE, asked, len(prompts))
         database.dispose()
     print(json.dumps(figures))
 
@@ -118,9 +123,11 @@ def timed(
 
 @retry(wait=wait_fixed(POLL_S), retry=retry_if_result(bool))
 def wait_for_ends(database: Engine) -> int:
-    """Return once no job is open."""
+    """Return once no job is open; show how many are."""
     with database.connect() as connection:
-        return int(connection.execute(text(OPEN)).scalar_one())
+        num_open = int(connection.execute(text(OPEN)).scalar_one())
+    print(f"\r{num_open:,} jobs are open ", end="", file=sys.stderr, flush=True)
+    return num_open
 
 
 if __name__ == "__main__":
