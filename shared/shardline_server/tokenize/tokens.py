@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -78,6 +77,8 @@ class Tokens:
             special_tokens=special_tokens,
         )
         self.vocabulary = self.chat.vocabulary
+        # Copies share it: finding the labels takes 30 ms.
+        self.question_labels = QuestionLabels(self.tokenizer, self.vocabulary, vocab_size)
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Tokens:
@@ -205,11 +206,6 @@ class Tokens:
                 self._check_grammar(output, budget)
             except Invalid as error:
                 raise Invalid("tools", error.problem, "Send simpler tools or schemas") from error
-
-    @cached_property
-    def question_labels(self) -> QuestionLabels:
-        """The tokens that answers to questions begin with."""
-        return QuestionLabels(self.tokenizer, self.vocabulary, self.vocab_size)
 
     def _asked(
         self, prompt: Prompt | None, messages: Sequence[Message] | None, question: Question

@@ -50,6 +50,11 @@ def prompt_text(tokens: Tokens, question: Question, **given: Any) -> str:
     return str(tokens.vocabulary.decode(prepared.prompt_ids))
 
 
+def test_tokens_within_a_limit_find_no_label_again(smollm2: Tokens) -> None:
+    # A cache hands out such a copy for each question.
+    assert smollm2.within(512).question_labels is smollm2.question_labels
+
+
 def test_each_label_is_the_one_token_that_its_text_has_behind_a_line(smollm2: Tokens) -> None:
     many = Choice(instructions="Which?", choices=tuple(map(str, range(255))))
     labels = smollm2.question_labels.of(many)
