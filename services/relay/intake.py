@@ -166,7 +166,7 @@ def _submission(entry: Entry, door: TenantDoor | None) -> Submission:
     name = f"{place}:{digest}"
     return Submission(
         id=derived_id(name),
-        former_id=former_id(name),
+        former_id=former_id(name) if door is None else None,
         document=_document(text),
         tenant=None if door is None else door.tenant,
     )

@@ -274,7 +274,9 @@ class Relay:
             if door is None
             else self._submission_of_tenant(request, door)
         )
-        return replace(submission, former_id=former_id_of(str(request.id), door))
+        # Tenants had no doors before.
+        former = former_id_of(str(request.id)) if door is None else None
+        return replace(submission, former_id=former)
 
     def _submission_of_all(self, request: Context) -> Submission:
         job_id = job_id_of(str(request.id))

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
-from uuid import UUID, uuid5
+from uuid import UUID
 
 from celery import Celery
 from celery.app.task import Context
@@ -24,9 +24,6 @@ from shardline.contract.queues import SUBMIT_TASK
 from shardline.contract.tenants.tenant_door import TenantDoor
 from shardline.store.connection.encoding import storable, unstorable_alone
 from shardline_server.store.celery_tasks import MAX_REQUEST_BYTES, CeleryTask
-
-FOLLOWER_IDS = UUID("6f0f0c1e-53a5-4f43-9c0b-7a8f0f2d4b11")
-"""Namespace of the ids of tasks that follow another and were sent without one."""
 
 MAX_TASK_ID = 256
 ALREADY_EXPIRED_S = 0.001
@@ -62,24 +59,26 @@ REMEDY = (
 def job_id_of(task_id: str, door: TenantDoor | None = None) -> UUID:
     """The id of a task's job, unless the request names one: the task's own if that is a UUID,
     however it is written, and none that may follow from another's name."""
-    return _own_id(task_id) or derived_id(_name(task_id, door))
+    own = _uuid(task_id)
+    if own is not None and own.version != DERIVED_VERSION:
+        return own
+    return derived_id(task_id if door is None else f"{door.tasks} {task_id}")
 
 
-def former_id_of(task_id: str, door: TenantDoor | None = None) -> UUID | None:
-    """The id that a relay of the release before derived; None if the task's own is its job's."""
-    return None if _own_id(task_id) else former_id(_name(task_id, door))
+def former_id_of(task_id: str) -> UUID | None:
+    """The id that a relay of the release before gave the job; None if it is the same, or that relay
+    could give none."""
+    own = _uuid(task_id)
+    if own is not None:
+        return own if own.version == DERIVED_VERSION else None
+    return None if unstorable_alone(task_id) else former_id(task_id)
 
 
-def _own_id(task_id: str) -> UUID | None:
+def _uuid(task_id: str) -> UUID | None:
     try:
-        own = parse_id(task_id)
+        return parse_id(task_id)
     except Invalid:
         return None
-    return None if own.version == DERIVED_VERSION else own
-
-
-def _name(task_id: str, door: TenantDoor | None) -> str:
-    return task_id if door is None else f"{door.tasks} {task_id}"
 
 
 def task_key(task_id: object, door: TenantDoor | None = None) -> str:
@@ -211,8 +210,8 @@ def _named(app: Celery, signature: Any, field: str, task_id: str, place: int) ->
         if found.get("subtask_type"):
             found.freeze()
         else:
-            follower_id = uuid5(FOLLOWER_IDS, f"{task_id} {field} {place}")
-            found.options.setdefault("task_id", str(follower_id))
+            follower_id = str(derived_id(f"{task_id} {field} {place}"))
+            found.options.setdefault("task_id", follower_id)
     except Exception as error:
         problem = f"number {place + 1} is no signature: {type(error).__name__}: {error}"
         raise Invalid(field, problem[:200], "Link Celery signatures") from error

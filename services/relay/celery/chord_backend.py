@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
-from uuid import uuid4, uuid5
+from uuid import uuid4
 
 from celery.backends.redis import RedisBackend
 from celery.canvas import Signature, maybe_signature
@@ -21,8 +21,8 @@ from celery.result import GroupResult, allow_join_result
 from kombu.utils.functional import maybe_list
 from redis.exceptions import RedisError
 
-from services.relay.celery.celery_request import FOLLOWER_IDS
 from services.relay.loop import REDIS_ERRORS
+from shardline.contract.ids import derived_id
 from shardline_server.failpoints import Point, failpoint
 
 DONE_S = 300
@@ -151,7 +151,7 @@ class ChordBackend(RedisBackend):
         """Fails the body. Its errbacks get ids by their places: a repeat sends none twice."""
         for place, errback in enumerate(maybe_list(body.options.get("link_error")) or ()):
             if not errback.get("subtask_type"):
-                errback_id = str(uuid5(FOLLOWER_IDS, f"{group_id} link_error {place}"))
+                errback_id = str(derived_id(f"{group_id} link_error {place}"))
                 errback["options"].setdefault("task_id", errback_id)
         self.chord_error_from_stack(body, error)
 

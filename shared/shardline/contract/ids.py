@@ -45,7 +45,7 @@ def new_id() -> UUID:
 
 def derived_id(name: str) -> UUID:
     """The UUIDv8 of a name: always the same, 122 bits of its SHA-256."""
-    digest = hashlib.sha256(name.encode()).digest()
+    digest = hashlib.sha256(name.encode(errors="surrogatepass")).digest()
     bits = int.from_bytes(digest[:16], "big") & ~(_VERSION_BITS | _VARIANT_BITS)
     return UUID(int=bits | _VERSION_8 | _VARIANT)
 

@@ -12,21 +12,19 @@ import json
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any, Literal
-from uuid import UUID, uuid5
+from uuid import UUID
 
 import msgspec
 from sqlalchemy import Connection, Row, text
 from sqlalchemy.exc import DataError, IntegrityError
 
 from shardline.base.errors import Busy, Conflict, Invalid, LimitExceeded
+from shardline.contract.ids import derived_id
 from shardline.contract.schedules.cron import next_time
 from shardline.contract.schedules.schedule_tables import CatchUp
 from shardline.store.connection.encoding import dump, storable
 from shardline.store.inserts import encode_request, insert_all
 from shardline.store.schedules.schedule_rows import job_request
-
-JOB_IDS = UUID("4e0f1d1e-6c0b-5c5e-9d0a-3f6b7a2f8c11")
-"""Namespace of ids of jobs."""
 
 LATE = timedelta(minutes=1)
 """A time that nobody has seen to for so long was missed."""
@@ -107,7 +105,7 @@ def _fire(connection: Connection, row: Row[Any], next_at: datetime) -> FiringOut
         _advance(connection, row, next_at, error=missed)
         return "missed"
     wanted = job_request(json.loads(row.request), name=row.name, tenant=row.tenant_id)
-    job_id = uuid5(JOB_IDS, f"{row.id} {row.next_at.timestamp()}")
+    job_id = derived_id(f"{row.id} {row.next_at.timestamp()}")
     encoded = encode_request(msgspec.structs.replace(wanted, id=job_id))
     insert_all(connection, [replace(encoded, key_name=row.key_name)])
     _advance(connection, row, next_at, job_id=job_id)
