@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from functools import partial
 from urllib.parse import quote
@@ -46,7 +47,8 @@ async def content_response(pieces: AsyncIterator[bytes], *, filename: str) -> Re
 
 def _disposition(filename: str) -> str:
     """The name under which browsers and `curl -OJ` save a file (RFC 6266)."""
-    quoted = quote(filename)
-    if quoted == filename:
-        return f'attachment; filename="{filename}"'
-    return f"attachment; filename*=utf-8''{quoted}"
+    plain = re.sub(r"[^ \w.()-]", "_", filename, flags=re.ASCII)
+    disposition = f'attachment; filename="{plain}"'
+    if plain == filename:
+        return disposition
+    return f"{disposition}; filename*=utf-8''{quote(filename)}"

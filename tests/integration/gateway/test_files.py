@@ -68,7 +68,7 @@ async def test_a_file_is_what_was_sent_until_it_is_deleted(
     assert [one.content for one in found] == [content, b""]
     assert [one.response.headers["content-disposition"] for one in found] == [
         'attachment; filename="first.jsonl"',
-        "attachment; filename*=utf-8''leer%20f%C3%BCr%201.jsonl",
+        "attachment; filename=\"leer f_r 1.jsonl\"; filename*=utf-8''leer%20f%C3%BCr%201.jsonl",
     ]
     # In pages, both ways, and by purpose
     assert [one.id async for one in client.files.list(limit=1)] == [empty.id, first.id]
