@@ -27,6 +27,7 @@ MODES = {
 ACTIVATIONS = {"Sigmoid": True, "Identity": False}
 """Whether a score is a share of 1."""
 POSITIONS = "position_embedding_type"
+ROTARY = ("rope", "rotary")
 MAX_DENSE = 8
 """Modules between pooling and normalization."""
 MAX_TOKENS = 8192
@@ -87,8 +88,11 @@ def _check_positions(config: Any) -> None:
     kind = getattr(config, POSITIONS, None)
     if kind in (None, "absolute") or hasattr(type(config), POSITIONS) or not is_masked_lm(config):
         return
+    if kind in ROTARY and getattr(config, "rope_parameters", None):
+        return
     refuse(
-        f"{config.model_type!r} with {kind} positions needs remote code, which is never run",
+        f"{config.model_type!r} of transformers has no {kind} positions; "
+        "a checkpoint's own code is never run",
         "Choose a model that transformers has built in, such as jina_embeddings_v3 or modernbert",
     )
 
@@ -147,14 +151,14 @@ def _embed(
     }
     default = sentences.get("default_prompt_name")
     own = _sentence_config(path)
-    shorter = getattr(config, "matryoshka_dimensions", None) or ()
+    shorter = _shorter(path, config)
     num_dimensions = dense[-1].num_outputs if dense else config.hidden_size * len(modes)
     if num_dimensions > MAX_DIMENSIONS:
         refuse(f"{path} has vectors of {num_dimensions:,} numbers, over {MAX_DIMENSIONS:,}")
     encoder = Encoder(
         task=EncoderTask.EMBED,
         num_dimensions=num_dimensions,
-        shorter=tuple(int(each) for each in shorter if int(each) <= num_dimensions),
+        shorter=tuple(each for each in shorter if each <= num_dimensions),
         any_shorter=bool(getattr(config, "is_matryoshka", False)) and not shorter,
         prompts=prompts,
         default_prompt=default if default in prompts else None,
@@ -167,6 +171,17 @@ def _embed(
         normalizes=normalizes,
         max_tokens=_longest(own),
     )
+
+
+def _shorter(path: Path, config: Any) -> tuple[int, ...]:
+    """Returns the sizes that a vector may be cut to."""
+    found = getattr(config, "matryoshka_dimensions", None) or []
+    if not isinstance(found, list | tuple) or any(
+        type(each) is not int or each < 1 for each in found
+    ):
+        problem = f"{path / 'config.json'}: matryoshka_dimensions {found!r} is no list of sizes"
+        refuse(problem[:200], "Copy the model again")
+    return tuple(found)
 
 
 def _score(path: Path, config: Any) -> EncoderFiles:

@@ -162,8 +162,23 @@ def test_dense_modules_lie_next_to_the_model(tmp_path: Path, name: object) -> No
 
 def test_a_family_by_name_alone_is_refused_by_its_positions(tmp_path: Path) -> None:
     path = save_encoder(tmp_path, "bert")
-    with pytest.raises(Invalid, match="alibi positions needs remote code"):
-        read_encoder(path, changed(path, position_embedding_type="alibi"))
+    for kind in ("alibi", "rotary"):
+        with pytest.raises(Invalid, match=f"'bert' of transformers has no {kind} positions"):
+            read_encoder(path, changed(path, position_embedding_type=kind))
+
+
+def test_a_family_that_rotates_may_say_so(tmp_path: Path) -> None:
+    path = save_encoder(tmp_path, "modernbert")
+    assert read_encoder(path, changed(path, position_embedding_type="rotary"))
+
+
+@pytest.mark.parametrize("dimensions", [256, "256", [None], [8.5], [True], [0]])
+def test_dimensions_that_are_no_list_of_sizes_are_refused(
+    tmp_path: Path, dimensions: object
+) -> None:
+    path = save_encoder(tmp_path, "bert")
+    with pytest.raises(Invalid, match="matryoshka_dimensions"):
+        read_encoder(path, changed(path, matryoshka_dimensions=dimensions))
 
 
 def test_a_decoder_that_sees_later_tokens_needs_a_pooling(tmp_path: Path) -> None:
