@@ -210,6 +210,7 @@ class Head:
             "running": self._scheduler.num_running,
             "waiting": self._scheduler.num_waiting,
             "kv_slots_used": self._scheduler.slots_used,
+            "snapshots": self._scheduler.num_snapshots,
             "lanes": self._scheduler.config.num_lanes,
             "pipeline": {**self._pipeline.status().describe(), "name": self._name},
         }

@@ -158,6 +158,8 @@ class StageMeter:
         metrics.seats.set(scheduler.config.max_seats)
         metrics.running.set_function(lambda: scheduler.num_running)
         metrics.waiting.set_function(lambda: scheduler.num_waiting)
+        snapshots = self._metrics.recurrent_states.labels("snapshots")
+        snapshots.set_function(lambda: scheduler.num_snapshots)
         metrics.ready.set_function(lambda: pipeline.status().is_ready)
         metrics.epoch.set_function(lambda: pipeline.status().epoch or 0)
 

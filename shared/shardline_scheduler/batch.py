@@ -76,12 +76,15 @@ class Batch:
     def may_start(self, sequence: Sequence) -> bool:
         """Whether there are blocks for a sequence's known tokens, a place for its adapter, and no
         other sequence that is just computing the beginning of its prompt."""
-        adapter = sequence.request.adapter
         return (
-            self._adapters.has(adapter)
+            self.has_place(sequence)
             and self.kv.has_room(sequence, len(self.running))
             and not self.kv.awaits(sequence, self.prefilling.values())
         )
+
+    def has_place(self, sequence: Sequence) -> bool:
+        """Whether there is a place for a sequence's adapter; it may need none."""
+        return self._adapters.has(sequence.request.adapter)
 
     def start(self, sequence: Sequence, number: int) -> None:
         """Gives a waiting sequence a seat, a number and its blocks."""
@@ -122,6 +125,9 @@ class Batch:
         self.ready.pop(number, None)
         self._closes.append(number)
         self.leaving[number] = sequence
+        if sequence.request.adapter and sequence.num_in_flight:
+            # A stage may have refused the adapter, and load it for the next that finds this KV.
+            self.kv.forget(sequence)
         self.settle(sequence)
 
     def settle(self, sequence: Sequence) -> None:

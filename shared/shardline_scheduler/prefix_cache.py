@@ -159,7 +159,7 @@ class PrefixCache:
             key=lambda index: _digest(sequence, index) != _digest(other, index),
         )
         end = num_common * BLOCK_TOKENS
-        if end <= other.num_computed or self.states.holds(_digest(sequence, num_common - 1)):
+        if end <= other.num_computed or num_common <= len(self._find(sequence)):
             return False
         other.stops.add(end)
         return True

@@ -61,7 +61,7 @@ class Scheduler:
 
     def _begin_epoch(self) -> None:
         self._batch = Batch(self.config, self._waiting, self.step_cost)
-        self._cutter = StepCutter(self.config, self._waiting, self._batch, self._numbers)
+        self._cutter = StepCutter(self._waiting, self._batch, self._numbers)
         self._next_step = 0
         self._flights: deque[tuple[StepPlan, list[Sequence]]] = deque()
 
@@ -132,7 +132,7 @@ class Scheduler:
         if len(self._flights) >= self.config.num_lanes:
             return None
         batch = self._batch
-        builder = self._cutter.cut()
+        builder = self._cutter.cut(self.config)
         if not builder.rows and (self._flights or not batch.has_closes):
             return None
         batch.kv.keep(builder.sequences)
@@ -158,6 +158,8 @@ class Scheduler:
         for row, sequence in zip(plan.rows, sequences, strict=True):
             sequence.num_in_flight -= 1
             reason = refused.get(row.seq, "")
+            if sequence.state is State.ENDED and (reason or row.seq in result.bad):
+                self._batch.kv.forget(sequence)
             # Before a bad row there may be tokens that end it.
             if reason and row.seq not in result.bad and sequence.state is not State.ENDED:
                 events.append(self._fail(sequence, reason))
@@ -242,6 +244,11 @@ class Scheduler:
     def slots_used(self) -> int:
         """Slots kept for preempted sequences."""
         return self._batch.offload.num_used
+
+    @property
+    def num_snapshots(self) -> int:
+        """Slots of states that hold a snapshot."""
+        return self._batch.kv.states.num_snapshots
 
     @property
     def idle(self) -> bool:

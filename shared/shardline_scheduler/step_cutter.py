@@ -35,22 +35,20 @@ class StepCutter:
     """Chooses the rows of the next step, and admits waiting sequences where there is room for
     them."""
 
-    def __init__(
-        self, config: SchedulerConfig, waiting: WaitingQueue, batch: Batch, numbers: Iterator[int]
-    ) -> None:
-        self._config = config
+    def __init__(self, waiting: WaitingQueue, batch: Batch, numbers: Iterator[int]) -> None:
         self._waiting = waiting
         self._batch = batch
         self._numbers = numbers
 
-    def cut(self) -> StepBuilder:
-        """Returns the rows of the next step; there may be none."""
-        builder = StepBuilder(self._config.token_budget, pools=self._config.pools)
-        if self._config.pools:
+    def cut(self, config: SchedulerConfig) -> StepBuilder:
+        """Returns the rows of the next step; there may be none. The number of lanes may change from
+        step to step."""
+        builder = StepBuilder(config.token_budget, pools=config.pools)
+        if config.pools:
             self._add_whole(builder)
             return builder
-        self._add_decodes(builder)
-        self._add_chunks(builder)
+        self._add_decodes(builder, config)
+        self._add_chunks(builder, config)
         return builder
 
     def _add_whole(self, builder: StepBuilder) -> None:
@@ -62,13 +60,13 @@ class StepCutter:
             builder.add(sequence, sequence.num_missing)
             del self._batch.prefilling[sequence.number]
 
-    def _add_decodes(self, builder: StepBuilder) -> None:
+    def _add_decodes(self, builder: StepBuilder, config: SchedulerConfig) -> None:
         """Adds the share of one lane: with all of them in one step, the other stages would have
         nothing to do."""
         batch = self._batch
-        share = ceil_div(batch.num_decoding, self._config.num_lanes)
+        share = ceil_div(batch.num_decoding, config.num_lanes)
         decodes = list(islice(batch.ready.values(), min(share, builder.budget)))
-        lookup = 0 if self._config.is_recurrent else self._config.prompt_lookup
+        lookup = 0 if config.is_recurrent else config.prompt_lookup
         room = min(lookup, builder.budget // 2) - len(decodes)
         for index, sequence in enumerate(decodes):
             if sequence.state is not State.RUNNING:
@@ -81,10 +79,10 @@ class StepCutter:
                 room -= num_drafts
                 builder.add(sequence, 1, (sequence.ids[-1],), drafts[:num_drafts])
 
-    def _add_chunks(self, builder: StepBuilder) -> None:
+    def _add_chunks(self, builder: StepBuilder, config: SchedulerConfig) -> None:
         """Adds chunks in order. Each may take half of what is left, so that a long prompt holds up
         neither those behind it nor admission; what no other needs goes to the first."""
-        left = min(builder.budget, self._max_prompt_rows())
+        left = min(builder.budget, self._max_prompt_rows(config))
         left_scored = MAX_SCORED
         lengths: dict[Sequence, int] = {}
         for sequence in self._in_line(builder) if left else ():
@@ -109,14 +107,13 @@ class StepCutter:
             if sequence.num_missing == 0:
                 del self._batch.prefilling[sequence.number]
 
-    def _max_prompt_rows(self) -> int:
+    def _max_prompt_rows(self, config: SchedulerConfig) -> int:
         """Returns how many rows of prompts the step may have. Where too little waits to keep all
         stages busy, prompts are cut into pieces, which they compute at the same time.
 
         Over S stages, n pieces of T tokens take (n + S - 1) * (T / n + f), where f is the fixed
         cost of a step in tokens: least with n = sqrt(T * (S - 1) / f).
         """
-        config = self._config
         num_others = min(config.num_lanes, config.num_stages or config.num_lanes) - 1
         fixed = self._batch.step_cost.fixed_tokens
         if not num_others or self._batch.num_decoding > num_others or fixed is None:
@@ -154,7 +151,7 @@ class StepCutter:
         for sequence in self._foremost():
             if self._batch.may_start(sequence):
                 return sequence
-            if sequence.patience == 0:
+            if sequence.patience <= 0:
                 return None
         return None
 
@@ -164,7 +161,9 @@ class StepCutter:
 
     def _start(self, sequence: Sequence, builder: StepBuilder) -> Sequence:
         for overtaken in self._foremost():
-            if overtaken.order < sequence.order:
+            # One without an adapter takes no place from who waits for its adapter's.
+            delays = sequence.request.adapter or self._batch.has_place(overtaken)
+            if overtaken.order < sequence.order and delays:
                 overtaken.patience -= 1
         self._batch.start(sequence, next(self._numbers))
         builder.open(sequence)

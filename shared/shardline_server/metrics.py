@@ -166,7 +166,7 @@ class StageMetrics:
         self.kv_blocks = gauge("shardline_kv_blocks", "KV blocks of this stage", ["state"])
         self.recurrent_states = gauge(
             "shardline_recurrent_states",
-            "sequences whose recurrent state this stage holds",
+            "slots of recurrent states on this stage; a head alone counts snapshots",
             ["state"],
         )
         self.kv_moves = counter(

@@ -113,7 +113,7 @@ class AdapterPool:
         self._make_room(name)
         try:
             loaded = self._runner.read_adapter(adapter)
-        except (OSError, SafetensorError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch's for want of memory
             refuse(name, f"it cannot be read: {error}", "Submit again")
         if self.folder.get(name) != adapter:
             refuse(name, "its files were written while they were read", "Submit again")

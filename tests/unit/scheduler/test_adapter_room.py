@@ -3,10 +3,13 @@ refused fails."""
 
 from __future__ import annotations
 
+import pytest
+
 from shardline_scheduler.events import SequenceFailed
 from shardline_scheduler.scheduler import Scheduler
+from shardline_scheduler.sequence import MAX_OVERTAKEN
 from shardline_scheduler.step_plan import StepPlan, StepResult
-from tests.simulation.pipeline import Numbers, Pipeline, config, request
+from tests.simulation.pipeline import Numbers, Pipeline, checked, config, request
 
 
 def opened(plan: StepPlan | None) -> list[str]:
@@ -68,3 +71,49 @@ def test_a_sequence_that_a_stage_refuses_fails_and_its_kv_is_found_by_nobody() -
     following = scheduler.schedule()
     assert following is not None
     assert [one.num_cached for one in following.opens] == [0]
+
+
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_who_was_cancelled_before_its_refusal_leaves_no_kv(is_bad: bool) -> None:
+    scheduler = Scheduler(config())
+    adapter = "" if is_bad else "x"
+    prompt = {"num_prompt": 100, "num_common": 100, "adapter": adapter}
+    scheduler.add(request("a", **prompt), Numbers(9))
+    plan = checked(scheduler.schedule())
+    number = plan.opens[0].seq
+    scheduler.abort(("a", 1))
+
+    bad, refused = ((number,), ()) if is_bad else ((), ((number, "no such adapter"),))
+    assert scheduler.apply(StepResult(plan.step, ((5,),), bad=bad, refused=refused)) == []
+
+    scheduler.add(request("c", **prompt), Numbers(9))
+    assert [one.num_cached for one in checked(scheduler.schedule()).opens] == [0]
+
+
+def test_who_leaves_before_the_stages_answer_is_found_by_nobody() -> None:
+    # Given that a stage may refuse its adapter
+    scheduler = Scheduler(config(num_lanes=3))
+    prompt = {"num_prompt": 100, "num_common": 100, "adapter": "x"}
+    scheduler.add(request("a", **prompt), Numbers(9))
+    scheduler.schedule()
+    scheduler.abort(("a", 1))
+
+    scheduler.add(request("c", **prompt), Numbers(9))
+
+    assert [one.num_cached for one in checked(scheduler.schedule()).opens] == [0]
+
+
+def test_jobs_without_adapters_do_not_wait_for_one_that_waits_for_a_place() -> None:
+    # Given more of them than a job's patience
+    pipeline = Pipeline(config(max_adapters=1, max_seats=4))
+    for name, adapter in (("a", "x"), ("b", "y")):
+        pipeline.add(request(name, max_tokens=400, adapter=adapter))
+    names = [f"other-{number}" for number in range(MAX_OVERTAKEN + 8)]
+    for name in names:
+        pipeline.add(request(name, max_tokens=1))
+
+    while pipeline.scheduler.has(("a", 1)):
+        pipeline.turn()
+
+    assert all(pipeline.outputs[(name, 1)] for name in names)
+    pipeline.drain()

@@ -108,6 +108,15 @@ def test_decodes_are_shared_out_so_that_every_lane_is_filled(
     assert [len(shape(pipeline.schedule())) for _ in range(num_lanes)] == num_rows
 
 
+def test_decodes_are_shared_out_over_the_lanes_that_links_ask_for_in_an_epoch() -> None:
+    pipeline = Pipeline(config(num_lanes=1))
+    decoding(pipeline, *"abcde")
+
+    pipeline.scheduler.config = replace(pipeline.scheduler.config, num_lanes=3)
+
+    assert [len(shape(pipeline.schedule())) for _ in range(3)] == [2, 2, 1]
+
+
 def test_an_open_carries_all_that_a_restarted_tail_needs() -> None:
     pipeline = Pipeline(config())
     job = request(num_prompt=70, max_tokens=100, output_ids=(7, 8))

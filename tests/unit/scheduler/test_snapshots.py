@@ -123,14 +123,27 @@ def test_one_slot_holds_no_snapshot_and_delays_no_one() -> None:
 def test_jobs_that_need_all_slots_take_those_of_snapshots() -> None:
     pipeline = pipeline_of(num_states=8)
     num_computed(pipeline, job("a"), job("b"))
-    assert pipeline.scheduler._batch.kv.states.num_snapshots > 0
+    assert pipeline.scheduler.num_snapshots > 0
 
     for name in NAMES:
         pipeline.add(request(name + name, max_tokens=50))
     plan = checked(pipeline.schedule())
 
     assert len(plan.opens) == 8
-    assert pipeline.scheduler._batch.kv.states.num_snapshots == 0
+    assert pipeline.scheduler.num_snapshots == 0
+    pipeline.drain()
+
+
+def test_who_finds_more_than_the_common_head_waits_for_nobody() -> None:
+    # Given one that has run, and another that computes their common head again
+    pipeline = pipeline_of()
+    num_computed(pipeline, job("z"))
+
+    for each in (job("a"), replace(job("z"), key=("again", 1))):
+        pipeline.add(each)
+
+    opens = checked(pipeline.schedule()).opens
+    assert [one.num_cached for one in opens] == [0, HEAD + BLOCK_TOKENS]
     pipeline.drain()
 
 
@@ -150,7 +163,7 @@ def test_a_job_with_bad_logits_leaves_no_snapshot() -> None:
     pipeline.drain()
 
     assert pipeline.stages.num_snapshots > 0
-    assert pipeline.scheduler._batch.kv.states.num_snapshots == 0
+    assert pipeline.scheduler.num_snapshots == 0
     assert num_computed(pipeline, job("b")) == HEAD + 100
 
 
@@ -162,7 +175,7 @@ def test_a_new_epoch_begins_without_snapshots() -> None:
     for _ in range(6):
         pipeline.turn()
     pipeline.rebuild(num_blocks=100)
-    assert pipeline.scheduler._batch.kv.states.num_snapshots == 0
+    assert pipeline.scheduler.num_snapshots == 0
 
     num_computed(pipeline, *jobs[2:])
 
