@@ -102,8 +102,8 @@ class Scheduler:
             self._waiting.push(sequence)
 
     def may_begin(self) -> list[Event]:
-        """The parked requests that there is room for. Who waits and has begun goes first."""
-        if self._waiting:
+        """The parked requests that there is room for. Who waits for it and has begun goes first."""
+        if any(map(self._batch.has_place, self._cutter.foremost())):
             return []
         num_free = self._batch.kv.pool.num_free
         num_running = self.num_running

@@ -51,6 +51,11 @@ class StepCutter:
         self._add_chunks(builder, config)
         return builder
 
+    def foremost(self) -> list[Sequence]:
+        """The first in line that nothing but room holds up, or a place for an adapter."""
+        with_quarantined = self._batch.in_quarantine is None
+        return self._waiting.first(MAX_LOOK_AHEAD, with_quarantined=with_quarantined)
+
     def _add_whole(self, builder: StepBuilder) -> None:
         """Adds sequences in order, each as a whole, up to the first that does not fit: it is the
         next step's first."""
@@ -118,7 +123,7 @@ class StepCutter:
         fixed = self._batch.step_cost.fixed_tokens
         if not num_others or self._batch.num_decoding > num_others or fixed is None:
             return config.token_budget
-        waiting = self._foremost()
+        waiting = self.foremost()
         line = [*self._batch.prefilling.values(), *waiting]
         first = min(line, key=attrgetter("order"), default=None)
         num_missing = sum(each.num_missing for each in line)
@@ -148,19 +153,15 @@ class StepCutter:
         prefix, but not for ever."""
         if self._batch.is_full:
             return None
-        for sequence in self._foremost():
+        for sequence in self.foremost():
             if self._batch.may_start(sequence):
                 return sequence
             if sequence.patience <= 0:
                 return None
         return None
 
-    def _foremost(self) -> list[Sequence]:
-        with_quarantined = self._batch.in_quarantine is None
-        return self._waiting.first(MAX_LOOK_AHEAD, with_quarantined=with_quarantined)
-
     def _start(self, sequence: Sequence, builder: StepBuilder) -> Sequence:
-        for overtaken in self._foremost():
+        for overtaken in self.foremost():
             # One without an adapter takes no place from who waits for its adapter's.
             delays = sequence.request.adapter or self._batch.has_place(overtaken)
             if overtaken.order < sequence.order and delays:

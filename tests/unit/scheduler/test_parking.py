@@ -54,6 +54,18 @@ def test_begun_jobs_that_wait_get_room_before_any_parked_one() -> None:
     assert [name for name, _ in pipeline.ends] == ["runs", "waits", "parked"]
 
 
+def test_a_parked_job_is_called_while_another_waits_for_its_adapters_place() -> None:
+    pipeline = Pipeline(config(max_adapters=1))
+    for name, adapter in (("runs", "x"), ("waits", "y")):
+        pipeline.add(request(name, adapter=adapter))
+    pipeline.schedule()
+
+    pipeline.add(request("parked", parked=True))
+    pipeline.hear(pipeline.scheduler.may_begin())
+
+    assert pipeline.called == [("parked", 1)]
+
+
 def test_smaller_jobs_pass_a_long_one_a_bounded_number_of_times() -> None:
     pipeline = Pipeline(config(num_blocks=4))
     decoding(pipeline, "runs", num_prompt=BLOCK_TOKENS, max_tokens=1000)
