@@ -3,6 +3,8 @@ refused fails."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from shardline_scheduler.events import SequenceFailed
@@ -77,7 +79,7 @@ def test_a_sequence_that_a_stage_refuses_fails_and_its_kv_is_found_by_nobody() -
 def test_who_was_cancelled_before_its_refusal_leaves_no_kv(is_bad: bool) -> None:
     scheduler = Scheduler(config())
     adapter = "" if is_bad else "x"
-    prompt = {"num_prompt": 100, "num_common": 100, "adapter": adapter}
+    prompt: dict[str, Any] = {"num_prompt": 100, "num_common": 100, "adapter": adapter}
     scheduler.add(request("a", **prompt), Numbers(9))
     plan = checked(scheduler.schedule())
     number = plan.opens[0].seq
@@ -93,7 +95,7 @@ def test_who_was_cancelled_before_its_refusal_leaves_no_kv(is_bad: bool) -> None
 def test_who_leaves_before_the_stages_answer_is_found_by_nobody() -> None:
     # Given that a stage may refuse its adapter
     scheduler = Scheduler(config(num_lanes=3))
-    prompt = {"num_prompt": 100, "num_common": 100, "adapter": "x"}
+    prompt: dict[str, Any] = {"num_prompt": 100, "num_common": 100, "adapter": "x"}
     scheduler.add(request("a", **prompt), Numbers(9))
     scheduler.schedule()
     scheduler.abort(("a", 1))
