@@ -19,7 +19,7 @@ from services.gateway.anthropic.error_form import ErrorFormMiddleware
 from services.gateway.batches.batch_keeper import BatchKeeper
 from services.gateway.context import Gateway
 from services.gateway.http.answers import AnswerSender
-from services.gateway.http.request_middleware import RequestMiddleware
+from services.gateway.http.request_middleware import REJOINED, STREAMED, RequestMiddleware
 from services.gateway.routes import (
     audit,
     batches,
@@ -45,12 +45,10 @@ from shardline import __version__
 from shardline.base.errors import ShardlineError
 from shardline.base.type_info import prepare_loaded
 
-ADMITTED = ("/v1/", *tokens.PATHS)
+ADMITTED = ("/v1/", "/v2/", *tokens.PATHS, *encoders.PATHS)
 """Health checks and metrics bypass admission."""
 
-FOLLOWED = "/events"
 RESPONSES = "/v1/responses/"
-REJOINED = b"stream=true"
 
 CROSS_ORIGIN: dict[str, Any] = {
     "allow_methods": ["GET", "HEAD", "POST", "DELETE"],
@@ -124,7 +122,7 @@ def _gate(gateway: Gateway, scope: Scope) -> Gate | None:
     if not path.startswith(ADMITTED):
         return None
     is_rejoined = path.startswith(RESPONSES) and REJOINED in scope["query_string"]
-    is_followed = path.endswith(FOLLOWED) or is_rejoined
+    is_followed = path.endswith(STREAMED) or is_rejoined
     return gateway.admission.followers if is_followed else gateway.admission.requests
 
 

@@ -7,12 +7,15 @@ import asyncio
 import math
 import time
 
+import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from shardline.base.errors import UnknownModel
+from shardline.base.errors import Invalid, UnknownModel
 from shardline.client.database import reachable
 from shardline.store import models, pipelines
 from shardline_server.tokenize import RegisteredModel, TokenizerCache, addresses
+
+log = structlog.get_logger(__name__)
 
 FRESH_S = 3.0
 """A model that is registered again with other weights, tokens or chat template is seen at the
@@ -46,6 +49,16 @@ class ModelCatalog:
             async with self._database.connect() as connection:
                 adapters = await connection.run_sync(models.adapters)
         return addresses(adapters, adapters)
+
+    async def readable(self) -> list[RegisteredModel]:
+        """All of them, but for those that cannot be read or have just gone: one hides no other."""
+        found: list[RegisteredModel] = []
+        for name in await self.names():
+            try:
+                found.append(await self.get(name))
+            except Invalid as error:
+                log.warning("a model is not listed", model=name, problem=error.problem)
+        return found
 
     def _has_fresh(self, address: str) -> bool:
         return time.monotonic() - self._read_s < FRESH_S and self._cache.has(address)

@@ -207,5 +207,9 @@ def take_tenant(document: Document, tenant: str) -> None:
 
 
 def _take_header(document: Document, name: str, value: str | None) -> None:
-    if value is not None and document.setdefault(name, value) != value:
+    if value is None:
+        return
+    if document.get(name) is None:
+        document[name] = value
+    elif document[name] != value:
         raise Invalid(name, "it differs from the Idempotency-Key header", "Send one of the two")

@@ -39,6 +39,7 @@ class CacheControl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
+    scope: str | None = None
 
 
 class InputBlock(
@@ -107,6 +108,8 @@ class ClientTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     cache_control: CacheControl | None = None
     eager_input_streaming: bool | None = None
     input_examples: tuple[dict[str, Any], ...] = ()
+    defer_loading: Literal[False] | None = None
+    allowed_callers: tuple[Literal["direct"], ...] | None = None
 
 
 class ToolChoiceInput(

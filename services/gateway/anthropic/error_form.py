@@ -25,6 +25,7 @@ TYPES = {
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.REQUEST_TIMEOUT: "timeout_error",
     HTTPStatus.CONFLICT: "conflict_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
     HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",

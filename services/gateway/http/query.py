@@ -55,7 +55,8 @@ def query_of(items: Iterable[tuple[str, str]], kind: type[QueryT]) -> QueryT:
         if name not in schemas:
             names = ", ".join(schemas)
             raise Invalid(name[:32], "there is no such query parameter", f"Use one of: {names}")
-        if name in found:
+        # Clients repeat a list's name.
+        if name in found and not name.endswith("[]"):
             raise Invalid(name, "it is given twice", "Send it once")
         if "\0" in text:
             raise Invalid(name, "it holds a NUL character", "Leave it out")

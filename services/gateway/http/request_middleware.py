@@ -14,7 +14,8 @@ GIVEN_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 """Ids of callers that are given back; others may hold what breaks a log or a header."""
 
 STREAMED = "/events"
-"""Answers of such paths have no end that a HEAD could wait for."""
+REJOINED = b"stream=true"
+"""Answers of such paths and queries have no end that a HEAD could wait for."""
 
 
 class RequestMiddleware:
@@ -50,7 +51,8 @@ class RequestMiddleware:
             await send(message)
 
         path = scope["path"].rstrip("/") or "/"
-        is_head = scope["method"] == "HEAD" and not path.endswith(STREAMED)
+        is_endless = path.endswith(STREAMED) or REJOINED in scope["query_string"]
+        is_head = scope["method"] == "HEAD" and not is_endless
         await self._app(
             {**scope, "path": path, "method": "GET" if is_head else scope["method"]}, receive, name
         )

@@ -98,7 +98,15 @@ CHAT_NEUTRAL = {
     "documents": ([],),
     "mm_processor_kwargs": ({},),
 }
-STREAM_NEUTRAL: Mapping[str, tuple[Any, ...]] = {"include_obfuscation": OFF}
+STREAM_NEUTRAL: Mapping[str, tuple[Any, ...]] = {"include_obfuscation": (*OFF, *ON)}
+ECHOED = frozenset(
+    (
+        *("parsed", "id", "opts", "metadata", "cache_control"),
+        *("provider_specific_fields", "thinking_blocks", "reasoning_details"),
+    )
+)
+"""Fields that clients add to messages for themselves, and send back: OpenAI's `parse`, LiteLLM,
+agents in editors."""
 
 
 def drop_neutral(
@@ -110,6 +118,18 @@ def drop_neutral(
         values = neutral[name]
         if not _is_one_of(value, values) and not _is_any(value, values):
             raise Invalid(prefix + name, f"{_short(value)} is not supported", _remedy(values))
+
+
+def without_echoes(messages: object) -> object:
+    """Returns the messages without ECHOED; what is no message stays, to be refused."""
+    if not isinstance(messages, list):
+        return messages
+    return [
+        {name: value for name, value in one.items() if name not in ECHOED}
+        if isinstance(one, dict)
+        else one
+        for one in messages
+    ]
 
 
 def _is_any(value: Any, values: tuple[Any, ...]) -> bool:

@@ -18,7 +18,7 @@ from services.gateway.openai.bodies import (
     OpenAiRequest,
     StreamOptions,
 )
-from services.gateway.openai.neutral_fields import STREAM_NEUTRAL, drop_neutral
+from services.gateway.openai.neutral_fields import STREAM_NEUTRAL, drop_neutral, without_echoes
 from services.gateway.openai.service_tier import PRIORITIES
 from shardline.base.errors import Invalid
 from shardline.contract.request_parsing import check_request, parse_fields
@@ -50,6 +50,8 @@ def chat_request(document: Document) -> ChatCompletionRequest:
     if "prompt" in fields:
         remedy = "Send messages, or use /v1/completions"
         raise Invalid("prompt", "chat completions take messages", remedy)
+    if "messages" in fields:
+        fields["messages"] = without_echoes(fields["messages"])
     request = _parse(fields, ChatCompletionRequest)
     if request.top_logprobs and not request.logprobs:
         remedy = "Set logprobs to true, or leave it out"

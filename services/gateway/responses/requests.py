@@ -16,6 +16,7 @@ from services.gateway.responses.request_fields import ResponseFields
 from services.gateway.responses.tools import choice_of, functions_of, places_of
 from shardline.base.errors import Invalid
 from shardline.contract.job import JobRequest
+from shardline.contract.plain_json import FIELDS, without_nulls
 from shardline.contract.request_parsing import check_request, invalid_from, parse_fields
 from shardline.contract.tool_choice import callable_tools
 
@@ -50,6 +51,10 @@ class ResponseRequest(JobRequest, frozen=True, kw_only=True):
     goes on with is read."""
 
     asked: ResponseFields
+
+
+NULLABLE = frozenset((*FIELDS, "text", "reasoning"))
+"""Fields whose objects clients send back with nulls."""
 
 
 def response_request(document: Document) -> ResponseRequest:
@@ -107,6 +112,9 @@ def items_of(asked: ResponseFields) -> tuple[InputItem, ...]:
 
 
 def _asked(fields: Document) -> ResponseFields:
+    fields = {
+        name: without_nulls(value) if name in NULLABLE else value for name, value in fields.items()
+    }
     if isinstance(items := fields.get("input"), list):
         fields["input"] = [_typed(item) for item in items]
     try:

@@ -1,7 +1,9 @@
-"""The doors of encoders: OpenAI's `POST /v1/embeddings`, Cohere's and Jina's `POST /v1/rerank`,
-vLLM's `POST /v1/score`."""
+"""The doors of encoders: OpenAI's `POST /v1/embeddings`, Cohere's and Jina's `POST /v1/rerank`
+(Cohere's clients: `/v2/rerank`), vLLM's `POST /v1/score`."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -19,6 +21,9 @@ from services.gateway.encoders.requests import embedded_texts, ranked_pairs, sco
 from services.gateway.guard import SubmitCaller
 from services.gateway.schemas import GUARDED, REQUEST_ID, TAKING, answer, body, errors
 from shardline.contract.encoders.encoder import EncoderTask
+
+PATHS = ("/rerank",)
+"""Without a version, as Jina's and llama.cpp's clients ask."""
 
 router = APIRouter(
     tags=["encoders"], default_response_class=Response, responses=errors(*GUARDED, *TAKING, 504)
@@ -62,11 +67,15 @@ async def create_embeddings(
     return await EMBEDDINGS.answer(gateway, request, caller)
 
 
-@router.post(
-    "/v1/rerank",
-    openapi_extra=body(RerankRequest),
-    responses={200: answer("The documents by their scores", Ranking, headers=(REQUEST_ID,))},
-)
+RERANK: dict[str, Any] = {
+    "openapi_extra": body(RerankRequest),
+    "responses": {200: answer("The documents by their scores", Ranking, headers=(REQUEST_ID,))},
+}
+
+
+@router.post("/v1/rerank", **RERANK)
+@router.post("/v2/rerank", **RERANK)
+@router.post(PATHS[0], **RERANK)
 async def rerank(request: Request, gateway: GatewayDep, caller: SubmitCaller) -> Response:
     """Score documents by a query, and order them."""
     return await RANKINGS.answer(gateway, request, caller)

@@ -67,7 +67,7 @@ async def ready(request: Request, gateway: GatewayDep) -> Response:
 async def list_models(gateway: GatewayDep, _caller: ReadCaller) -> Response:
     """Every model that a stage has registered, and its adapters."""
     found = await gateway.client.pipelines()
-    models = [await gateway.catalog.get(name) for name in await gateway.catalog.names()]
+    models = await gateway.catalog.readable()
     cards = [_model(model, found) for model in models]
     first_id, last_id = (cards[0].id, cards[-1].id) if cards else (None, None)
     return json_response(ModelList(data=cards, first_id=first_id, last_id=last_id))

@@ -24,9 +24,12 @@ ASKED = {
     "input": PROMPT,
     "questions": [{"type": "predicate", "instructions": "It is late."}],
 }
+RERANK = {"model": "clerk", "query": PROMPT, "documents": [PROMPT]}
 ENCODERS: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"model": "clerk", "input": PROMPT},
-    "/v1/rerank": {"model": "clerk", "query": PROMPT, "documents": [PROMPT]},
+    "/v1/rerank": RERANK,
+    "/v2/rerank": RERANK,
+    "/rerank": RERANK,
     "/v1/score": {"model": "clerk", "text_1": PROMPT, "text_2": PROMPT},
 }
 """Routes that this model refuses, since it generates text; tests/integration/standalone/

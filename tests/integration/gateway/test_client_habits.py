@@ -9,6 +9,7 @@ import httpx
 import pytest
 from anthropic import AsyncAnthropic, beta_async_tool
 from openai import AsyncOpenAI
+from sqlalchemy import text
 
 from shardline.contract.job import JobState
 from tests.integration.gateway.running_gateway import PROMPT
@@ -49,21 +50,76 @@ BLOCKS: list[Any] = [
     },
 ]
 TOOL = {"type": "function", "function": {**FUNCTION, "strict": None}, "later": None}
+ANTHROPICS = {"name": "look", "input_schema": SCHEMA}
+DIRECT = {**ANTHROPICS, "defer_loading": False, "allowed_callers": ["direct"]}
+CACHED = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral", "scope": "global"}}
+ECHOED = {
+    "role": "assistant",
+    "content": "a",
+    "id": "m-1",
+    "parsed": {"a": 1},
+    "provider_specific_fields": {"refusal": None, "citations": []},
+}
 
 
 @pytest.mark.parametrize(
     ("route", "fields"),
     [
         (CHAT, {"messages": NULLS, "tools": [TOOL]}),
-        (MESSAGES, {"messages": BLOCKS, "tools": [{"name": "look", "input_schema": SCHEMA}]}),
+        (MESSAGES, {"messages": BLOCKS, "tools": [ANTHROPICS], "max_tokens": 64}),
+        (RESPONSES, {"input": [{**USER, "later": None}], "text": {"format": None}}),
     ],
 )
 async def test_a_null_at_any_depth_is_left_out(
     http: httpx.AsyncClient, head: TinyHead, route: str, fields: dict[str, Any]
 ) -> None:
     with head.serving():
-        reply = await http.post(route, json={"model": "clerk", "max_tokens": 64, **fields})
+        reply = await http.post(route, json={"model": "clerk", **fields})
     assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        (CHAT, {"messages": [USER, ECHOED, USER]}),
+        (MESSAGES, {"messages": [USER], "tools": [DIRECT], "system": [CACHED], "max_tokens": 64}),
+    ],
+)
+async def test_what_clients_add_for_themselves_is_left_out(
+    http: httpx.AsyncClient, head: TinyHead, route: str, fields: dict[str, Any]
+) -> None:
+    with head.serving():
+        reply = await http.post(route, json={"model": "clerk", **fields})
+    assert reply.status_code == 200, reply.text
+
+
+async def test_a_key_that_is_null_leaves_that_of_the_header(http: httpx.AsyncClient) -> None:
+    body = {"model": "clerk", "prompt": PROMPT, "idempotency_key": None}
+    told = [
+        await http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "one"}) for _ in "ab"
+    ]
+    assert told[0].status_code == 202
+    assert told[0].json()["id"] == told[1].json()["id"]
+
+
+async def test_a_list_in_a_query_repeats_its_name(http: httpx.AsyncClient) -> None:
+    included = [("include[]", name) for name in ("reasoning.encrypted_content", "web_search")]
+    nobodys = "/v1/responses/resp_00000000-0000-0000-0000-000000000000"
+    assert (await http.get(nobodys, params=included)).status_code == 404
+    twice = [("stream", "true"), ("stream", "true")]
+    assert (await http.get(nobodys, params=twice)).status_code == 400
+
+
+async def test_a_model_that_cannot_be_read_hides_no_other(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    with head.database.begin() as connection:
+        connection.execute(text("CREATE TEMP TABLE copied AS TABLE models"))
+        connection.execute(text("UPDATE copied SET name = 'broken', tokenizer = '{'"))
+        connection.execute(text("INSERT INTO models TABLE copied"))
+    listed = (await http.get("/v1/models")).json()["data"]
+    assert [model["id"] for model in listed] == ["clerk"]
+    assert (await http.get("/v1/models/broken")).status_code == 400
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ async def test_head_answers_as_get_without_a_body(http: httpx.AsyncClient) -> No
         assert asked.headers["content-type"] == whole.headers["content-type"]
     assert (await http.head(f"{JOBS}/x")).status_code == 400
     assert (await http.head(f"{job}/events")).status_code == 405
+    assert (await http.head("/v1/responses/resp_x?stream=true")).status_code == 405
     assert (await http.get("/health")).status_code == 200
 
 

@@ -228,6 +228,7 @@ def test_a_wrong_chat_names_the_field(fields: dict[str, Any], field: str) -> Non
         {"top_logprobs": 0},
         {"stream_options": {}},
         {"stream_options": {"include_usage": None, "include_obfuscation": False}},
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
         {"n": 1.0},
         {"presence_penalty": None, "temperature": None, "logprobs": None, "metadata": None},
         {
