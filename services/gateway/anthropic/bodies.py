@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from services.gateway.openai.neutral_fields import ANY_TEXT
+from shardline.contract.chat import MAX_TOOL_NAME_CHARS
 from shardline.contract.job import MAX_TOKENS, Probability
 
 KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
@@ -30,7 +31,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields without effect, and their values."""
 
-ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+ToolName = Annotated[str, Meta(pattern=rf"^[A-Za-z0-9_.-]{{1,{MAX_TOOL_NAME_CHARS}}}$")]
 CallId = Annotated[str, Meta(min_length=1, max_length=256)]
 
 

@@ -11,14 +11,21 @@ from typing import Any
 import msgspec
 
 from shardline.base.errors import Invalid
+from shardline.contract.tool_choice import MAX_TOOLS_BYTES
 from shardline.store.connection.encoding import place_of_unstorable, unstorable
 
 Document = dict[str, Any]
 
 MAX_FIELD_BYTES = 64 << 10
-"""Of each field but those in LARGE_FIELDS: refused before it is decoded."""
+"""Of each field that LARGE_FIELDS and `tools` are not: refused before it is decoded."""
 
-LARGE_FIELDS = ("prompt", "messages", "system", "tokens", "input", "instructions")
+LARGE_FIELDS = frozenset(
+    {
+        *("prompt", "messages", "system", "tokens", "input", "instructions", "questions"),
+        *("document", "documents", "query", "text_1", "text_2"),
+    }
+)
+"""Bounded by the body's limit alone."""
 
 OBJECT_BYTES: Mapping[bytes, int] = {b"{": 64, b"[": 96, b":": 168, b",": 64}
 """What the value behind each of these costs at most as a Python object (CPython 3.11 to 3.13)."""
@@ -35,8 +42,9 @@ def check_fields(body: bytes) -> None:
     if len(body) <= MAX_FIELD_BYTES:
         return
     for name, value in _fields(body).items():
-        if name not in LARGE_FIELDS and len(bytes(value)) > MAX_FIELD_BYTES:
-            problem = f"it is over {MAX_FIELD_BYTES} bytes of JSON"
+        max_bytes = MAX_TOOLS_BYTES if name == "tools" else MAX_FIELD_BYTES
+        if name not in LARGE_FIELDS and len(bytes(value)) > max_bytes:
+            problem = f"it is over {max_bytes} bytes of JSON"
             raise Invalid(name[:64], problem, "Send less, or keep it elsewhere and send its name")
 
 

@@ -11,7 +11,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from shardline.base.errors import Invalid
-from shardline.contract.chat import FunctionDefinition, Tool
+from shardline.contract.chat import MAX_TOOL_NAME_CHARS, FunctionDefinition, Tool
 from shardline.contract.tool_choice import (
     MAX_TOOLS,
     AllowedTools,
@@ -21,8 +21,7 @@ from shardline.contract.tool_choice import (
     ToolChoice,
 )
 
-MAX_NAME_CHARS = 64
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]+$", max_length=MAX_NAME_CHARS)]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]+$", max_length=MAX_TOOL_NAME_CHARS)]
 
 JOINT = "__"
 """Between a namespace and a name, as the model reads and writes them."""
@@ -98,8 +97,10 @@ def functions_of(tools: Iterable[AnyTool]) -> tuple[Tool, ...]:
     found: list[Tool] = []
     for place, namespace, tool in _functions(tools):
         name = joined_name(namespace, tool.name)
-        if len(name) > MAX_NAME_CHARS:
-            problem = f"with its namespace it has {len(name)} characters, {MAX_NAME_CHARS} at most"
+        if len(name) > MAX_TOOL_NAME_CHARS:
+            problem = (
+                f"with its namespace it has {len(name)} characters, {MAX_TOOL_NAME_CHARS} at most"
+            )
             raise Invalid(f"{place}.name", problem, "Shorten one of the two")
         found.append(replace(tool, name=name).tool())
     if len(found) > MAX_TOOLS:

@@ -15,6 +15,9 @@ TOOL = "tool"
 MAX_TOOL_CALLS = 128
 """Of one message."""
 
+MAX_TOOL_NAME_CHARS = 128
+"""Anthropic's limit; OpenAI's is 64."""
+
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
     """A function's name, and its arguments as JSON text. Clients add fields of their own, which
@@ -102,7 +105,7 @@ class FunctionDefinition(
     """A function as the model is told of it; `parameters` is a JSON schema, also as its text, in
     which Postgres keeps the order of its properties. Raises ValueError."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]+$", max_length=64)]
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]+$", max_length=MAX_TOOL_NAME_CHARS)]
     description: str | None = None
     parameters: dict[str, Any] | str | None = None
     strict: bool | None = None

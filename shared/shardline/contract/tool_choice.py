@@ -9,17 +9,17 @@ import msgspec
 from msgspec import Meta
 
 from shardline.base.errors import Invalid
-from shardline.contract.chat import Tool
+from shardline.contract.chat import MAX_TOOL_NAME_CHARS, Tool
 
 MAX_TOOLS = 128
-MAX_TOOLS_BYTES = 64 << 10
+MAX_TOOLS_BYTES = 1 << 20
 """As JSON: all of it is in the prompt."""
 
 
 class NamedFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A function of the request's tools."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    name: Annotated[str, Meta(min_length=1, max_length=MAX_TOOL_NAME_CHARS)]
 
 
 class FunctionChoice(

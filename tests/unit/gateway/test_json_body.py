@@ -15,6 +15,7 @@ from services.gateway.http.json_body import (
     read_object,
 )
 from shardline.base.errors import Invalid
+from shardline.contract.tool_choice import MAX_TOOLS_BYTES
 
 PIECES = {
     "objects": b"{}",
@@ -51,7 +52,7 @@ def test_a_decoded_body_takes_no_more_than_was_counted(piece: bytes, num_bytes: 
     assert taken <= decoded_bytes(body) + 4096
 
 
-@pytest.mark.parametrize("field", ["metadata", "stop", "tools", "logit_bias", "unknown"])
+@pytest.mark.parametrize("field", ["metadata", "stop", "question", "logit_bias", "unknown"])
 def test_a_large_field_is_refused_by_name_before_it_is_decoded(field: str) -> None:
     body = json.dumps(
         {"model": "a", "prompt": "b" * MAX_FIELD_BYTES, field: [{}] * (MAX_FIELD_BYTES // 4 + 1)}
@@ -64,6 +65,20 @@ def test_a_large_field_is_refused_by_name_before_it_is_decoded(field: str) -> No
             {"prompt": "b" * (4 * MAX_FIELD_BYTES), "messages": [{}] * MAX_FIELD_BYTES}
         ).encode()
     )
+
+
+@pytest.mark.parametrize(
+    "field", ["document", "documents", "query", "text_1", "text_2", "questions"]
+)
+def test_a_field_whose_route_takes_more_is_left_to_the_bodys_limit(field: str) -> None:
+    check_fields(json.dumps({"model": "a", field: ["b" * MAX_FIELD_BYTES] * 20}).encode())
+
+
+def test_tools_have_a_limit_of_their_own() -> None:
+    tool = {"name": "a", "description": "b" * MAX_FIELD_BYTES}
+    check_fields(json.dumps({"tools": [tool] * 15}).encode())
+    with pytest.raises(Invalid, match=f"tools: it is over {MAX_TOOLS_BYTES} bytes"):
+        check_fields(json.dumps({"tools": [tool] * 16}).encode())
 
 
 def test_text_takes_its_own_bytes_whatever_signs_it_has() -> None:

@@ -55,7 +55,7 @@ def test_a_call_that_comes_back_has_the_name_that_the_model_knows() -> None:
 @pytest.mark.parametrize(
     ("tools", "field"),
     [
-        ([{**SPACE, "name": "n" * 60}], "tools[0].tools[0].name"),
+        ([{**SPACE, "name": "n" * 124}], "tools[0].tools[0].name"),
         ([LOOK, {**SPACE, "tools": [ADD, ADD]}], "tools[1].tools[1].name"),
         ([{**LOOK, "name": "crm__look"}, SPACE], "tools[1].tools[1].name"),
         ([{**SPACE, "tools": []}], "tools[0].tools"),
