@@ -78,7 +78,7 @@ class ChatFormat:
         be none."""
         called = called_by(params)
         return ReplyParser(
-            self._family_for(called),
+            self._family_for(called, params),
             job_id=job_id,
             tools=called.tools,
             prompt_end=self._prompt_end(prompt_ids),
@@ -127,7 +127,7 @@ class ChatFormat:
     ) -> StructuredOutput | None:
         called = called_by(params)
         return grammar.of(
-            family=self._family_for(called),
+            family=self._family_for(called, params),
             called=called,
             answer=params.structured_outputs,
             thinking=Thinking(
@@ -146,11 +146,13 @@ class ChatFormat:
         source = "" if self._template is None else self._template.source
         return THINK in FAMILIES[self.family].markers and END_THINK in source
 
-    def _family_for(self, called: CallableTools) -> str:
-        """The template's family; for calls it may be the one that the tools are described in."""
+    def _family_for(self, called: CallableTools, params: SamplingParams) -> str:
+        """The template's family; for calls it may be the one that the tools are described in, or
+        that of calls held to a form, where its own form has no grammar."""
         if called.tools:
             is_described = self._template is None or not self._template.abilities.has_tools
-            is_unknown = self.family not in CALL_FORMS and called.is_required
+            is_held = called.is_required or params.structured_outputs is not None
+            is_unknown = is_held and self.family not in CALL_FORMS
             if is_described or is_unknown or not FAMILIES[self.family].markers:
                 return FORCED
         return self.family

@@ -66,7 +66,8 @@ CALL_FORMS: Mapping[str, CallForm] = {
         )
     ),
 }
-"""By the family's name. What is not here is written as Hermes writes it, and read so."""
+"""By the family's name. Held calls of a family that is not here are written as Hermes writes them,
+and read so."""
 
 FORCED = "hermes"
 

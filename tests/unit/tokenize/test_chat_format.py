@@ -263,6 +263,48 @@ def test_a_call_that_must_be_made_has_the_form_that_its_family_was_taught(
 
 
 @pytest.mark.parametrize(
+    ("signs", "family", "own"),
+    [
+        (
+            "<function=",
+            "qwen3-xml",
+            "<function=get_weather><parameter=city>Rome</parameter></function>",
+        ),
+        (
+            "<arg_key>",
+            "glm",
+            "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rome</arg_value></tool_call>",
+        ),
+        ("<|tool_call>", "gemma", '<|tool_call>call:get_weather{city:<|"|>Rome<|"|>}<tool_call|>'),
+        (
+            "<|open|><|close|><|sep|>",
+            "kimi-k3",
+            '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
+            '<|open|>argument key="city" type="string"<|sep|>Rome<|close|>argument<|sep|>'
+            "<|close|>call<|sep|><|close|>tools<|sep|>",
+        ),
+        ("xml_tools", "smollm", ROME),
+    ],
+)
+def test_a_call_or_an_answer_of_a_family_without_a_grammar_is_held_and_read(
+    signs: str, family: str, own: str
+) -> None:
+    tokens = tokens_of(f"{{# {signs} #}}{WITH_TOOLS}")
+    schema = WEATHER["function"]["parameters"]  # type: ignore[index]
+    request = asked(tools=[WEATHER], structured_outputs={"json": schema})
+    assert tokens.chat.family == family
+    assert not is_held(tokens, request, "Sunny.")
+    assert is_held(tokens, request, ROME)
+    for text, params in ((ROME, request.params()), (own, asked(tools=[WEATHER]).params())):
+        reply = tokens.chat.reply(text, params, JOB_ID, ())
+        calls = [(call.function.name, call.function.arguments) for call in reply.tool_calls]
+        assert (calls, reply.content) == ([("get_weather", ARGUMENTS)], "")
+    assert is_held(tokens, request, ARGUMENTS)
+    reply = tokens.chat.reply(ARGUMENTS, request.params(), JOB_ID, ())
+    assert (reply.tool_calls, reply.content) == ((), ARGUMENTS)
+
+
+@pytest.mark.parametrize(
     ("fields", "text", "expected"),
     [
         ({"tool_choice": "required", "tools": [NOTHING]}, f"I think.</think>\n\n{NAUGHT}", True),
