@@ -63,6 +63,9 @@ OWN: Mapping[str, str] = MappingProxyType(
 SHOWN = ("return_token_ids", "echo")
 """Fields of completions that their answers show and their jobs do not have, beside the tier."""
 
+FAILED = "the gateway failed on it: see its log"
+"""Of a line that met a bug. It asked no server, so it would again, and hold up those behind it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineRequest:
@@ -158,6 +161,9 @@ def _parse_all(
             found.append(Invalid("body", "it is nested too deep", "Nest less"))
         except ShardlineError as error:
             found.append(error)
+        except Exception:
+            log.exception("a line failed")
+            found.append(ShardlineError(FAILED))
     return found
 
 
@@ -258,7 +264,8 @@ def _encode(one: LineRequest, model: RegisteredModel) -> Outcome:
     except ShardlineError as error:
         return error
     except Exception:
-        raise
+        log.exception("a line failed", model=model.name)
+        return ShardlineError(FAILED)
     # tokenizers panics raise PanicException, which is not an Exception.
     except BaseException:
         log.exception("tokenizer failed", model=model.name)
