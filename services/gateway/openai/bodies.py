@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from services.gateway.bodies import CompletionUsage
 from services.gateway.openai.neutral_fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL
-from services.gateway.openai.response_format import ResponseFormat
+from services.gateway.openai.response_format import JsonObjectFormat, ResponseFormat
 from services.gateway.openai.service_tier import ServiceTier, tier_used
 from shardline.contract.chat import Message, ToolCall
 from shardline.contract.choices import MAX_CHOICES, NumChoices
@@ -95,7 +95,9 @@ class OpenAiRequest(JobRequest, frozen=True, kw_only=True):
         if self.max_tokens is None and self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         if self.response_format is not None:
-            names["structured_outputs.json"] = "response_format.json_schema.schema"
+            is_object = isinstance(self.response_format, JsonObjectFormat)
+            place = "schema" if is_object else "json_schema.schema"
+            names["structured_outputs.json"] = f"response_format.{place}"
             names["structured_outputs"] = "response_format"
         return names
 

@@ -11,7 +11,9 @@ from msgspec import Meta
 from shardline.contract.structured_output import StructuredOutput
 
 
-class TextFormat(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+class TextFormat(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"
+):
     """Any text."""
 
     def structured(self) -> StructuredOutput | None:
@@ -19,12 +21,16 @@ class TextFormat(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
         return None
 
 
-class JsonObjectFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_object"):
-    """Any JSON object."""
+class JsonObjectFormat(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"
+):
+    """Any JSON object, or as llama.cpp has it, JSON of a schema."""
+
+    schema: dict[str, Any] | None = None
 
     def structured(self) -> StructuredOutput | None:
         """Returns what the text must be."""
-        return StructuredOutput(json_object=True)
+        return object_of(self.schema)
 
 
 class NamedSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,7 +43,12 @@ class NamedSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class JsonSchemaFormat(
-    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="json_schema"
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="json_schema",
 ):
     """JSON of a schema."""
 
@@ -49,3 +60,8 @@ class JsonSchemaFormat(
 
 
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
+def object_of(schema: dict[str, Any] | None) -> StructuredOutput:
+    """Returns JSON of the schema; any object where it says nothing."""
+    return StructuredOutput(json=schema) if schema else StructuredOutput(json_object=True)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from services.gateway.openai.response_format import object_of
 from services.gateway.openai.service_tier import ServiceTier
 from services.gateway.responses.input_items import Items
 from services.gateway.responses.tools import ResponseToolChoice, ResponseTools, namespaces_of
@@ -28,12 +29,23 @@ Includable = Literal[
 ShortText = Annotated[str, Meta(max_length=512)]
 
 
-class PlainFormat(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+class PlainFormat(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"
+):
     """Any text."""
 
 
-class ObjectFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_object"):
-    """Any JSON object."""
+class ObjectFormat(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    tag_field="type",
+    tag="json_object",
+):
+    """Any JSON object, or as llama.cpp has it, JSON of a schema."""
+
+    schema: dict[str, Any] | None = None
 
 
 class SchemaFormat(
@@ -65,7 +77,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Returns it as a job has it."""
         if isinstance(self.format, SchemaFormat):
             return StructuredOutput(json=self.format.schema)
-        return StructuredOutput(json_object=True) if isinstance(self.format, ObjectFormat) else None
+        return object_of(self.format.schema) if isinstance(self.format, ObjectFormat) else None
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

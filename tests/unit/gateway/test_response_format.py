@@ -1,0 +1,66 @@
+"""What the text of an answer must be, in OpenAI's two forms: nothing of it is left out unsaid."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.gateway.openai.requests import chat_request
+from services.gateway.responses.requests import field_names, response_request
+from shardline.base.errors import Invalid
+from shardline.contract.structured_output import StructuredOutput
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+
+
+def of_chat(form: dict[str, Any]) -> StructuredOutput | None:
+    return chat_request({**CHAT, "response_format": form}).params().structured_outputs
+
+
+def of_response(form: dict[str, Any]) -> StructuredOutput | None:
+    asked = {"model": "m", "input": "a", "text": {"format": form}}
+    return response_request(asked).structured_outputs
+
+
+@pytest.mark.parametrize("read", [of_chat, of_response])
+def test_a_json_object_is_held_to_its_schema_if_that_says_something(read: Any) -> None:
+    output = read({"type": "json_object", "schema": SCHEMA})
+    assert json.loads(output.json) == SCHEMA
+    silent: list[dict[str, Any]] = [{}, {"schema": {}}, {"schema": None}]
+    for more in silent:
+        assert read({"type": "json_object", **more}) == StructuredOutput(json_object=True)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "text", "schema": SCHEMA},
+        {"type": "json_object", "json_schema": SCHEMA},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}, "strict": True},
+    ],
+)
+def test_a_field_that_means_nothing_in_a_format_is_refused_by_name(form: dict[str, Any]) -> None:
+    with pytest.raises(Invalid) as caught:
+        of_chat(form)
+    assert caught.value.field == f"response_format.{[*form][-1]}"
+    with pytest.raises(Invalid) as caught:
+        of_response(form)
+    assert caught.value.field.startswith("text.format")
+
+
+def test_a_wrong_schema_of_a_json_object_is_named_where_it_stands() -> None:
+    names = chat_request(
+        {**CHAT, "response_format": {"type": "json_object", "schema": SCHEMA}}
+    ).field_names
+    assert names["structured_outputs.json"] == "response_format.schema"
+
+
+def test_a_response_shows_its_format_as_it_came() -> None:
+    for form in ({"type": "json_object"}, {"type": "json_object", "schema": SCHEMA}):
+        asked = response_request({"model": "m", "input": "a", "text": {"format": form}}).asked
+        assert msgspec.to_builtins(asked.options())["text"]["format"] == form
+        assert field_names(asked)["structured_outputs.json"] == "text.format.schema"
