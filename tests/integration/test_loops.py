@@ -25,7 +25,7 @@ from services.gateway.keyring import Keyring
 from services.relay.canceller import Canceller
 from services.relay.celery.celery_results import CeleryResults
 from services.relay.celery.task_ends import TaskEnds
-from services.relay.celery.task_finisher import TaskResults
+from services.relay.celery.task_finisher import GIVE_UP_S, TaskFinisher, TaskResults
 from services.relay.loop import LoopContext
 from services.relay.outbox import Outbox
 from services.relay.statistics.job_counts import JobCounts
@@ -45,6 +45,7 @@ from shardline.store.connection.database import connect, connect_async
 from shardline.store.inserts import encode_request
 from shardline.streams import DeltaBuffer, DeltaReader, DeltaWriter
 from shardline_server.metrics import GatewayMetrics, RelayMetrics
+from shardline_server.store import celery_tasks
 from shardline_server.store.celery_tasks import CeleryTask, EndedTask
 from tests.integration.gateway.running_gateway import make_key
 from tests.integration.rows import MODEL, cell, change, request, submit
@@ -220,6 +221,38 @@ def test_a_task_with_a_result_that_nothing_can_store_holds_up_no_other(engine: E
     loop.turn()
 
     assert told == ["good"]
+
+
+def test_a_task_that_cannot_be_read_is_put_off_alone_and_given_up_in_the_end(
+    engine: Engine,
+) -> None:
+    (job_id,) = submit(engine)
+    change(engine, "UPDATE jobs SET state = 'succeeded', finished_at = now()")
+    with engine.begin() as connection:
+        for name, request in (("first", "{}"), ("bad", "{"), ("last", "{}")):
+            task = CeleryTask(task_id=name, request=request)
+            celery_tasks.store(connection, task, job_id=job_id)
+    # Its callbacks have been given up.
+    change(engine, "UPDATE celery_tasks SET num_failures = 9")
+    here = context(engine)
+    ends = TaskEnds(Celery("poisoned", set_as_current=False), has_backend=False)
+    loop = TaskFinisher(here, ends, TaskResults(here, ends))
+
+    loop.turn()
+
+    left = "SELECT array_agg(task_id) FROM celery_tasks WHERE settled_at IS NULL"
+    assert cell(engine, left) == ["bad"]
+    assert cell(engine, "SELECT num_failures FROM celery_tasks WHERE task_id = 'bad'") == 10
+    change(engine, "UPDATE celery_tasks SET due_at = now() WHERE task_id = 'bad'")
+    change(
+        engine,
+        "UPDATE jobs SET finished_at = now() - make_interval(secs => :s)",
+        s=GIVE_UP_S + 1,
+    )
+    with capture_logs() as logs:
+        loop.turn()
+    assert cell(engine, left) is None
+    assert logs[-1]["event"] == "a Celery task's end is given up"
 
 
 def test_a_refused_message_of_any_bytes_costs_no_other_its_reason(engine: Engine) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 from celery import Celery
 from celery.app.task import Context
 from celery.canvas import maybe_signature
-from kombu.utils import json as kombu_json
 
+from services.relay import plain_json
 from services.relay.celery.chord_backend import BACKENDS, ChordBackend, results_in
 from services.relay.celery.once_transport import sending
 from services.relay.settings import RelaySettings
@@ -122,7 +122,7 @@ class TaskEnds:
 
 def _context(ended: EndedTask) -> Context:
     """Celery's request of the task, as it was kept."""
-    kept: Mapping[str, Any] = kombu_json.loads(ended.request) if ended.request else {}
+    kept: Mapping[str, Any] = plain_json.loads(ended.request) if ended.request else {}
     return Context({"id": ended.task_id, "delivery_info": {}, "task": SUBMIT_TASK, **kept})
 
 

@@ -140,17 +140,37 @@ class TaskFinisher(Loop):
 
     def _finish(self, lent: Sequence[EndedTask]) -> None:
         done: list[str] = []
-        for ended in lent:
-            if not self._has_called_back(ended):
-                self._put_off(ended)
-            elif not self._ends.needs_backend(ended):
+        try:
+            for ended in lent:
+                self._finish_one(ended, done)
+        finally:
+            if done:
+                failpoint(Point.TASK_ENDED)
+                with self._database.begin() as connection:
+                    celery_tasks.settle(connection, done)
+
+    def _finish_one(self, ended: EndedTask, done: list[str]) -> None:
+        """Notes it in `done` where nothing is left to do."""
+        if not self._has_called_back(ended):
+            self._put_off(ended)
+            return
+        try:
+            needs_backend = self._ends.needs_backend(ended)
+        except Exception as error:
+            # Whatever its row holds, those behind it are handled.
+            self._errors.labels(server="none").inc()
+            if ended.age_s > GIVE_UP_S:
+                log.exception("a Celery task's end is given up", task_id=ended.task_id)
                 done.append(ended.task_id)
-            elif not self._results.offer(ended):
-                self._put_off(ended)
-        if done:
-            failpoint(Point.TASK_ENDED)
-            with self._database.begin() as connection:
-                celery_tasks.settle(connection, done)
+                return
+            problem = f"{type(error).__name__}: {error}"[:200]
+            log.warning("a Celery task cannot be read", task_id=ended.task_id, error=problem)
+            self._put_off(ended)
+            return
+        if not needs_backend:
+            done.append(ended.task_id)
+        elif not self._results.offer(ended):
+            self._put_off(ended)
 
     def _has_called_back(self, ended: EndedTask) -> bool:
         """One bad task must not hold up the others, nor its own result for ever."""

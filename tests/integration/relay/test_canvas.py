@@ -3,6 +3,8 @@ real servers."""
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -256,3 +258,16 @@ def test_a_callback_that_can_never_be_sent_holds_up_no_result_and_no_other_task(
     assert other.get(timeout=PATIENCE_S)["text"] == TEXT
     assert result.get(timeout=PATIENCE_S)["text"] == TEXT
     assert len(here.calls()) == 1
+
+
+def test_a_link_whose_value_looks_like_kombus_is_sent_as_it_is(here: ForeignStack) -> None:
+    odd = {"__type__": "no such type", "__value__": 1}
+    link = foreign(here.app, "take", odd).set(queue="elsewhere")
+    result = submit(here.app, "one").apply_async(link=link)
+    other = submit(here.app, "two").apply_async()
+    here.complete(2)
+    assert [one.get(timeout=PATIENCE_S)["text"] for one in (result, other)] == [TEXT] * 2
+    here.wait_until_settled()
+    (sent,) = here.relays.redis.lrange("elsewhere", 0, -1)
+    (value, given), *_ = json.loads(base64.b64decode(json.loads(sent)["body"]))
+    assert (value["text"], given) == (TEXT, odd)
