@@ -255,6 +255,21 @@ def test_a_task_that_cannot_be_read_is_put_off_alone_and_given_up_in_the_end(
     assert logs[-1]["event"] == "a Celery task's end is given up"
 
 
+def test_all_old_tasks_without_a_job_are_forgotten_however_many(engine: Engine) -> None:
+    num = 2 * celery_tasks.MAX_BATCH + 1
+    with engine.begin() as connection:
+        celery_tasks.revoke(connection, [f"never came {number}" for number in range(num)])
+    change(engine, "UPDATE celery_tasks SET created_at = now() - interval '2 days'")
+    here = context(engine)
+    ends = TaskEnds(Celery("poisoned", set_as_current=False), has_backend=False)
+    loop = TaskFinisher(here, ends, TaskResults(here, ends))
+
+    while loop.turn() == 0.0:
+        pass
+
+    assert cell(engine, "SELECT count(*) FROM celery_tasks") == 0
+
+
 def test_a_refused_message_of_any_bytes_costs_no_other_its_reason(engine: Engine) -> None:
     loop = CeleryResults(context(engine), backend_app=Celery("poisoned", set_as_current=False))
     for name, problem in (("bad", "no task is named \x00 \ud800"), ("good", "it names no task")):

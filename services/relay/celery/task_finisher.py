@@ -124,6 +124,7 @@ class TaskFinisher(Loop):
         self._ends = ends
         self._results = results
         self._num_turns = 0
+        self._may_forget = False
 
     def turn(self) -> float:
         """One batch."""
@@ -133,10 +134,19 @@ class TaskFinisher(Loop):
             lent = celery_tasks.lend(connection, lease_s=LEASE_S)
         self._finish(lent)
         self._num_turns += 1
+        num_old = self._forget()
+        return 0.0 if celery_tasks.MAX_BATCH in (len(lent), num_late, num_old) else self._poll_s
+
+    def _forget(self) -> int:
+        """One batch now and then, and the next one at once while there are more."""
         if self._num_turns % FORGET_TURNS == 1:
-            with self._database.begin() as connection:
-                celery_tasks.forget(connection)
-        return 0.0 if celery_tasks.MAX_BATCH in (len(lent), num_late) else self._poll_s
+            self._may_forget = True
+        if not self._may_forget:
+            return 0
+        with self._database.begin() as connection:
+            num_old = celery_tasks.forget(connection)
+        self._may_forget = num_old == celery_tasks.MAX_BATCH
+        return num_old
 
     def _finish(self, lent: Sequence[EndedTask]) -> None:
         done: list[str] = []
