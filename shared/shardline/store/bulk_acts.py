@@ -15,7 +15,19 @@ from typing import Any
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Select, any_, exists, func, select, text, tuple_
+from sqlalchemy import (
+    Boolean,
+    ColumnElement,
+    Connection,
+    Select,
+    any_,
+    exists,
+    func,
+    literal_column,
+    select,
+    text,
+    tuple_,
+)
 
 from shardline.base.errors import Invalid
 from shardline.contract.batches.batch_tables import batch_lines
@@ -25,7 +37,7 @@ from shardline.contract.tables import JOBS_CHANNEL, jobs
 from shardline.store import audit
 from shardline.store.connection.encoding import is_any
 from shardline.store.connection.notify import ring
-from shardline.store.dead_letters import COPIED, COPIES
+from shardline.store.dead_letters import COPIED, COPIES, HAS_ITS_PARENTS
 from shardline.store.jobs import request_cancel
 from shardline.store.listing import PageEnd
 
@@ -58,12 +70,14 @@ LOCK = text("""
 SELECT id FROM jobs WHERE id = ANY(CAST(:ids AS uuid[])) ORDER BY id FOR UPDATE
 """)
 
-# In a separate statement: it must see replays of those who held the locks before.
+# In a separate statement: it must see replays of those who held the locks before, and which parents
+# are gone.
 RETRY = text(f"""
 INSERT INTO jobs ({COPIED}, key_name)
 SELECT {COPIES}, :key_name FROM jobs
 WHERE jobs.id = ANY(CAST(:ids AS uuid[]))
     AND NOT EXISTS (SELECT FROM jobs AS replays WHERE replays.replay_of = jobs.id)
+    AND {HAS_ITS_PARENTS}
 ORDER BY jobs.created_at, jobs.id
 """)  # noqa: S608 (constants of ours)
 
@@ -176,6 +190,7 @@ def _is_open(act: BulkAct) -> list[ColumnElement[bool]]:
         states = [wanted] if wanted else list(others)
         has_prompt = func.num_nonnulls(jobs.c.prompt, jobs.c.messages, jobs.c.prompt_ids) > 0
         rules = [has_prompt, ~exists().where(replays.c.replay_of == jobs.c.id)]
+        rules.append(literal_column(HAS_ITS_PARENTS, Boolean))
     else:
         states = [wanted] if wanted else list(STATES[act.act])
         rules = [jobs.c.cancel_requested_at.is_(None)]

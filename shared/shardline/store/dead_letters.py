@@ -37,6 +37,14 @@ COPIES = """tenant_id, model, prompt, messages,
     metadata, max_crashes, retry, depends_on, on_parent_failure, jobs.id"""
 """The columns that a job has of the one that it replays, and what they have in it."""
 
+HAS_ITS_PARENTS = """(jobs.depends_on IS NULL OR NOT EXISTS (
+    SELECT FROM jsonb_array_elements(jobs.depends_on) AS one
+    WHERE NOT EXISTS (
+        SELECT FROM jobs AS parents
+        WHERE parents.id = CAST(one ->> 'job' AS uuid) AND parents.tenant_id = jobs.tenant_id)))"""
+"""Without one of them, which retention may have deleted, a copy is refused, with all others of its
+statement: as `shardline_join_parents` has it."""
+
 REPLAY = text(f"""
 INSERT INTO jobs ({COPIED}, id, idempotency_key)
 SELECT {COPIES}, :id, :idempotency_key

@@ -16,6 +16,7 @@ from shardline.base.errors import Invalid
 from shardline.contract.decision import Predicate
 from shardline.contract.job import JobState
 from shardline.contract.job_filter import JobFilter, parse_filter
+from shardline.contract.parents.parent_job import ParentJob
 from shardline.store import bulk_acts
 from shardline.store.bulk_acts import Act, BulkAct, BulkProgress, bulk_act
 from shardline.store.connection.database import connect
@@ -238,6 +239,23 @@ def test_a_retry_that_fails_again_is_retried_and_not_what_it_retried(engine: Eng
     assert do(engine, act) == 1
 
     assert cell(engine, "SELECT count(*) FROM jobs WHERE replay_of = :id", id=second) == 1
+
+
+def test_a_job_whose_parent_was_deleted_is_not_retried_and_holds_up_no_other(
+    engine: Engine,
+) -> None:
+    gone, kept = submit(engine, 2)
+    orphan, child = (
+        submit(engine, depends_on=(ParentJob(job=parent),))[0] for parent in (gone, kept)
+    )
+    fail(engine, orphan, child)
+    change(engine, "DELETE FROM jobs WHERE id = :id", id=gone)
+    act = bulk_act(Act.RETRY, ALL)
+
+    assert (count(engine, act), do(engine, act)) == (1, 1)
+
+    assert cell(engine, "SELECT replay_of FROM jobs WHERE replay_of IS NOT NULL") == child
+    assert (count(engine, act), do(engine, act)) == (0, 0)
 
 
 def test_cancelled_jobs_are_retried_only_where_they_are_named(engine: Engine) -> None:
