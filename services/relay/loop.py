@@ -107,7 +107,10 @@ class Loop(threading.Thread, ABC):
             self._woken.clear()
 
     def _note(self, state: RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
+        self._tell(state.outcome.exception() if state.outcome else None, state.attempt_number)
+
+    def _tell(self, error: BaseException | None, num_tries: int = 1) -> None:
+        """Counts and logs what failed."""
         server = (
             "postgres"
             if isinstance(error, POSTGRES_ERRORS)
@@ -121,7 +124,7 @@ class Loop(threading.Thread, ABC):
             said = {
                 "sqlstate": failure.sqlstate,
                 "error": failure.problem,
-                "tries": state.attempt_number,
+                "tries": num_tries,
             }
             log.warning("Postgres refuses a statement", loop=self.name, **said)
         elif server:
@@ -132,7 +135,7 @@ class Loop(threading.Thread, ABC):
                 loop=self.name,
                 server=server,
                 error=str(cause)[:200],
-                tries=state.attempt_number,
+                tries=num_tries,
             )
         else:
             log.error("turn failed", loop=self.name, exc_info=error)

@@ -4,9 +4,11 @@ deleted is decided in shardline_server.store.retention."""
 from __future__ import annotations
 
 import structlog
+from sqlalchemy.exc import DBAPIError
 
 from services.relay.loop import Loop, LoopContext
 from shardline.store import audit
+from shardline.store.connection.database import failure_of
 from shardline_server.store import retention
 
 log = structlog.get_logger(__name__)
@@ -38,20 +40,33 @@ class Retention(Loop):
 
     def turn(self) -> float:
         """Delete one batch."""
-        if self._after is None:
-            with self._database.begin() as connection:
-                retention.prune(connection)
-                if self._audit_days:
-                    audit.delete_old(connection, age_s=self._audit_days * DAY_S)
+        has_more_files = self._after is None and self._prune()
+        pause_s = 0.0 if has_more_files else self._pause_s
         if not self._may_delete():
-            return self._pause_s
+            return pause_s
         with self._database.begin() as connection:
             batch = retention.delete_old(connection, age_s=self._days * DAY_S, after=self._after)
         self._after = batch.after
         if batch.num_deleted:
             self._metrics.deleted.inc(batch.num_deleted)
             log.info("old jobs deleted", jobs=batch.num_deleted)
-        return self._pause_s if batch.after is None else 0.0
+        return pause_s if batch.after is None else 0.0
+
+    def _prune(self) -> bool:
+        """Returns whether more files may go. What Postgres refuses keeps no job from being
+        deleted."""
+        try:
+            with self._database.begin() as connection:
+                retention.prune(connection)
+                if self._audit_days:
+                    audit.delete_old(connection, age_s=self._audit_days * DAY_S)
+            with self._database.begin() as connection:
+                return retention.prune_files(connection)
+        except DBAPIError as error:
+            if failure_of(error).is_lost:
+                raise
+            self._tell(error)
+            return False
 
     def _may_delete(self) -> bool:
         if not self._days:

@@ -22,6 +22,7 @@ from shardline.store.files import IS_READ
 from shardline.store.statistics import costs
 
 MAX_BATCH = 128
+MAX_FILES = 64
 MAX_READ = 1_000
 """Rows that one batch looks at."""
 
@@ -54,12 +55,6 @@ ANNOUNCED = text(
 )
 
 PRUNE = (
-    text(f"""
-DELETE FROM files WHERE id = ANY(ARRAY(
-    SELECT id FROM files WHERE expires_at < now() AND NOT {IS_READ} LIMIT 64))
-"""),  # noqa: S608 (a constant of ours)
-    # Uploads that ended with their gateway.
-    text("DELETE FROM files WHERE uploaded_at IS NULL AND created_at < now() - interval '1 day'"),
     *costs.PRUNE,
     delete(workers).where(workers.c.lease_until < GONE),
     # As long as figures of its epochs are kept it must not begin with the first one again.
@@ -132,6 +127,19 @@ totals AS (
 SELECT created_at, id, num_bytes_before < :max_bytes AS fits FROM totals ORDER BY created_at, id
 """)  # noqa: S608 (a constant of ours)
 
+LOCK_FILES = text(f"""
+-- Those that have expired, and uploads that ended with their gateway, locked.
+WITH old AS MATERIALIZED (
+    SELECT id, bytes FROM files
+    WHERE (expires_at < now() AND NOT {IS_READ})
+        OR (uploaded_at IS NULL AND created_at < now() - interval '1 day')
+    LIMIT :max_batch FOR UPDATE SKIP LOCKED
+)
+-- The first one is in, however long it is.
+SELECT id, sum(bytes) OVER (ORDER BY id) - bytes < :max_bytes AS fits FROM old
+""")  # noqa: S608 (a constant of ours)
+DELETE_FILES = text("DELETE FROM files WHERE id = ANY(CAST(:ids AS uuid[]))")
+
 DELETE_BATCHES = text("""
 DELETE FROM batches WHERE id = ANY(ARRAY(
     SELECT id FROM batches WHERE due_at IS NULL
@@ -155,6 +163,18 @@ def prune(connection: Connection) -> None:
     if connection.scalar(TRY_LOCK, {"lock": LOCK}):
         for statement in PRUNE:
             connection.execute(statement)
+
+
+def prune_files(connection: Connection) -> bool:
+    """Delete the next files that nobody needs any more. Returns whether more may be there."""
+    if not connection.scalar(TRY_LOCK, {"lock": LOCK}):
+        return False
+    wanted = {"max_batch": MAX_FILES, "max_bytes": MAX_BYTES}
+    old = connection.execute(LOCK_FILES, wanted).all()
+    fitting = [row.id for row in old if row.fits]
+    if fitting:
+        connection.execute(DELETE_FILES, {"ids": fitting})
+    return len(fitting) < len(old) or len(old) == MAX_FILES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

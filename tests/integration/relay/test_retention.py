@@ -120,20 +120,49 @@ def test_a_batch_keeps_its_jobs_until_it_goes_itself(engine: Engine) -> None:
     assert counts == [0, 0]
 
 
-def test_files_go_once_they_have_expired_or_broke_off_a_day_ago(engine: Engine) -> None:
+def add_file(engine: Engine, created: str, uploaded: str, expires: str, num_bytes: int = 0) -> None:
     columns = "(id, tenant_id, filename, purpose, bytes, created_at, uploaded_at, expires_at)"
-    for created, uploaded, expires in (
-        ("now()", "now()", "now() + interval '1 hour'"),
-        ("now()", "NULL", "NULL"),
-        ("now()", "now()", "now() - interval '1 second'"),
-        ("now() - interval '2 days'", "NULL", "NULL"),
-    ):
-        times = f"{created}, {uploaded}, {expires}"
-        values = f"gen_random_uuid(), 'default', 'a', 'batch', 0, {times}"
-        change(engine, f"INSERT INTO files {columns} VALUES ({values})")
+    times = f"{created}, {uploaded}, {expires}"
+    values = f"gen_random_uuid(), 'default', 'a', 'batch', {num_bytes}, {times}"
+    change(engine, f"INSERT INTO files {columns} VALUES ({values})")
+
+
+EXPIRED = ("now()", "now()", "now() - interval '1 second'")
+BROKEN_OFF = ("now() - interval '2 days'", "NULL", "NULL")
+
+
+def test_files_go_once_they_have_expired_or_broke_off_a_day_ago(engine: Engine) -> None:
+    add_file(engine, "now()", "now()", "now() + interval '1 hour'")
+    add_file(engine, "now()", "NULL", "NULL")
+    add_file(engine, *EXPIRED)
+    add_file(engine, *BROKEN_OFF)
     with engine.begin() as connection:
-        retention.prune(connection)
+        assert not retention.prune_files(connection)
     assert cell(engine, "SELECT count(*) FROM files") == 2
+
+
+def test_large_files_go_a_few_at_a_time(engine: Engine) -> None:
+    for times in (EXPIRED, EXPIRED, BROKEN_OFF, BROKEN_OFF):
+        add_file(engine, *times, num_bytes=retention.MAX_BYTES - 1)
+    loop = retention_loop(engine, days=0)
+    left = []
+    for pause_s in (0.0, 60.0):
+        assert loop.turn() == pause_s
+        left.append(cell(engine, "SELECT count(*) FROM files"))
+    assert left == [2, 0]
+
+
+def test_files_that_cannot_be_deleted_keep_no_job(engine: Engine) -> None:
+    add_file(engine, *EXPIRED)
+    change(engine, "CREATE TABLE readers (id uuid REFERENCES files)")
+    change(engine, "INSERT INTO readers SELECT id FROM files")
+    ended(engine, days=31)
+
+    with capture_logs() as said:
+        retention_loop(engine, days=30).turn()
+
+    assert left(engine) == set()
+    assert [line["sqlstate"] for line in said if "sqlstate" in line] == ["23503"]
 
 
 def test_jobs_that_have_not_ended_stay_however_old(engine: Engine) -> None:
