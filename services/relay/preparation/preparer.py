@@ -139,9 +139,11 @@ class Preparer(Loop):
             prepared = self._tokenize(model.tokens, row, params)
         except Invalid as error:
             return error.as_dict()
-        except POSTGRES_ERRORS:
+        except (*POSTGRES_ERRORS, SystemExit, KeyboardInterrupt):
             raise
-        except Exception:  # whatever a row holds, those behind it are prepared
+        # Whatever a row or its tokenizer holds, those behind it are prepared: tokenizers panics
+        # raise PanicException, which is not an Exception.
+        except BaseException:
             log.exception("a job cannot be prepared", job_id=str(row.id), model=row.model)
             return UNPREPARABLE.as_dict()
         return PreparedJob(

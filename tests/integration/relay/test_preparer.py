@@ -3,6 +3,7 @@ waits."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -163,6 +164,23 @@ def test_rows_not_marked_for_want_of_postgres_are_marked_in_the_next_turn(
     relay.turn()
 
     assert cell(engine, "SELECT prepared_at IS NOT NULL FROM jobs WHERE id = :id", id=job_id)
+
+
+def test_a_tokenizer_that_panics_as_it_loads_fails_its_own_models_jobs_alone(
+    engine: Engine,
+) -> None:
+    broken = json.loads(words_tokenizer())
+    broken["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    with engine.begin() as connection:
+        row = {**model_row("broken"), "tokenizer": json.dumps(broken)}
+        models.register_model(connection, row)
+        (bad,) = jobs.insert_jobs(connection, [request(model="broken", prompt="one")])
+    (good,) = insert(engine)
+
+    preparer(engine).turn()
+
+    assert state(engine, bad.job_id) is JobState.FAILED
+    assert cell(engine, "SELECT prepared_at IS NOT NULL FROM jobs WHERE id = :id", id=good)
 
 
 @pytest.mark.parametrize(
