@@ -25,13 +25,16 @@ class ScheduleKeeper(Loop):
 
     def turn(self) -> float:
         """See to what is due."""
+        held_up: set[str] = set()
         for _ in range(MAX_FIRED):
             with self._database.begin() as connection:
-                fired = due_schedules.fire_next(connection)
+                fired = due_schedules.fire_next(connection, held_up=held_up)
                 if fired is not None:
                     failpoint(Point.SCHEDULE_FIRED)
             if fired is None:
                 return self._poll_s
+            if fired.outcome == "held_up":
+                held_up.add(fired.tenant)
             self._metrics.schedules.labels(outcome=fired.outcome).inc()
             if fired.error is not None:
                 problem = {"schedule": fired.name, "problem": fired.error}

@@ -118,7 +118,7 @@ class RelayMetrics:
         _begin_at_0(self.swept, "lost", "crashed", "failed", "cancelled", "expired")
         _begin_at_0(self.intake, "accepted", "failed", "dead")
         _begin_at_0(self.webhooks, "delivered", "pending", "dead")
-        _begin_at_0(self.schedules, "fired", "missed", "refused", "invalid")
+        _begin_at_0(self.schedules, "fired", "missed", "refused", "invalid", "held_up")
         _begin_at_0(self.errors, "postgres", "redis", "none")
 
 

@@ -9,6 +9,7 @@ Locks: one row of `schedules` with SKIP LOCKED, then what an insert locks.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from uuid import UUID
 
 import msgspec
 from sqlalchemy import Connection, Row, text
-from sqlalchemy.exc import DataError, IntegrityError
+from sqlalchemy.exc import DataError, IntegrityError, OperationalError
 
 from shardline.base.errors import Busy, Conflict, Invalid, LimitExceeded
 from shardline.contract.ids import derived_id
@@ -25,6 +26,7 @@ from shardline.contract.schedules.schedule_tables import CatchUp
 from shardline.store.connection.encoding import dump, storable
 from shardline.store.inserts import encode_request, insert_all
 from shardline.store.schedules.schedule_rows import job_request
+from shardline.store.tenants.tenant_doors import is_locked_out, wait_briefly
 
 LATE = timedelta(minutes=1)
 """A time that nobody has seen to for so long was missed."""
@@ -39,6 +41,7 @@ SELECT id, tenant_id, name, cron, time_zone, CAST(request AS text) AS request, c
     (SELECT bool_and(revoked_at IS NOT NULL) FROM api_keys
         WHERE api_keys.name = key_name AND api_keys.tenant_id = schedules.tenant_id) AS is_revoked
 FROM schedules WHERE NOT paused AND (next_at IS NULL OR next_at <= now())
+    AND tenant_id <> ALL(CAST(:held_up AS text[]))
 ORDER BY next_at NULLS FIRST LIMIT 1 FOR UPDATE SKIP LOCKED
 """)
 FIND = text("UPDATE schedules SET next_at = :next_at WHERE id = :id")
@@ -52,25 +55,29 @@ GIVE_UP = text("""
 UPDATE schedules SET paused = true, last_error = CAST(:error AS jsonb) WHERE id = :id
 """)
 
-FiringOutcome = Literal["fired", "found", "missed", "refused", "invalid"]
+FiringOutcome = Literal["fired", "found", "missed", "refused", "invalid", "held_up"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Firing:
     """What became of a schedule that was due. `refused`: its time has no job, the next one may;
-    `invalid`: it is paused, until somebody corrects it; `found`: its next time is known now."""
+    `invalid`: it is paused, until somebody corrects it; `found`: its next time is known now;
+    `held_up`: another transaction has what its job needs, and it is still due."""
 
     schedule_id: UUID
+    tenant: str
     name: str
     outcome: FiringOutcome
     error: str | None = None
 
 
-def fire_next(connection: Connection) -> Firing | None:
-    """Sees to one schedule that is due; None where there is none, or others do."""
-    row = connection.execute(TAKE_DUE).first()
+def fire_next(connection: Connection, *, held_up: Collection[str] = ()) -> Firing | None:
+    """Sees to one schedule that is due; None where there is none, or others do. Those of tenants
+    that are `held_up` are passed over: they share their locks."""
+    row = connection.execute(TAKE_DUE, {"held_up": list(held_up)}).first()
     if row is None:
         return None
+    wait_briefly(connection)
     outcome: FiringOutcome
     error = None
     try:
@@ -85,8 +92,13 @@ def fire_next(connection: Connection) -> Firing | None:
     except (Invalid, *ROW_ERRORS) as problem:
         outcome, error = "invalid", _error(problem)
         connection.execute(GIVE_UP, {"id": row.id, "error": dump(error)})
+    except OperationalError as problem:
+        if not is_locked_out(problem):
+            raise
+        outcome, error = "held_up", _error(problem)
     return Firing(
         schedule_id=row.id,
+        tenant=row.tenant_id,
         name=row.name,
         outcome=outcome,
         error=None if error is None else error["problem"],

@@ -11,8 +11,12 @@ from threading import Barrier
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 from sqlalchemy import Connection, Engine, text
 
+from services.relay.loop import LoopContext
+from services.relay.schedule_keeper import ScheduleKeeper
+from shardline.base.config import Times
 from shardline.base.errors import Conflict, Invalid, NotFound
 from shardline.contract.schedules.cron import next_time
 from shardline.contract.schedules.schedule_tables import CatchUp, PauseKind
@@ -21,6 +25,7 @@ from shardline.store.api_keys import Grant
 from shardline.store.schedules import pauses, schedule_rows
 from shardline.store.schedules.schedule_rows import NewSchedule, Schedule
 from shardline.store.tenants import quotas
+from shardline_server.metrics import RelayMetrics
 from shardline_server.store import due_schedules
 from shardline_server.store.due_schedules import Firing
 from tests.integration.rows import MODEL, cell, change, database_with_head
@@ -176,6 +181,27 @@ def test_a_quota_that_refuses_is_told_of_and_the_next_time_is_tried(engine: Engi
     change(engine, MISSED, mins=0)
     assert outcomes(engine) == ["fired"]
     assert get(engine, made).last_error is None
+
+
+def test_a_schedule_whose_tenant_is_locked_stays_due_and_the_others_fire(engine: Engine) -> None:
+    with engine.begin() as connection:
+        quotas.set_quota(connection, "acme", {"max_queued": 5})
+    for name in ("first", "second"):
+        make(engine, name=name, tenant="acme")
+    change(engine, MISSED, mins=1)
+    make(engine, name="other")
+    change(engine, f"{MISSED} WHERE name = 'other'", mins=0)
+    context = LoopContext(database=engine, times=Times(), metrics=RelayMetrics(CollectorRegistry()))
+    keeper = ScheduleKeeper(context)
+    name = "metadata ->> 'schedule'"
+    fired = f"SELECT array_agg({name} ORDER BY {name}) FROM jobs"
+    with engine.begin() as holder:
+        holder.execute(text("SELECT FROM quotas FOR UPDATE"))
+        holder.execute(text("SELECT FROM quota_use FOR UPDATE"))
+        assert keeper.turn() == context.times.poll_s
+        assert cell(engine, fired) == ["other"]
+    keeper.turn()
+    assert cell(engine, fired) == ["first", "other", "second"]
 
 
 def test_a_schedule_ends_with_the_last_key_of_the_name_that_made_it(engine: Engine) -> None:
