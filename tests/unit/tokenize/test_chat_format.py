@@ -35,7 +35,7 @@ WITH_TOOLS = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 THINKING = WITH_TOOLS.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "get_weather",
@@ -290,7 +290,7 @@ def test_a_call_or_an_answer_of_a_family_without_a_grammar_is_held_and_read(
     signs: str, family: str, own: str
 ) -> None:
     tokens = tokens_of(f"{{# {signs} #}}{WITH_TOOLS}")
-    schema = WEATHER["function"]["parameters"]  # type: ignore[index]
+    schema = WEATHER["function"]["parameters"]
     request = asked(tools=[WEATHER], structured_outputs={"json": schema})
     assert tokens.chat.family == family
     assert not is_held(tokens, request, "Sunny.")
