@@ -79,7 +79,13 @@ async def one_of_each(http: httpx.AsyncClient, head: TinyHead) -> dict[str, str]
     background = {"model": "clerk", "input": PROMPT, "background": True}
     response = await http.post(RESPONSES, json=background)
     job = await http.post(JOBS, json={"model": "clerk", "prompt": PROMPT})
-    form: Any = {"files": {"file": ("in.jsonl", b"{}")}, "data": {"purpose": "batch"}}
+    # Nobody ends the wait of its only line, so the batch stays one that can be cancelled.
+    waits = {"model": "clerk", "messages": chat["messages"], "delay_s": 3600}
+    line = {"custom_id": "a", "method": "POST", "url": CHATS, "body": waits}
+    form: Any = {
+        "files": {"file": ("in.jsonl", json.dumps(line).encode())},
+        "data": {"purpose": "batch"},
+    }
     # The batch's own may not be deleted while it is read.
     file, read = [await http.post(FILES, **form) for _ in range(2)]
     asked = {"input_file_id": read.json()["id"], "endpoint": CHATS, "completion_window": "24h"}
