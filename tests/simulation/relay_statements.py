@@ -44,7 +44,7 @@ def stamp(tables: Tables, *, resend_s: float) -> Rows:
         and job.sent_s <= now_s - resend_s * 2 ** min(max(job.num_sends - 1, 0), MAX_DOUBLINGS)
     ]
     stamped = sorted(
-        (job for job in due + lost if job.cancel_s is None),
+        (job for job in due + lost if job.cancel_s is None and job.id not in tables.locked),
         key=lambda job: (job.priority, turns.get(job.id, 0), job.order),
     )
     for job in stamped:
@@ -65,7 +65,7 @@ def stamp(tables: Tables, *, resend_s: float) -> Rows:
 def unstamp(tables: Tables, *, ids: Collection[UUID]) -> int:
     """Sending failed."""
     sent = [
-        job for job in tables.select(ids) if job.state is JobState.QUEUED and job.sent_s is not None
+        job for job in tables.lock(ids) if job.state is JobState.QUEUED and job.sent_s is not None
     ]
     for job in sent:
         job.sent_s = None
@@ -77,7 +77,7 @@ def unstamp_sent(tables: Tables) -> int:
     """Redis lost everything."""
     sent = [
         job
-        for job in tables.jobs.values()
+        for job in tables.lock(tables.jobs)
         if job.state is JobState.QUEUED and job.sent_s is not None
     ]
     for job in sent[:MAX_BATCH]:
@@ -124,7 +124,7 @@ def fix_now(_tables: Tables) -> Rows:
 
 def lock_stopped(tables: Tables, *, max_batch: int) -> Rows:
     """Queued ones that were cancelled or are too late."""
-    queued = [job for job in tables.jobs.values() if job.state is JobState.QUEUED]
+    queued = [job for job in tables.lock(tables.jobs) if job.state is JobState.QUEUED]
     stopped = [
         job.id for job in queued if job.cancel_s is not None or tables.is_past(job.deadline_s)
     ]
@@ -135,7 +135,7 @@ def lock_expired(tables: Tables, *, lease_s: float, max_batch: int) -> Rows:
     """Those whose holder was silent for a lease."""
     if not tables.started_s < tables.now_s - lease_s:
         return []
-    running = [job for job in tables.jobs.values() if job.state is JobState.RUNNING]
+    running = [job for job in tables.lock(tables.jobs) if job.state is JobState.RUNNING]
     expired = [job for job in running if job.lease_s is not None and job.lease_s < tables.now_s]
     tables.audit_leases(expired)
     return [

@@ -123,6 +123,8 @@ class Tables:
     started_s: float = -math.inf
     """When Postgres was started last."""
     jobs: dict[UUID, Job] = field(default_factory=dict)
+    locked: set[UUID] = field(default_factory=set)
+    """Jobs whose rows an open transaction of their tenant has."""
     attempts: dict[Key, Attempt] = field(default_factory=dict)
     results: dict[UUID, ResultRow] = field(default_factory=dict)
     pipelines: dict[str, PipelineRow] = field(default_factory=dict)
@@ -152,6 +154,10 @@ class Tables:
         """Those that exist, in order of id."""
         wanted = {UUID(str(job_id)) for job_id in ids}
         return [job for job_id in sorted(wanted) if (job := self.jobs.get(job_id))]
+
+    def lock(self, ids: Iterable[UUID | str]) -> list[Job]:
+        """Those that exist and nobody else has locked: FOR UPDATE SKIP LOCKED."""
+        return [job for job in self.select(ids) if job.id not in self.locked]
 
     def insert(self, job: Job) -> None:
         """Accepted."""
@@ -202,7 +208,7 @@ class Tables:
 
     def audit_leases(self, expired: Collection[Job]) -> None:
         """A sweep takes exactly those whose holder was silent for a lease by this clock."""
-        for job in self.jobs.values():
+        for job in self.lock(self.jobs):
             if self.lease_s is None or job.state is not JobState.RUNNING:
                 continue
             is_over = self.renewed_s[job.id, job.fence] + self.lease_s < self.clock()

@@ -59,7 +59,7 @@ def lock_claimable(
         return []
     return [
         {"id": job.id, "fence": job.fence, "params": job.params, "is_limited": False}
-        for job in tables.select(ids)
+        for job in tables.lock(ids)
         if _is_claimable(tables, job, row, _exactness(job, **of_head), exact_wait_s)
         and (job.crashes == 0 or with_quarantined)
     ]
@@ -73,7 +73,7 @@ def lock_unfit(
     if row is None:
         return []
     queued = [
-        job for job in tables.select(ids) if job.state is JobState.QUEUED and job.model == row.model
+        job for job in tables.lock(ids) if job.state is JobState.QUEUED and job.model == row.model
     ]
     return [
         {"id": job.id}
@@ -152,6 +152,11 @@ def heartbeat(tables: Tables, *, beats: str, lease_s: float) -> Rows:
         job = tables.jobs.get(beat.job_id)
         if job is None or not job.holds(beat.fence, JobState.RUNNING):
             continue
+        key = {"id": job.id, "fence": job.fence}
+        if job.id in tables.locked:
+            held_up = {"renewed": False, "cancel_requested": False, "expired": False}
+            replies.append(key | held_up)
+            continue
         saved = tables.attempts[job.id, job.fence].tokens
         if len(saved) < beat.start:
             continue
@@ -163,7 +168,7 @@ def heartbeat(tables: Tables, *, beats: str, lease_s: float) -> Rows:
             "cancel_requested": job.cancel_s is not None,
             "expired": tables.is_past(job.deadline_s),
         }
-        replies.append({"id": job.id, "fence": job.fence, **asked})
+        replies.append(key | {"renewed": True} | asked)
     return replies
 
 
@@ -171,7 +176,11 @@ def expire(tables: Tables, *, worker: str, pipeline: str) -> int:
     """Leases that run under this worker's name end now."""
     mine = [job for job in tables.jobs.values() if (job.worker, job.pipeline) == (worker, pipeline)]
     held = [
-        job for job in mine if job.state is JobState.RUNNING and (job.lease_s or 0.0) > tables.now_s
+        job
+        for job in mine
+        if job.state is JobState.RUNNING
+        and (job.lease_s or 0.0) > tables.now_s
+        and job.id not in tables.locked
     ]
     for job in held:
         tables.cut_short(job)
@@ -186,27 +195,25 @@ def end(tables: Tables, *, ends: str, left: JobState) -> Rows:
     """Those that are in the state that they are to leave."""
     ended = []
     for one in msgspec.json.decode(ends, type=list[EndRow]):
-        job = tables.jobs.get(one.job_id)
+        (job,) = tables.lock([one.job_id]) or (None,)
         if job is not None and job.holds(one.fence, left):
             tables.end(job, one)
             ended.append({"id": job.id, "state": job.state})
     return ended
 
 
-def ended_under(tables: Tables, *, keys: str) -> Rows:
-    """Those that ended before, under the same fence."""
+def states_under(tables: Tables, *, keys: str) -> Rows:
+    """Those that ended before, under the same fence, or are locked."""
     fences = {key.job_id: key.fence for key in _keys(keys)}
-    over = [
-        job for job in tables.select(fences) if job.fence == fences[job.id] and job.state.terminal
-    ]
-    return [{"id": job.id, "state": job.state} for job in over]
+    same = [job for job in tables.select(fences) if job.fence == fences[job.id]]
+    return [{"id": job.id, "state": job.state} for job in same if job.state is not JobState.QUEUED]
 
 
 def requeue(tables: Tables, *, keys: str, outcome: str) -> Rows:
     """Claims are given up."""
     requeued = []
     for key in _keys(keys):
-        job = tables.jobs.get(key.job_id)
+        (job,) = tables.lock([key.job_id]) or (None,)
         if job is None or not job.holds(key.fence, JobState.RUNNING):
             continue
         tables.audit(job, key.fence, outcome)
@@ -282,7 +289,7 @@ TWINS: Mapping[Executable, Twin] = {
     leases.HEARTBEAT: heartbeat,
     leases.EXPIRE: expire,
     ends.END: end,
-    ends.ENDED_UNDER: ended_under,
+    ends.STATES_UNDER: states_under,
     ends.REQUEUE: requeue,
     crashes.QUARANTINED: quarantined,
     crashes.LOCK_HELD: lock_held,
@@ -313,7 +320,7 @@ def _num_failures(tables: Tables, job: Job) -> int | None:
 
 def _held(tables: Tables, keys: str) -> list[Job]:
     fences = {key.job_id: key.fence for key in _keys(keys)}
-    return [job for job in tables.select(fences) if job.holds(fences[job.id], JobState.RUNNING)]
+    return [job for job in tables.lock(fences) if job.holds(fences[job.id], JobState.RUNNING)]
 
 
 def _exactness(job: Job, exactness: str, adapters: str) -> str:

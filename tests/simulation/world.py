@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -19,6 +18,7 @@ from shardline_scheduler.kv_blocks import BLOCK_TOKENS
 from shardline_scheduler.scheduler import Scheduler
 from tests.simulation.broken import require
 from tests.simulation.connection import Connection
+from tests.simulation.faults import FAULTS
 from tests.simulation.loom import Loom
 from tests.simulation.machines import (
     TIMES,
@@ -43,8 +43,6 @@ CALM_S = 120.0
 LONG_AFTER_S = 8.0
 """Whoever was paused or killed last is back, has learned that its claims are lost, and has cleaned
 up."""
-
-HANG_S = 2 * TIMES.stall_s
 
 
 @dataclass(eq=False, slots=True)
@@ -300,100 +298,3 @@ class World:
                     f"{machine.name} uses {machine.toy.blocks_used} KV blocks",
                 )
         require(not self.tables.stale_writes, f"stale writes: {self.tables.stale_writes}")
-
-
-Strike = Callable[[World], str]
-
-
-def kill(world: World) -> str:
-    """SIGKILL; a supervisor starts it again."""
-    victim = world.victim()
-    victim.process.kill()
-    return f"kill {victim.name}"
-
-
-def pause(world: World) -> str:
-    """SIGSTOP for half a lease to three of them."""
-    victim = world.victim()
-    process = victim.process
-    pause_s = TIMES.lease_s * world.rng.choice([0.5, 1.5, 3.0])
-    process.pause()
-    world.lasts(pause_s)
-    world.loom.after(pause_s, process.resume)
-    return f"pause {victim.name} {pause_s} s"
-
-
-def hang(world: World) -> str:
-    """A stage's next step takes longer than any patience."""
-    victim = world.victim()
-    if isinstance(victim, StageMachine) and victim.toy is not None:
-        victim.toy.hang_s = HANG_S
-        world.lasts(HANG_S)
-    return f"hang {victim.name}"
-
-
-def drain(world: World) -> str:
-    """SIGTERM of a head."""
-    heads = [
-        machine
-        for machine in world.machines
-        if isinstance(machine, HeadMachine) and machine.process.is_alive
-    ]
-    if heads:
-        world.rng.choice(heads).drain()
-    return f"drain {len(heads)}"
-
-
-def forget(world: World) -> str:
-    """FLUSHALL."""
-    world.site.redis.forget()
-    return "Redis forgets"
-
-
-def close_redis(world: World) -> str:
-    """Redis is away, and comes back empty or not."""
-    redis = world.site.redis
-    redis.is_up = False
-    if world.rng.random() < 0.5:
-        redis.forget()
-    world.loom.after(world.rng.uniform(0.5, 6.0), lambda: setattr(redis, "is_up", True))
-    return "Redis is away"
-
-
-def close_postgres(world: World) -> str:
-    """Postgres is away for less or more than a lease."""
-    world.site.postgres.is_up = False
-    world.loom.after(world.rng.uniform(0.2, 1.5 * TIMES.lease_s), world.site.postgres.restart)
-    return "Postgres is away"
-
-
-def cut(world: World) -> str:
-    """A connection breaks with frames queued."""
-    living = [connection for connection in world.site.network.connections if connection.is_open]
-    if living:
-        world.rng.choice(living).cut()
-    return f"cut 1 of {len(living)} connections"
-
-
-def skew(world: World) -> str:
-    """The wall clock of a process jumps."""
-    victim = world.victim()
-    victim.process.skew_s = world.rng.uniform(-30.0, 30.0)
-    return f"clock of {victim.name} {victim.process.skew_s:+.1f} s"
-
-
-FAULTS: tuple[Strike, ...] = (
-    kill,
-    kill,
-    kill,
-    pause,
-    pause,
-    hang,
-    drain,
-    forget,
-    close_redis,
-    close_postgres,
-    cut,
-    cut,
-    skew,
-)

@@ -73,11 +73,18 @@ class Claimer:
         for have ended, are claimed elsewhere or do not fit: their deliveries are dropped, and a
         relay sends what is due again."""
         for sent_s, rows in self._claim_batches(identity, context):
+            ends_s = sent_s + self._times.fence_s
             if not self._jobs:
-                self._engine.extend_lease(sent_s + self._times.fence_s)
+                self._engine.extend_lease(ends_s)
             for row, delivery in rows:
                 request, sink = self._requests.build(row)
-                job = LiveJob.from_claim(row, delivery, identity, self._engine.num_steps)
+                job = LiveJob.from_claim(
+                    row,
+                    delivery,
+                    identity,
+                    num_steps=self._engine.num_steps,
+                    lease_ends_s=ends_s,
+                )
                 job.adapter = request.adapter
                 self._jobs.add(job)
                 delivery.accept()

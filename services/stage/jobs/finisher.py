@@ -21,6 +21,7 @@ from services.stage.jobs.lease_host import LeaseHost
 from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.live_jobs import LiveJobs
 from services.stage.jobs.outcome import JobOutcome
+from shardline.base.clock import lease_clock_s
 from shardline.base.config import Times
 from shardline.contract.job import JobState
 from shardline.contract.wire import Delta
@@ -74,34 +75,44 @@ class Finisher:
 
     def commit_outcomes(self) -> bool:
         """Every result that waits, in one transaction. Returns whether there was any: seats are
-        free."""
+        free. What another transaction has locked waits on, until its lease is over and a relay may
+        requeue it."""
         outcomes = self._outcomes
         if not outcomes:
             return False
         with self._database.begin() as connection:
             again = self._try_again(connection, outcomes)
-            ended = [outcome.row() for outcome in outcomes if outcome.job.job_id not in again]
-            committed = ends.end_running(connection, ended)
+            ended = [outcome for outcome in outcomes if again.get(outcome.job.job_id) is False]
+            committed = ends.end_running(connection, [outcome.row() for outcome in ended])
             told_by_relays = self._told_by_relays(connection, committed)
             failpoint(Point.END_BEFORE_COMMIT)
         failpoint(Point.END_AFTER_COMMIT)
         self._outcomes = []
+        now_s = lease_clock_s()
         for outcome in outcomes:
             job_id = outcome.job.job_id
-            if job_id in again:
+            state = committed.get(job_id)
+            is_held_up = job_id not in again or state is JobState.RUNNING
+            if is_held_up and now_s < outcome.job.lease_ends_s:
+                self._outcomes.append(outcome)
+                continue
+            if again.get(job_id):
                 self._host.observer.given_back(outcome.job, "failed")
-            self._settle(outcome, committed.get(job_id), is_told=job_id in told_by_relays)
+            self._settle(outcome, state, is_told=job_id in told_by_relays)
         return True
 
-    def _try_again(self, connection: Connection, outcomes: Iterable[JobOutcome]) -> set[UUID]:
-        """Requeues those that failed here and whose policies have an attempt left. Returns
-        them."""
+    def _try_again(
+        self, connection: Connection, outcomes: Iterable[JobOutcome]
+    ) -> dict[UUID, bool]:
+        """Requeues those that failed here and whose policies have an attempt left. Returns whether
+        each was requeued, or is to end; one that is locked or lost is missing."""
+        judged = {one.job.job_id: False for one in outcomes if not one.may_try_again}
         failed = [one.job for one in outcomes if one.may_try_again]
         if not failed:
-            return set()
+            return judged
         self._save(connection, failed)
         keys = [job.attempt for job in failed]
-        return crashes.requeue_failed_held(connection, keys, limits=self._host.limits)
+        return judged | crashes.requeue_failed_held(connection, keys, limits=self._host.limits)
 
     def _told_by_relays(self, connection: Connection, job_ids: Iterable[UUID]) -> set[UUID]:
         """Returns those jobs that are Celery tasks; without a result backend no caller asks."""

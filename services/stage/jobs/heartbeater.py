@@ -6,6 +6,7 @@ Knows neither claims nor ends.
 
 from __future__ import annotations
 
+import structlog
 from sqlalchemy import Engine as Database
 
 from services.stage.jobs.checkpoints import beats_of
@@ -19,7 +20,9 @@ from shardline.base.clock import lease_clock_s, monotonic_s
 from shardline.base.config import Times
 from shardline.contract.job import FinishReason
 from shardline_server.failpoints import Point, failpoint
-from shardline_server.store import leases
+from shardline_server.store import claims, leases
+
+log = structlog.get_logger(__name__)
 
 
 class Heartbeater:
@@ -87,18 +90,42 @@ class Heartbeater:
         failpoint(
             Point.HEARTBEAT_AFTER_COMMIT, saves="tokens" if any(beat.ids for beat in beats) else ""
         )
-        self._engine.extend_lease(sent_s + self._times.fence_s)
         for job, beat in zip(jobs, beats, strict=True):
             reply = replies.get((beat.job_id, beat.fence))
             if reply is None:
                 self._jobs.drop(job)
                 continue
+            if not reply.renewed:
+                continue
+            job.lease_ends_s = sent_s + self._times.fence_s
             self._saved(job, beat.start + len(beat.ids))
             if reply.cancel_requested or reply.expired:
                 self._engine.end(
                     job.key,
                     FinishReason.CANCELLED if reply.cancel_requested else FinishReason.EXPIRED,
                 )
+        self._drop_held_up(sent_s)
+        ends_s = min((job.lease_ends_s for job in self._jobs), default=sent_s + self._times.fence_s)
+        self._engine.extend_lease(ends_s)
+
+    def _drop_held_up(self, sent_s: float) -> None:
+        """Drops jobs whose leases nobody could renew, before they would stop all others. Another
+        transaction has their rows locked: a relay requeues them once it ends."""
+        held_up = [
+            job for job in self._jobs if job.lease_ends_s < sent_s + 2 * self._times.heartbeat_s
+        ]
+        if not held_up:
+            return
+        with self._database.begin() as connection:
+            # What their lock costs them is no crash of theirs.
+            claims.park(connection, [job.attempt for job in held_up])
+        for job in held_up:
+            log.warning(
+                "an open transaction keeps a running job locked: it goes on once that ends",
+                job_id=str(job.job_id),
+                fence=job.claimed.fence,
+            )
+            self._jobs.drop(job)
 
     def _saved(self, job: LiveJob, num_saved: int) -> None:
         if job.is_quarantined and num_saved > job.num_saved:

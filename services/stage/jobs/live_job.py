@@ -46,6 +46,8 @@ class LiveJob:
     logprobs: list[TokenLogprob]
     num_saved: int
     """Output tokens that are in Postgres."""
+    lease_ends_s: float
+    """Until when it may run, by the lease clock: less than its row says, by the margin."""
     parked: bool = False
     """It waits for KV: nothing of it is computed."""
     adapter: str = ""
@@ -59,7 +61,13 @@ class LiveJob:
 
     @classmethod
     def from_claim(
-        cls, claimed: ClaimedJob, delivery: Delivery, identity: Identity, num_steps: int
+        cls,
+        claimed: ClaimedJob,
+        delivery: Delivery,
+        identity: Identity,
+        *,
+        num_steps: int,
+        lease_ends_s: float,
     ) -> LiveJob:
         """A job just claimed, with the tokens of earlier attempts."""
         return cls(
@@ -70,6 +78,7 @@ class LiveJob:
             ids=list(claimed.output_ids),
             logprobs=list(claimed.logprobs or ()),
             num_saved=len(claimed.output_ids),
+            lease_ends_s=lease_ends_s,
             parked=claimed.parked,
             began_step=num_steps,
         )

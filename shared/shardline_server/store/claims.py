@@ -3,7 +3,8 @@ no heartbeat.
 
 Each claim raises its row's fence by one, and every later write carries that fence: see `leases` and
 `ends`.
-Locks: rows of `jobs`, in order of id, before any of their attempts is written.
+Locks: rows of `jobs` with SKIP LOCKED, before any of their attempts is written. A relay sends what
+was locked again.
 """
 
 from __future__ import annotations
@@ -51,8 +52,7 @@ EXACTNESS = """CAST(:exactness AS text)
 LACKS_EXACT_ROWS = f"""(jobs.params @> '{{"exact": true}}'
     AND NOT (pipelines.exact AND coalesce(jobs.exactness = {EXACTNESS}, true)))"""
 
-# Locked by a separate statement: the next one must see what the last holder committed while we
-# waited.
+# Locked by a separate statement: the next one must see all that the last holder committed.
 LOCK_CLAIMABLE = text(f"""
 SELECT jobs.id, jobs.fence, jobs.params, {IS_LIMITED} AS is_limited
 FROM jobs JOIN pipelines ON pipelines.id = :pipeline
@@ -67,7 +67,7 @@ WHERE jobs.id = ANY(CAST(:ids AS uuid[])) AND jobs.state = 'queued' AND jobs.pre
     AND {KNOWN_TOKENS} <= pipelines.kv_tokens
     AND (jobs.crashes = 0 OR :with_quarantined)
     AND jobs.paused_by IS NULL AND {PAUSED_BY} IS NULL
-ORDER BY jobs.id FOR UPDATE OF jobs
+FOR UPDATE OF jobs SKIP LOCKED
 """)  # noqa: S608 (constants of ours)
 
 LOCK_UNFIT = text(f"""
@@ -75,7 +75,7 @@ SELECT jobs.id FROM jobs JOIN pipelines ON pipelines.id = :pipeline
 WHERE jobs.id = ANY(CAST(:ids AS uuid[])) AND jobs.state = 'queued' AND jobs.model = pipelines.model
     AND jobs.prepared_at IS NOT NULL
     AND ({KNOWN_TOKENS} > pipelines.kv_tokens OR {LACKS_EXACT_ROWS})
-ORDER BY jobs.id FOR UPDATE OF jobs
+FOR UPDATE OF jobs SKIP LOCKED
 """)  # noqa: S608 (constants of ours)
 
 # Out of the window of what is sent ahead, so that rows which no head here can run do not fill it.
@@ -128,11 +128,11 @@ BEGIN = text("""
 WITH keys AS (
     SELECT * FROM jsonb_to_recordset(CAST(:keys AS jsonb)) AS keys(job_id uuid, fence bigint)
 ),
--- Those that are still held, locked in order of id: a relay may be about to requeue them.
+-- Those that are still held: a relay may be about to requeue what is locked.
 locked AS (
     SELECT jobs.id, jobs.fence
     FROM jobs JOIN keys ON keys.job_id = jobs.id AND keys.fence = jobs.fence
-    WHERE jobs.state = 'running' ORDER BY jobs.id FOR UPDATE OF jobs
+    WHERE jobs.state = 'running' FOR UPDATE OF jobs SKIP LOCKED
 )
 UPDATE attempts SET parked = false
 FROM locked WHERE attempts.job_id = locked.id AND attempts.fence = locked.fence
@@ -243,14 +243,14 @@ def postpone_unfit(
 
 
 def park(connection: Connection, keys: Collection[Key]) -> None:
-    """Marks, in the transaction of their claim, that these wait in their head. A head that dies
-    meanwhile is no crash of theirs."""
+    """Marks that these wait in their head, in the transaction of their claim, or that it gave them
+    up, whoever has their rows locked. That their leases run out is no crash of theirs."""
     connection.execute(PARK, {"keys": dump_keys(keys)})
 
 
 def begin_held(connection: Connection, keys: Collection[Key]) -> set[UUID]:
     """Parked jobs run from now on: to be committed before the first of their tokens is computed. A
-    job that is missing is not ours any more."""
+    job that is missing is not ours any more, or locked by another transaction."""
     return set(connection.scalars(BEGIN, {"keys": dump_keys(keys)}))
 
 

@@ -3,7 +3,7 @@
 Of those whose engine died only one that was computed and saved no token itself counts as a crash;
 one that did forgets those before. A queued job with a crash behind it is *quarantined*: heads run
 it alone. Knows neither who noticed nor why it died.
-Locks: rows of `jobs`, in order of id, here or in the caller's statement, before any of their
+Locks: rows of `jobs` with SKIP LOCKED, here or in the caller's statement, before any of their
 attempts is read.
 """
 
@@ -46,7 +46,7 @@ LOCK_HELD = text("""
 SELECT jobs.id
 FROM jobs JOIN jsonb_to_recordset(CAST(:keys AS jsonb)) AS keys(job_id uuid, fence bigint)
     ON keys.job_id = jobs.id AND keys.fence = jobs.fence
-WHERE jobs.state = 'running' ORDER BY jobs.id FOR UPDATE OF jobs
+WHERE jobs.state = 'running' FOR UPDATE OF jobs SKIP LOCKED
 """)
 
 # In a separate statement: it must see the tokens that the last holder committed before we got the
@@ -93,21 +93,25 @@ def requeue_or_fail_held(
     connection: Connection, keys: Collection[Key], *, limits: AttemptLimits = NO_CEILING
 ) -> dict[UUID, str]:
     """A head gives back jobs under which its pipeline broke, though it lives. Returns what
-    `requeue_or_fail` does; a job that is missing is not the head's any more."""
+    `requeue_or_fail` does; a job that is missing is not the head's any more, or locked by another
+    transaction, and its lease is left to run out."""
     return requeue_or_fail(connection, _held(connection, keys), limits=limits)
 
 
 def requeue_failed_held(
     connection: Connection, keys: Collection[Key], *, limits: AttemptLimits = NO_CEILING
-) -> set[UUID]:
-    """A head's engine has ended these jobs alone. Returns those that were requeued, since their
-    policies try that again; the others are to end."""
+) -> dict[UUID, bool]:
+    """A head's engine has ended these jobs alone. Returns whether each was requeued, since its
+    policy tries that again, or is to end. A job that is missing is not the head's any more, or
+    locked by another transaction."""
+    held = list(_held(connection, keys))
     waits: dict[Key, float] = {}
-    for row in _held(connection, keys):
+    for row in held:
         wait_s = _wait_s(row, readable_retry(row.retry), "engine", limits)
         if wait_s is not None:
             waits[row.id, row.fence] = wait_s
-    return requeue_running(connection, waits, outcome="failed", waits=waits)
+    requeued = requeue_running(connection, waits, outcome="failed", waits=waits)
+    return {row.id: row.id in requeued for row in held}
 
 
 def requeue_or_fail(

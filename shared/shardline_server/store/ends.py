@@ -3,7 +3,7 @@ reason.
 
 Each write is conditional on the state that the job leaves and on its fence: of two writers the
 first wins.
-Locks: rows of `jobs`, in order of id, before any of their attempts is written.
+Locks: rows of `jobs` with SKIP LOCKED, before any of their attempts is written.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ WITH ends AS (
         probability float8, confidence float8, score float8, probabilities float8[],
         label_mass float8, embedding real[])
 ),
--- Jobs that are still in the state that they are to leave, under the same fence, locked in
--- order of id.
+-- Jobs that are still in the state that they are to leave, under the same fence, and that nobody
+-- else has locked.
 locked AS (
     SELECT jobs.id FROM jobs JOIN ends ON ends.job_id = jobs.id AND ends.fence = jobs.fence
-    WHERE jobs.state = :left ORDER BY jobs.id FOR UPDATE OF jobs
+    WHERE jobs.state = :left FOR UPDATE OF jobs SKIP LOCKED
 ),
 -- Their end: nothing changes them after this.
 ended AS (
@@ -78,11 +78,11 @@ SELECT id, state FROM ended
 JITTER = """CAST(CAST('x' || left(md5(concat(jobs.id, '/', jobs.fence)), 8) AS bit(32)) AS bigint)
             / 4294967296.0"""
 
-ENDED_UNDER = text("""
+STATES_UNDER = text("""
 SELECT jobs.id, jobs.state
 FROM jobs JOIN jsonb_to_recordset(CAST(:keys AS jsonb)) AS keys(job_id uuid, fence bigint)
     ON keys.job_id = jobs.id AND keys.fence = jobs.fence
-WHERE jobs.state NOT IN ('queued', 'running')
+WHERE jobs.state <> 'queued'
 """)
 
 REQUEUE = text(f"""
@@ -91,10 +91,10 @@ WITH keys AS (
     SELECT * FROM jsonb_to_recordset(CAST(:keys AS jsonb))
         AS keys(job_id uuid, fence bigint, wait_s float8)
 ),
--- Those that are still held, locked in order of id.
+-- Those that are still held, and that nobody else has locked.
 locked AS (
     SELECT jobs.id FROM jobs JOIN keys ON keys.job_id = jobs.id AND keys.fence = jobs.fence
-    WHERE jobs.state = 'running' ORDER BY jobs.id FOR UPDATE OF jobs
+    WHERE jobs.state = 'running' FOR UPDATE OF jobs SKIP LOCKED
 ),
 -- Due to be sent at once, or after half to all of a wait: jobs that failed together do not come
 -- back together. A crash counts, progress forgets those before, all else leaves the count as it is.
@@ -135,8 +135,9 @@ class End:
 
 def end_running(connection: Connection, ends: Sequence[End]) -> dict[UUID, JobState]:
     """End running jobs under their fences. Returns those that are ended under them now, with the
-    state that counts: also those that this same call ended before an answer was lost. The others
-    are not ours any more: drop them."""
+    state that counts: also those that this same call ended before an answer was lost. `running`:
+    another transaction has the row locked, so try again. The others are not ours any more: drop
+    them."""
     return _end(connection, ends, JobState.RUNNING)
 
 
@@ -183,7 +184,7 @@ def _end(connection: Connection, ends: Sequence[End], left: JobState) -> dict[UU
         ring_ids(connection, DONE_CHANNEL, ended)
     others = [(one.job_id, one.fence) for one in ends if one.job_id not in ended]
     if others:
-        before = connection.execute(ENDED_UNDER, {"keys": dump_keys(others)})
+        before = connection.execute(STATES_UNDER, {"keys": dump_keys(others)})
         ended |= {row.id: JobState(row.state) for row in before}
     return ended
 

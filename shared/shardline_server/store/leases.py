@@ -2,7 +2,8 @@
 tokens. Knows no end.
 
 A heartbeat changes nothing of a job that is no longer `running` under the fence of its claim.
-Locks: rows of `jobs`, in order of id, before any of their attempts is written.
+Locks: rows of `jobs` with SKIP LOCKED, before any of their attempts is written: a tenant's role may
+have some locked for as long as it likes.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ WITH beats AS (
     SELECT * FROM jsonb_to_recordset(CAST(:beats AS jsonb))
         AS beats(job_id uuid, fence bigint, start int, ids int[], logprobs jsonb)
 ),
--- The jobs that it still holds, locked in order of id.
+-- The jobs that it still holds, and that nobody else has locked.
 locked AS (
     SELECT jobs.id FROM jobs JOIN beats ON beats.job_id = jobs.id AND beats.fence = jobs.fence
-    WHERE jobs.state = 'running' ORDER BY jobs.id FOR UPDATE OF jobs
+    WHERE jobs.state = 'running' FOR UPDATE OF jobs SKIP LOCKED
 ),
 -- Their leases, from now on, and what their holder must hear of.
 renewed AS (
@@ -56,9 +57,13 @@ saved AS (
     FROM renewed JOIN beats ON beats.job_id = renewed.id AND beats.fence = renewed.fence
     WHERE attempts.job_id = renewed.id AND attempts.fence = renewed.fence
 )
-SELECT id, fence, cancel_requested_at IS NOT NULL AS cancel_requested,
+SELECT id, fence, true AS renewed, cancel_requested_at IS NOT NULL AS cancel_requested,
     coalesce(deadline_at <= now(), false) AS expired
 FROM renewed
+UNION ALL
+SELECT jobs.id, jobs.fence, false, false, false
+FROM jobs JOIN beats ON beats.job_id = jobs.id AND beats.fence = jobs.fence
+WHERE jobs.state = 'running' AND jobs.id NOT IN (SELECT id FROM locked)
 """)
 
 EXPIRE = text("""
@@ -88,6 +93,9 @@ class Beat:
 class BeatReply:
     """The claim holds; what its holder must do next."""
 
+    renewed: bool
+    """False: another transaction has the row locked, so its lease is as old as before and its
+    tokens are not saved."""
     cancel_requested: bool
     expired: bool
 
@@ -109,7 +117,9 @@ def heartbeat(
     ]
     replies = connection.execute(HEARTBEAT, {"beats": dump(rows), "lease_s": lease_s})
     return {
-        (row.id, row.fence): BeatReply(cancel_requested=row.cancel_requested, expired=row.expired)
+        (row.id, row.fence): BeatReply(
+            renewed=row.renewed, cancel_requested=row.cancel_requested, expired=row.expired
+        )
         for row in replies
     }
 

@@ -1,8 +1,7 @@
 """Which jobs are due to be sent to heads, in Postgres's order and within a window. Knows no Redis:
 relays publish. Within a priority tenants have equal shares of tokens, by their weights.
 
-Locks: the advisory lock of a turn, then rows of `jobs` with SKIP LOCKED; `unstamp` locks as it
-writes.
+Locks: the advisory lock of a turn, then rows of `jobs` with SKIP LOCKED.
 """
 
 from __future__ import annotations
@@ -97,8 +96,13 @@ ORDER BY priority, coalesce(turn, 0), created_at, stamped.id
 """)  # noqa: S608 (constants of ours)
 
 UNSTAMP = text("""
+WITH sent AS (
+    SELECT id FROM jobs
+    WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'queued' AND sent_at IS NOT NULL
+    FOR UPDATE SKIP LOCKED
+)
 UPDATE jobs SET sent_at = NULL, num_sends = greatest(num_sends - 1, 0)
-WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'queued' AND sent_at IS NOT NULL
+FROM sent WHERE jobs.id = sent.id AND state = 'queued'
 """)
 
 UNSTAMP_SENT = text(f"""

@@ -3,8 +3,7 @@ tokenizer.
 
 A loan locks no row: it is a time in the row, after which any relay may have it. Who marks first is
 right.
-Locks: rows of `jobs`, with SKIP LOCKED to lend them, in order of id to fail them; marking locks as
-it writes.
+Locks: rows of `jobs` with SKIP LOCKED. What is locked is lent again once its loan is over.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ WHERE jobs.id = ready.id AND state = 'queued' AND num_nulls(prepared_at) = 1
 LOCK_UNPREPARED = text("""
 SELECT id FROM jobs
 WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'queued' AND num_nulls(prepared_at) = 1
-ORDER BY id FOR UPDATE
+FOR UPDATE SKIP LOCKED
 """)
 
 
@@ -126,7 +125,9 @@ def take_unprepared(
 def mark_if_unprepared(connection: Connection, rows: Sequence[PreparedJob]) -> int:
     """Mark rows as prepared, so that the outbox sends them. Returns how many were not marked
     before."""
-    return connection.execute(MARK_UNPREPARED, {"rows": dump(rows)}).rowcount if rows else 0
+    locked = set(_lock(connection, [row.id for row in rows]))
+    marked = [row for row in rows if row.id in locked]
+    return connection.execute(MARK_UNPREPARED, {"rows": dump(marked)}).rowcount if marked else 0
 
 
 def fail_if_unprepared(
@@ -134,10 +135,12 @@ def fail_if_unprepared(
 ) -> list[UUID]:
     """End rows that can never run as `failed`, with the reason. Returns those that were not marked
     before."""
-    if not errors:
-        return []
-    ids = list(connection.scalars(LOCK_UNPREPARED, {"ids": list(errors)}))
     ends = [
-        End(job_id=job_id, fence=0, state=JobState.FAILED, error=errors[job_id]) for job_id in ids
+        End(job_id=job_id, fence=0, state=JobState.FAILED, error=errors[job_id])
+        for job_id in _lock(connection, list(errors))
     ]
     return list(end_queued(connection, ends))
+
+
+def _lock(connection: Connection, ids: Sequence[UUID]) -> Sequence[UUID]:
+    return connection.scalars(LOCK_UNPREPARED, {"ids": ids}).all() if ids else ()

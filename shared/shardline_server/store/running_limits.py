@@ -1,7 +1,8 @@
 """How many jobs of a tenant or an API key may run at once: what is over that stays queued. Relays
 send about as many as there is room for; this is where it holds.
 
-Locks: rows of `quota_use` of these tenants, in order of id, after the rows of `jobs`.
+Locks: rows of `quotas` of these tenants, in order of id, after the rows of `jobs`. Not those of
+`quota_use`: a transaction that submits has them until its end.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ IS_LIMITED = """EXISTS (
     )"""
 
 LOCK = text("""
-SELECT FROM quota_use JOIN quotas ON quotas.id = quota_use.quota_id
+SELECT FROM quotas
 WHERE max_running IS NOT NULL AND tenant_id IN (
     SELECT tenant_id FROM jobs WHERE id = ANY(CAST(:ids AS uuid[])))
-ORDER BY quota_id FOR UPDATE OF quota_use
+ORDER BY id FOR NO KEY UPDATE
 """)
 OVER = text("""
 SELECT DISTINCT id FROM (

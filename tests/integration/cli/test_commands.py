@@ -66,7 +66,7 @@ def test_a_submitted_policy_is_shown_with_its_job(shardline: Shardline, head: Ti
     job_id = submitted(shardline, *options)
     head.claim()
     with head.database.begin() as connection:
-        assert crashes.requeue_failed_held(connection, [(job_id, 1)])
+        assert crashes.requeue_failed_held(connection, [(job_id, 1)]) == {job_id: True}
     shown = shardline("get", job_id).stdout
     assert "4 attempts after crashed, engine, waits 90 to 900 s" in shown
     assert "next attempt" in shown

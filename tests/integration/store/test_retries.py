@@ -62,7 +62,7 @@ def fail(engine: Engine, claimed: ClaimedJob) -> str | None:
     with engine.begin() as connection:
         held = [(claimed.job_id, claimed.fence)]
         again = crashes.requeue_failed_held(connection, held)
-    return "failed" if again else None
+    return "failed" if again.get(claimed.job_id) else None
 
 
 def attempt(engine: Engine, job_id: UUID) -> ClaimedJob:
@@ -198,7 +198,8 @@ def die_before_commit(engine: Engine, claimed: ClaimedJob, fail_it: Fail) -> Non
         if fail_it is crash:
             assert sweep(connection) == {claimed.job_id: "crashed"}
         else:
-            assert crashes.requeue_failed_held(connection, [(claimed.job_id, claimed.fence)])
+            held = [(claimed.job_id, claimed.fence)]
+            assert all(crashes.requeue_failed_held(connection, held).values())
         killed = connection.scalar(text("SELECT pg_backend_pid()"))
         cell(engine, "SELECT pg_terminate_backend(:pid)", pid=killed)
 

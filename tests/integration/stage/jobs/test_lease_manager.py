@@ -215,7 +215,7 @@ def test_tokens_are_streamed_while_postgres_holds_up_a_heartbeat(
     head.offer(job_id)
     assert head.verdict() == (job_id, "started")
     with redis.Redis.from_url(redis_url) as client, head.database.connect() as other, other.begin():
-        other.execute(text("SELECT FROM jobs WHERE id = :id FOR UPDATE"), {"id": job_id})
+        other.execute(text("SELECT FROM attempts WHERE job_id = :id FOR UPDATE"), {"id": job_id})
         until(lambda: num_blocked(head.database) == 1)
 
         num_streamed = num_entries(client, job_id)
@@ -382,7 +382,7 @@ def test_a_head_makes_no_step_after_suspension_before_a_heartbeat(
     until(lambda: saved_tokens(head.database, job_id) > 0)
 
     with head.database.connect() as other, other.begin():
-        other.execute(text("SELECT FROM jobs WHERE id = :id FOR UPDATE"), {"id": job_id})
+        other.execute(text("SELECT FROM attempts WHERE job_id = :id FOR UPDATE"), {"id": job_id})
         suspended_s[0] = 7_200.0
         until(lambda: head.engine.is_fenced)
         num_steps = head.engine.progress.num_steps

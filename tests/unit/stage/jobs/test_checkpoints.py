@@ -44,6 +44,7 @@ def live(num_saved: int, num_new: int, *, with_logprobs: bool = True) -> LiveJob
         exact=True,
         ids=[7] * num,
         logprobs=[ONE] * num if with_logprobs else [],
+        lease_ends_s=0.0,
         num_saved=num_saved,
     )
 

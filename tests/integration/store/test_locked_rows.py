@@ -1,0 +1,165 @@
+"""A tenant's transaction has a row of `jobs` and stays open: heads and relays do their work on all
+others, and wait for nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from uuid import UUID
+
+import pytest
+from sqlalchemy import Connection, Engine, text
+
+from shardline.contract.job import JobState
+from shardline.store import jobs
+from shardline.store.connection.database import connect
+from shardline.store.tenants import quotas
+from shardline_server.store import claims, crashes, ends, leases, outbox, preparation
+from shardline_server.store.claims import ClaimedJob
+from shardline_server.store.leases import Beat
+from shardline_server.store.preparation import PreparedJob
+from tests.integration.rows import (
+    HEAD,
+    LONG_S,
+    MODEL,
+    cell,
+    change,
+    claim,
+    database_with_head,
+    end,
+    request,
+    state,
+    submit,
+    success,
+)
+
+CANCEL = text("UPDATE jobs SET cancel_requested_at = now() WHERE id = :id")
+
+
+@pytest.fixture
+def engine(database_url: str) -> Iterator[Engine]:
+    with database_with_head(database_url) as engine:
+        yield engine
+
+
+@pytest.fixture
+def impatient(database_url: str) -> Iterator[Engine]:
+    """Whoever waits for a lock fails."""
+    engine = connect(database_url, lock_timeout_s=0.001)
+    yield engine
+    engine.dispose()
+
+
+@contextmanager
+def locked(engine: Engine, job_id: UUID) -> Iterator[None]:
+    """An open transaction has asked for a cancel, and takes it back at last."""
+    with engine.connect() as tenant:
+        tenant.execute(CANCEL, {"id": job_id})
+        yield
+
+
+def held(engine: Engine) -> tuple[ClaimedJob, ClaimedJob]:
+    """Two running jobs."""
+    free, taken = claim(engine, submit(engine, 2))
+    return free, taken
+
+
+def keys_of(*claimed: ClaimedJob) -> list[tuple[UUID, int]]:
+    """Of these claims."""
+    return [(one.job_id, one.fence) for one in claimed]
+
+
+def test_a_heartbeat_renews_all_leases_but_of_a_locked_row(
+    engine: Engine, impatient: Engine
+) -> None:
+    free, taken = held(engine)
+    lease = "SELECT lease_until FROM jobs WHERE id = :id"
+    before = cell(engine, lease, id=taken.job_id)
+    beats = [Beat(job_id=one.job_id, fence=1, start=0, ids=(4,)) for one in (free, taken)]
+    with locked(engine, taken.job_id), impatient.begin() as connection:
+        replies = leases.heartbeat(connection, beats, lease_s=2 * LONG_S)
+    assert [replies[key].renewed for key in keys_of(free, taken)] == [True, False]
+    assert cell(engine, lease, id=free.job_id) > before == cell(engine, lease, id=taken.job_id)
+    tokens = "SELECT tokens FROM attempts WHERE job_id = :id"
+    assert [cell(engine, tokens, id=one.job_id) for one in (free, taken)] == [[4], []]
+    with impatient.begin() as connection:
+        replies = leases.heartbeat(connection, beats, lease_s=LONG_S)
+    assert replies[taken.job_id, 1].renewed
+    assert cell(engine, tokens, id=taken.job_id) == [4]
+
+
+def test_a_locked_row_is_told_as_running_and_ends_later(engine: Engine, impatient: Engine) -> None:
+    free, taken = held(engine)
+    both = [success(free), success(taken)]
+    with locked(engine, taken.job_id):
+        assert end(impatient, *both) == {
+            free.job_id: JobState.SUCCEEDED,
+            taken.job_id: JobState.RUNNING,
+        }
+    assert end(impatient, *both) == dict.fromkeys((free.job_id, taken.job_id), JobState.SUCCEEDED)
+    assert cell(engine, "SELECT count(*) FROM results") == 2
+
+
+def test_claims_that_are_given_up_leave_a_locked_row(engine: Engine, impatient: Engine) -> None:
+    for give_up in (ends.release_running, crashes.requeue_or_fail_held):
+        free, taken = held(engine)
+        with locked(engine, taken.job_id), impatient.begin() as connection:
+            assert set(give_up(connection, keys_of(free, taken))) == {free.job_id}
+        assert state(engine, taken.job_id) is JobState.RUNNING
+
+
+def test_a_failed_attempt_of_a_locked_row_is_not_judged_yet(
+    engine: Engine, impatient: Engine
+) -> None:
+    free, taken = held(engine)
+    with locked(engine, taken.job_id), impatient.begin() as connection:
+        judged = crashes.requeue_failed_held(connection, keys_of(free, taken))
+    assert judged == {free.job_id: False}, "without a policy it is to end"
+
+
+def test_a_parked_job_with_a_locked_row_does_not_begin(engine: Engine, impatient: Engine) -> None:
+    free, taken = held(engine)
+    with engine.begin() as connection:
+        claims.park(connection, keys_of(free, taken))
+    with locked(engine, taken.job_id), impatient.begin() as connection:
+        assert claims.begin_held(connection, keys_of(free, taken)) == {free.job_id}
+
+
+def test_a_locked_row_is_not_claimed_and_others_are(engine: Engine, impatient: Engine) -> None:
+    free, taken = submit(engine, 2)
+    with locked(engine, taken):
+        assert [one.job_id for one in claim(impatient, [free, taken])] == [free]
+        change(engine, "UPDATE pipelines SET kv_tokens = 1")
+        with impatient.begin() as connection:
+            unfit = claims.postpone_unfit(connection, [taken], HEAD, wait_s=1)
+            outbox.unstamp(connection, [taken])
+        assert unfit == set()
+
+
+def test_what_was_prepared_is_marked_without_a_locked_row(
+    engine: Engine, impatient: Engine
+) -> None:
+    with engine.begin() as connection:
+        stored = jobs.insert_jobs(connection, [request()] * 2)
+    free, taken = (one.job_id for one in stored)
+    ready = [
+        PreparedJob(id=job_id, model=MODEL, prompt_ids=(5,), max_tokens=4, seed=9)
+        for job_id in (free, taken)
+    ]
+    with locked(engine, taken), impatient.begin() as connection:
+        assert preparation.mark_if_unprepared(connection, ready) == 1
+        assert preparation.fail_if_unprepared(connection, {taken: {"code": "invalid"}}) == []
+    with impatient.begin() as connection:
+        assert preparation.mark_if_unprepared(connection, ready) == 1
+
+
+def test_a_transaction_that_submits_keeps_no_limited_job_from_running(
+    engine: Engine, impatient: Engine
+) -> None:
+    with engine.begin() as connection:
+        quotas.set_quota(connection, "default", {"max_running": 1})
+    ids = submit(engine, 2)
+    with engine.connect() as tenant:
+        submitted: Connection = tenant
+        submitted.execute(text("INSERT INTO jobs (model, prompt) VALUES ('m', 'text')"))
+        assert len(claim(impatient, ids)) == 1
