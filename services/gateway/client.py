@@ -29,9 +29,11 @@ from shardline.store.listing import PageEnd
 from shardline.store.pipelines import LivePipeline, live_pipelines
 from shardline.store.responses import (
     EncodedResponse,
+    Referenced,
     ResponseRow,
     delete_response,
     insert_with_responses,
+    read_referenced,
     read_responses,
 )
 from shardline.store.statistics import costs, reports
@@ -115,6 +117,11 @@ class GatewayClient(AsyncClient):
         """The response of a job, whoever's it is and whether it is stored or not; None where there
         is none. Raises Unavailable."""
         return await self._responses.read(job_id)
+
+    async def referenced(self, wanted: Referenced, *, tenant: str) -> dict[UUID, ResponseRow]:
+        """The stored responses of the tenant among those wanted, with what is wanted of them alone:
+        see `read_referenced`. Raises Invalid, Unavailable."""
+        return await self._ask(partial(read_referenced, wanted=wanted, tenant=tenant))
 
     async def delete_response(self, job_id: UUID, *, tenant: str) -> bool:
         """Delete a stored response of the tenant. Returns whether there was one."""

@@ -14,6 +14,7 @@ from services.gateway.responses.input_items import (
     InputItem,
     InputMessage,
     InputReasoning,
+    InputReference,
     ReasoningText,
     text_of,
 )
@@ -44,7 +45,8 @@ def messages_of(
     items: Iterable[AnyItem], *, instructions: str | None = None
 ) -> tuple[Message, ...]:
     """The conversation that items are, instructions first. What a model thinks, says and calls
-    without a break is one message."""
+    without a break is one message. A reference is something of the model's until its item is
+    read."""
     found = [] if instructions is None else [Message(role=SYSTEM, content=instructions)]
     turn: list[AnyItem] = []
     for item in items:
@@ -165,6 +167,7 @@ def _listed(place: str, item: InputItem) -> ListedItem:
             namespace=item.namespace or UNSET,
             arguments=item.arguments,
         )
+    assert not isinstance(item, InputReference), "a row has the items themselves"
     return ListedCallOutput(
         id=f"fco_{place}",
         status="completed",

@@ -32,17 +32,17 @@ from services.gateway.responses.conversation import (
     from_place,
     messages_of,
 )
+from services.gateway.responses.references import with_referenced
 from services.gateway.responses.requests import (
     ResponseRequest,
     field_names,
     items_of,
     response_request,
 )
-from services.gateway.responses.response_events import response_events, whole
+from services.gateway.responses.response_events import answers_of, response_events, whole
 from services.gateway.submit import AcceptedJob, read_jobs, store_jobs
 from shardline.base.errors import Conflict, ContextExceeded, Invalid, NotFound, Unavailable
 from shardline.contract.chat import Message
-from shardline.contract.job import address_of
 from shardline.store.inserts import Tokenized, encode_request
 from shardline.store.responses import EncodedResponse, NewResponse, ResponseRow, encode_response
 from shardline_server.tokenize import Tokens
@@ -105,8 +105,9 @@ async def _submit(
 
 
 async def with_conversation(gateway: Gateway, request: ResponseRequest) -> ResponseRequest:
-    """The request with all that its model reads: the conversation that it goes on with, and of a
-    long one, with truncation, the newest part. Raises Invalid."""
+    """The request with all that its model reads: the items that it refers to, the conversation that
+    it goes on with, and of a long one, with truncation, the newest part. Raises Invalid."""
+    request = await with_referenced(gateway, request)
     own = request.messages or ()
     messages = own
     if request.asked.previous_response_id is not None:
@@ -123,7 +124,7 @@ async def with_conversation(gateway: Gateway, request: ResponseRequest) -> Respo
 async def stored_answers(gateway: Gateway, text: str, caller: Caller) -> ResponseAnswers:
     """A stored response of the caller's tenant, to be answered with. Raises what `stored_row`
     raises, and UnknownModel where its model is not registered."""
-    return await _answers(gateway, await stored_row(gateway, text, caller))
+    return await answers_of(gateway, await stored_row(gateway, text, caller))
 
 
 async def stored_row(gateway: Gateway, text: str, caller: Caller) -> ResponseRow:
@@ -133,11 +134,6 @@ async def stored_row(gateway: Gateway, text: str, caller: Caller) -> ResponseRow
     if row is None or not _is_open_to(row, caller.tenant):
         raise NotFound(f"no response has the id {response_id(job_id)}")
     return row
-
-
-async def _answers(gateway: Gateway, row: ResponseRow) -> ResponseAnswers:
-    model = await gateway.catalog.get(address_of(row.job.model, row.job.params.adapter))
-    return ResponseAnswers(row=row, tokens=model.tokens)
 
 
 def _is_open_to(row: ResponseRow, tenant: str) -> bool:
@@ -158,7 +154,7 @@ async def _before(gateway: Gateway, text: str, tenant: str) -> tuple[Message, ..
     if not row.job.state.terminal:
         problem = f"it is {row.job.state}"
         raise Invalid(PREVIOUS, problem, "Wait for its end, or cancel it")
-    document = await whole(await _answers(gateway, row))
+    document = await whole(await answers_of(gateway, row))
     if row.job.result is None:
         problem = f"it is {document.status} and has no output"
         raise Invalid(PREVIOUS, problem, "Go on from the one before it")

@@ -90,7 +90,16 @@ class InputCallOutput(
     output: str | tuple[InputText, ...]
 
 
-InputItem = InputMessage | InputReasoning | InputCall | InputCallOutput
+class InputReference(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="item_reference"
+):
+    """An item of an earlier response, by its id. `type` may be left out. No row has one: what is
+    stored is the item."""
+
+    id: str
+
+
+InputItem = InputMessage | InputReasoning | InputCall | InputCallOutput | InputReference
 Items = Annotated[tuple[InputItem, ...], Meta(min_length=1, max_length=MAX_ITEMS)]
 
 

@@ -126,9 +126,12 @@ def _asked(fields: Document) -> ResponseFields:
 
 
 def _typed(item: Any) -> Any:
-    """A message may come without its type."""
-    is_message = isinstance(item, dict) and item.get("type") is None and "role" in item
-    return {**item, "type": "message"} if is_message else item
+    """A message may come without its type, and so may a reference, which is an id alone."""
+    if not isinstance(item, dict) or item.get("type") is not None:
+        return item
+    if "role" in item:
+        return {**item, "type": "message"}
+    return {**item, "type": "item_reference"} if item.keys() - {"type"} == {"id"} else item
 
 
 def _renamed(asked: ResponseFields) -> Document:

@@ -21,7 +21,7 @@ from services.gateway.responses.documents import ResponseDocument, Status
 from services.gateway.responses.events import ResponseEvent, StateEvent, name_of
 from services.gateway.responses.output import ResponseOutput
 from shardline.base.errors import NotFound, ShardlineError, Unavailable
-from shardline.contract.job import SamplingParams
+from shardline.contract.job import SamplingParams, address_of
 from shardline.store.responses import ResponseRow
 from shardline.streams import TextOf
 
@@ -153,6 +153,12 @@ async def _ended_row(
 
     async for row in read_patiently(gateway.settings, read, failure=failure):
         yield row
+
+
+async def answers_of(gateway: Gateway, row: ResponseRow) -> ResponseAnswers:
+    """What answers from a row. Raises UnknownModel."""
+    model = await gateway.catalog.get(address_of(row.job.model, row.job.params.adapter))
+    return ResponseAnswers(row=row, tokens=model.tokens)
 
 
 async def whole(answers: ResponseAnswers) -> ResponseDocument:

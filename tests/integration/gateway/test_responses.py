@@ -253,7 +253,7 @@ async def test_a_repeat_finds_the_same_response(client: AsyncOpenAI, head: TinyH
         ({"conversation": "conv_1"}, "conversation"),
         ({"messages": []}, "messages"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"background": True, "store": False}, "background"),
