@@ -25,6 +25,12 @@ BACKENDS = (
     " WHERE pid <> pg_backend_pid() AND datname IS NOT NULL"
 )
 
+CANCEL_SOME = """
+UPDATE jobs SET cancel_requested_at = now() WHERE id IN (
+    SELECT id FROM jobs WHERE state IN ('queued', 'running')
+    ORDER BY state DESC LIMIT 8 FOR UPDATE SKIP LOCKED)
+"""
+
 
 @contextmanager
 def session(target: Target) -> Iterator[psycopg.Connection[Any]]:
@@ -149,6 +155,15 @@ def lock(target: Target, rng: random.Random) -> None:
         hold(1.5 * target.times.lease_s)
 
 
+def lock_rows(target: Target, rng: random.Random) -> None:
+    """A tenant's transaction changes some of its jobs and stays open for longer than a lease; then
+    it takes that back."""
+    with session(target) as connection, connection.transaction(force_rollback=True):
+        if not connection.execute(CANCEL_SOME).rowcount:
+            raise NotInjected("no job is open")
+        hold(2.5 * target.times.lease_s)
+
+
 def _serves_a_client(backend: psutil.Process) -> bool:
     """Its title names the user and the database."""
     try:
@@ -188,4 +203,5 @@ FAULTS: tuple[Fault, ...] = (
     Simple(kind="postgres: COMMITs with unknown outcome", inject=lose_answers),
     Simple(kind="postgres: read only", inject=read_only),
     Simple(kind="postgres: table locked", inject=lock),
+    Simple(kind="postgres: rows of jobs locked 2.5 leases", inject=lock_rows),
 )
