@@ -96,6 +96,7 @@ ORDER BY priority, coalesce(turn, 0), created_at, stamped.id
 """)  # noqa: S608 (constants of ours)
 
 UNSTAMP = text("""
+-- Those that count as sent and that nobody else has locked.
 WITH sent AS (
     SELECT id FROM jobs
     WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'queued' AND sent_at IS NOT NULL
