@@ -43,7 +43,7 @@ class BeatRow(msgspec.Struct):
 # ----------------------------------------------------------------------------------------------
 
 
-def lock_claimable(
+def find_claimable(
     tables: Tables,
     *,
     ids: Collection[str],
@@ -59,10 +59,16 @@ def lock_claimable(
         return []
     return [
         {"id": job.id, "fence": job.fence, "params": job.params, "is_limited": False}
-        for job in tables.lock(ids)
+        for job in tables.select(ids)
         if _is_claimable(tables, job, row, _exactness(job, **of_head), exact_wait_s)
         and (job.crashes == 0 or with_quarantined)
     ]
+
+
+def lock_claimable(tables: Tables, *, ids: Collection[str], **wanted: Any) -> Rows:
+    """Those of them that nobody else has locked."""
+    free = [str(job.id) for job in tables.lock(ids)]
+    return find_claimable(tables, ids=free, **wanted)
 
 
 def lock_unfit(
@@ -127,10 +133,10 @@ def claim(
 def park(tables: Tables, *, keys: str) -> int:
     """They wait in their head."""
     attempts = [tables.attempts.get((key.job_id, key.fence)) for key in _keys(keys)]
-    for attempt in attempts:
-        if attempt is not None:
-            attempt.parked = True
-    return sum(attempt is not None for attempt in attempts)
+    running = [one for one in attempts if one is not None and one.outcome is None]
+    for attempt in running:
+        attempt.parked = True
+    return len(running)
 
 
 def begin(tables: Tables, *, keys: str) -> Rows:
@@ -281,6 +287,7 @@ def history(tables: Tables, *, job_id: UUID) -> Rows:
 
 TWINS: Mapping[Executable, Twin] = {
     claims.LOCK_CLAIMABLE: lock_claimable,
+    claims.FIND_CLAIMABLE: find_claimable,
     claims.LOCK_UNFIT: lock_unfit,
     claims.DEFER: defer,
     claims.CLAIM: claim,

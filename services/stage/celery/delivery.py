@@ -36,6 +36,8 @@ class Delivery:
     forget: Callable[[int], bool]
     """Frees the seat; False when it was free already."""
     began_s: float = field(default_factory=monotonic_s)
+    locked_since_s: float | None = None
+    """The lease manager's: when it found the row locked by another transaction."""
 
     def accept(self) -> None:
         """The row was claimed: Celery reports STARTED."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 from uuid import UUID
 
 import structlog
@@ -35,6 +36,8 @@ log = structlog.get_logger(__name__)
 
 CLAIM_BATCH = 64
 """Rows of one transaction."""
+LOCKED_BEATS = 2
+"""For so many heartbeats a row that is locked is asked for again."""
 
 
 class Claimer:
@@ -71,7 +74,7 @@ class Claimer:
     def claim_waiting(self, identity: Identity, context: ClaimContext) -> None:
         """Claims what may be claimed now and hands it to the engine. The other rows that were asked
         for have ended, are claimed elsewhere or do not fit: their deliveries are dropped, and a
-        relay sends what is due again."""
+        relay sends what is due again. Those that are locked are asked for again, for a while."""
         for sent_s, rows in self._claim_batches(identity, context):
             ends_s = sent_s + self._times.fence_s
             if not self._jobs:
@@ -113,17 +116,20 @@ class Claimer:
         """Parked jobs there is room for: in Postgres first, so that it can tell what was computed
         when a head dies."""
         waiting = self._jobs.select(self._may_begin)
-        chosen = beginnable(waiting, context) if waiting else []
+        asked = [job for job in waiting if not job.is_held_up]
+        chosen = beginnable(asked, context) if asked else []
+        begun: set[UUID] = set()
         if chosen:
             with self._database.begin() as connection:
                 begun = claims.begin_held(connection, [job.attempt for job in chosen])
-        self._may_begin = [job.key for job in waiting if job not in chosen]
+        self._may_begin = [job.key for job in waiting if job.job_id not in begun]
         for job in chosen:
             if job.job_id in begun:
                 job.begin(self._engine.num_steps)
                 self._engine.begin(job.key)
             else:
-                self._jobs.drop(job)
+                # Locked, or not ours any more: the next heartbeat knows.
+                job.is_held_up = True
 
     def _claim_batches(
         self, identity: Identity, context: ClaimContext
@@ -138,16 +144,25 @@ class Claimer:
                 deliveries = chosen[first : first + CLAIM_BATCH]
                 sent_s = lease_clock_s()
                 by_id = {delivery.job_id: delivery for delivery in deliveries}
-                rows = self._claim(list(by_id), identity, context, with_quarantined)
+                rows, held_up = self._claim(list(by_id), identity, context, with_quarantined)
                 claimed = [(row, by_id[str(row.job_id)]) for row in rows]
                 kept = {delivery for _, delivery in claimed}
                 for delivery in deliveries:
+                    if delivery.job_id in held_up and self._waits_on(delivery, context):
+                        continue
                     del waiting[delivery]
                     if delivery not in kept:
                         delivery.drop()
                 yield sent_s, claimed
         finally:
             self._queue.put_back(waiting)
+
+    def _waits_on(self, delivery: Delivery, context: ClaimContext) -> bool:
+        """Whether a row that is locked is asked for again: our own transactions have it for a
+        moment, a tenant's as long as it likes. A relay sends that one again."""
+        if delivery.locked_since_s is None:
+            delivery.locked_since_s = context.now_s
+        return context.now_s - delivery.locked_since_s <= LOCKED_BEATS * context.heartbeat_s
 
     def _choose(
         self, deliveries: Sequence[Delivery], context: ClaimContext
@@ -161,27 +176,28 @@ class Claimer:
 
     def _claim(
         self, ids: Sequence[str], identity: Identity, context: ClaimContext, with_quarantined: bool
-    ) -> list[ClaimedJob]:
-        """Claims the chosen jobs. If an engine has died under one elsewhere since the choice, it is
-        not taken with the others, but comes again as a quarantined job."""
+    ) -> tuple[list[ClaimedJob], set[str]]:
+        """Claims the chosen jobs; also returns those that another transaction has locked. If an
+        engine has died under one elsewhere since the choice, it is not taken with the others, but
+        comes again as a quarantined job."""
         failpoint(Point.BEFORE_CLAIM)
         claimant = identity.claimant(self._requests.adapters.known())
+        asked: dict[str, Any] = {
+            "exact_wait_s": self._times.exact_wait_s,
+            "with_quarantined": with_quarantined,
+        }
+        held_up: set[str] = set()
         with self._database.begin() as connection:
-            claimed = claims.claim(
-                connection,
-                ids,
-                claimant,
-                lease_s=self._times.lease_s,
-                exact_wait_s=self._times.exact_wait_s,
-                with_quarantined=with_quarantined,
-            )
+            claimed = claims.claim(connection, ids, claimant, lease_s=self._times.lease_s, **asked)
             if parked := without_room(claimed, context.live, identity.kv_tokens // BLOCK_TOKENS):
                 claims.park(connection, parked)
             if others := set(ids) - {str(row.job_id) for row in claimed}:
                 self._postpone_unfit(connection, others, claimant, identity)
+                held_up = set(map(str, claims.held_up(connection, others, claimant, **asked)))
         if claimed:
             failpoint(Point.AFTER_CLAIM)
-        return [replace(row, parked=(row.job_id, row.fence) in parked) for row in claimed]
+        rows = [replace(row, parked=(row.job_id, row.fence) in parked) for row in claimed]
+        return rows, held_up
 
     def _postpone_unfit(
         self, connection: Connection, ids: set[str], claimant: Claimant, identity: Identity

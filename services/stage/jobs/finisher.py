@@ -1,11 +1,12 @@
 """How live jobs leave a head: committed, counted a crash, or given back. Owns what waits for a
 COMMIT.
 
-Knows neither claims nor when leases are renewed.
+Does not know when leases are renewed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 from uuid import UUID
@@ -21,17 +22,19 @@ from services.stage.jobs.lease_host import LeaseHost
 from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.live_jobs import LiveJobs
 from services.stage.jobs.outcome import JobOutcome
-from shardline.base.clock import lease_clock_s
+from shardline.base.clock import lease_clock_s, monotonic_s
 from shardline.base.config import Times
 from shardline.contract.job import JobState
 from shardline.contract.wire import Delta
 from shardline_scheduler.events import KvExceeded, SequenceCrashed, SequenceFailed, SequenceFinished
 from shardline_server.failpoints import Point, failpoint
-from shardline_server.store import celery_tasks, crashes, ends, leases
+from shardline_server.store import celery_tasks, claims, crashes, ends, leases
 
 log = structlog.get_logger(__name__)
 
 USED_UP = "its crashes are used up"
+AGAIN_S = 0.1
+"""Until an end is tried again that another transaction held up."""
 
 
 class Finisher:
@@ -55,13 +58,22 @@ class Finisher:
         self._host = host
         self._times = times
         self._outcomes: list[JobOutcome] = []
+        self._held_up: list[JobOutcome] = []
+        """Other transactions have their rows locked."""
+        self._again_s = 0.0
+        """When they are tried again."""
         self._crashed: list[SequenceCrashed] = []
         self._outgrown: list[KvExceeded] = []
 
     @property
     def num_uncommitted(self) -> int:
         """The number of ended jobs with results that are not in Postgres yet."""
-        return len(self._outcomes)
+        return len(self._outcomes) + len(self._held_up)
+
+    @property
+    def wait_s(self) -> float:
+        """Returns the seconds until what is held up is tried again."""
+        return max(0.0, self._again_s - monotonic_s()) if self._held_up else math.inf
 
     def note(self, event: SequenceFinished | SequenceFailed | SequenceCrashed | KvExceeded) -> None:
         """The engine has let go of a job."""
@@ -75,31 +87,46 @@ class Finisher:
 
     def commit_outcomes(self) -> bool:
         """Every result that waits, in one transaction. Returns whether there was any: seats are
-        free. What another transaction has locked waits on, until its lease is over and a relay may
-        requeue it."""
-        outcomes = self._outcomes
+        free. What another transaction has locked is tried again, until its lease is over and a
+        relay may requeue it."""
+        is_again = self.wait_s == 0.0
+        outcomes = [*(self._held_up if is_again else ()), *self._outcomes]
         if not outcomes:
             return False
         with self._database.begin() as connection:
             again = self._try_again(connection, outcomes)
             ended = [outcome for outcome in outcomes if again.get(outcome.job.job_id) is False]
             committed = ends.end_running(connection, [outcome.row() for outcome in ended])
+            held_up = [
+                outcome
+                for outcome in outcomes
+                if outcome.job.job_id not in again
+                or committed.get(outcome.job.job_id) is JobState.RUNNING
+            ]
+            kept = self._kept(connection, held_up)
             told_by_relays = self._told_by_relays(connection, committed)
             failpoint(Point.END_BEFORE_COMMIT)
         failpoint(Point.END_AFTER_COMMIT)
         self._outcomes = []
-        now_s = lease_clock_s()
+        self._held_up = kept if is_again else [*self._held_up, *kept]
+        if kept:
+            self._again_s = monotonic_s() + AGAIN_S
         for outcome in outcomes:
-            job_id = outcome.job.job_id
-            state = committed.get(job_id)
-            is_held_up = job_id not in again or state is JobState.RUNNING
-            if is_held_up and now_s < outcome.job.lease_ends_s:
-                self._outcomes.append(outcome)
+            if outcome in kept:
                 continue
+            job_id = outcome.job.job_id
             if again.get(job_id):
                 self._host.observer.given_back(outcome.job, "failed")
-            self._settle(outcome, state, is_told=job_id in told_by_relays)
-        return True
+            self._settle(outcome, committed.get(job_id), is_told=job_id in told_by_relays)
+        return len(outcomes) > len(kept)
+
+    def _kept(self, connection: Connection, held_up: Sequence[JobOutcome]) -> list[JobOutcome]:
+        """Those whose leases are not over yet. The others are given up: that is no crash."""
+        now_s = lease_clock_s()
+        kept = [outcome for outcome in held_up if now_s < outcome.job.lease_ends_s]
+        if given_up := [outcome.job.attempt for outcome in held_up if outcome not in kept]:
+            claims.park(connection, given_up)
+        return kept
 
     def _try_again(
         self, connection: Connection, outcomes: Iterable[JobOutcome]
@@ -213,7 +240,10 @@ class Finisher:
             return
         with self._database.begin() as connection:
             self._save(connection, jobs)
-            ends.release_running(connection, [job.attempt for job in jobs])
+            released = ends.release_running(connection, [job.attempt for job in jobs])
+            if locked := [job.attempt for job in jobs if job.job_id not in released]:
+                # Their leases run out, which is no crash of theirs.
+                claims.park(connection, locked)
         log.info("leases given back", jobs=len(jobs))
         for job in jobs:
             self._drop(job, "released")

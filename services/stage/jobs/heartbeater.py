@@ -1,7 +1,7 @@
 """Heartbeats: every lease renewed and new tokens saved in one statement. Owns when a hung engine's
 leases run out.
 
-Knows neither claims nor ends.
+Knows no end.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class Heartbeater:
             if reply is None:
                 self._jobs.drop(job)
                 continue
-            if not reply.renewed:
+            job.is_held_up = not reply.renewed
+            if job.is_held_up:
                 continue
             job.lease_ends_s = sent_s + self._times.fence_s
             self._saved(job, beat.start + len(beat.ids))
@@ -104,21 +105,20 @@ class Heartbeater:
                     job.key,
                     FinishReason.CANCELLED if reply.cancel_requested else FinishReason.EXPIRED,
                 )
-        self._drop_held_up(sent_s)
+        dropped = self._drop_held_up(sent_s)
         ends_s = min((job.lease_ends_s for job in self._jobs), default=sent_s + self._times.fence_s)
         self._engine.extend_lease(ends_s)
+        # What their lock costs them is no crash of theirs; what an engine that broke does is.
+        if innocent := [job.attempt for job in dropped if not job.broken_epoch]:
+            with self._database.begin() as connection:
+                claims.park(connection, innocent)
 
-    def _drop_held_up(self, sent_s: float) -> None:
+    def _drop_held_up(self, sent_s: float) -> list[LiveJob]:
         """Drops jobs whose leases nobody could renew, before they would stop all others. Another
         transaction has their rows locked: a relay requeues them once it ends."""
         held_up = [
             job for job in self._jobs if job.lease_ends_s < sent_s + 2 * self._times.heartbeat_s
         ]
-        if not held_up:
-            return
-        with self._database.begin() as connection:
-            # What their lock costs them is no crash of theirs.
-            claims.park(connection, [job.attempt for job in held_up])
         for job in held_up:
             log.warning(
                 "an open transaction keeps a running job locked: it goes on once that ends",
@@ -126,6 +126,7 @@ class Heartbeater:
                 fence=job.claimed.fence,
             )
             self._jobs.drop(job)
+        return held_up
 
     def _saved(self, job: LiveJob, num_saved: int) -> None:
         if job.is_quarantined and num_saved > job.num_saved:

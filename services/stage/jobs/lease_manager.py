@@ -192,7 +192,7 @@ class LeaseManager(threading.Thread):
     def run(self) -> None:
         """Works until stopped and empty. Each turn does all that waits, in batches."""
         while not self._is_over():
-            self._woken.wait(self._heartbeater.wait_s)
+            self._woken.wait(min(self._heartbeater.wait_s, self._finisher.wait_s))
             self._woken.clear()
             with self._duty:
                 self._turn()
@@ -236,7 +236,7 @@ class LeaseManager(threading.Thread):
             if job is None:
                 continue
             if isinstance(event, NewTokens):
-                if job.is_quarantined and job.is_unsaved:
+                if job.is_quarantined and job.is_unsaved and not job.is_held_up:
                     # Other quarantined jobs wait until this one's token is saved.
                     self._heartbeater.hasten()
                 job.take(event)

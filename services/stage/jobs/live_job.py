@@ -50,6 +50,8 @@ class LiveJob:
     """Until when it may run, by the lease clock: less than its row says, by the margin."""
     parked: bool = False
     """It waits for KV: nothing of it is computed."""
+    is_held_up: bool = False
+    """Another transaction had its row locked, at the last heartbeat or since."""
     adapter: str = ""
     """The fingerprint of its adapter; empty: it has none."""
     began_step: int = 0

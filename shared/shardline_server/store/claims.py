@@ -3,8 +3,8 @@ no heartbeat.
 
 Each claim raises its row's fence by one, and every later write carries that fence: see `leases` and
 `ends`.
-Locks: rows of `jobs` with SKIP LOCKED, before any of their attempts is written. A relay sends what
-was locked again.
+Locks: rows of `jobs` with SKIP LOCKED, before any of their attempts is written; then those of
+`running_limits`. `park` writes attempts alone.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ EXACTNESS = """CAST(:exactness AS text)
 LACKS_EXACT_ROWS = f"""(jobs.params @> '{{"exact": true}}'
     AND NOT (pipelines.exact AND coalesce(jobs.exactness = {EXACTNESS}, true)))"""
 
-# Locked by a separate statement: the next one must see all that the last holder committed.
-LOCK_CLAIMABLE = text(f"""
-SELECT jobs.id, jobs.fence, jobs.params, {IS_LIMITED} AS is_limited
+# What a head may claim. Locked by a separate statement: CLAIM must see all that the last holder
+# committed.
+CLAIMABLE = f"""
 FROM jobs JOIN pipelines ON pipelines.id = :pipeline
 WHERE jobs.id = ANY(CAST(:ids AS uuid[])) AND jobs.state = 'queued' AND jobs.prepared_at IS NOT NULL
     AND jobs.cancel_requested_at IS NULL AND jobs.not_before <= now()
@@ -67,8 +67,14 @@ WHERE jobs.id = ANY(CAST(:ids AS uuid[])) AND jobs.state = 'queued' AND jobs.pre
     AND {KNOWN_TOKENS} <= pipelines.kv_tokens
     AND (jobs.crashes = 0 OR :with_quarantined)
     AND jobs.paused_by IS NULL AND {PAUSED_BY} IS NULL
-FOR UPDATE OF jobs SKIP LOCKED
-""")  # noqa: S608 (constants of ours)
+"""
+
+LOCK_CLAIMABLE = text(f"""
+SELECT jobs.id, jobs.fence, jobs.params, {IS_LIMITED} AS is_limited
+{CLAIMABLE} FOR UPDATE OF jobs SKIP LOCKED
+""")
+
+FIND_CLAIMABLE = text(f"SELECT jobs.id {CLAIMABLE}")
 
 LOCK_UNFIT = text(f"""
 SELECT jobs.id FROM jobs JOIN pipelines ON pipelines.id = :pipeline
@@ -120,7 +126,7 @@ FROM claimed JOIN attempt ON attempt.job_id = claimed.id ORDER BY priority, crea
 PARK = text("""
 UPDATE attempts SET parked = true
 FROM jsonb_to_recordset(CAST(:keys AS jsonb)) AS keys(job_id uuid, fence bigint)
-WHERE attempts.job_id = keys.job_id AND attempts.fence = keys.fence
+WHERE attempts.job_id = keys.job_id AND attempts.fence = keys.fence AND ended_at IS NULL
 """)
 
 BEGIN = text("""
@@ -203,18 +209,9 @@ def claim(
     it lacks, is never taken; without `with_quarantined` none that an engine died under, also since
     the caller asked `crashes.quarantined`. A row that this release does not understand is left for
     a later head, or ends `failed` if none would: see `readable`. What is over the limit of a
-    tenant's running jobs is sent again."""
-    head = {
-        "pipeline": claimant.pipeline,
-        "epoch": claimant.epoch,
-        "exactness": claimant.exactness,
-        "adapters": dump(claimant.adapters),
-    }
-    wanted = {
-        "ids": [str(job_id) for job_id in ids],
-        "exact_wait_s": exact_wait_s,
-        "with_quarantined": with_quarantined,
-    }
+    tenant's running jobs is sent again. For what another transaction has locked see `held_up`."""
+    head = _head(claimant)
+    wanted = _wanted(ids, exact_wait_s, with_quarantined=with_quarantined)
     locked = connection.execute(LOCK_CLAIMABLE, {**head, **wanted}).all()
     over = over_limit(connection, [row.id for row in locked if row.is_limited])
     if over:
@@ -224,6 +221,20 @@ def claim(
         return []
     values = {**asdict(claimant), **head, "ids": readable, "lease_s": lease_s}
     return [_claimed(row, claimant.adapters) for row in connection.execute(CLAIM, values)]
+
+
+def held_up(
+    connection: Connection,
+    ids: Collection[UUID | str],
+    claimant: Claimant,
+    *,
+    exact_wait_s: float,
+    with_quarantined: bool = True,
+) -> set[UUID]:
+    """Those that `claim` has just left, although they may run now: another transaction had their
+    rows locked."""
+    wanted = _wanted(ids, exact_wait_s, with_quarantined=with_quarantined)
+    return set(connection.scalars(FIND_CLAIMABLE, {**_head(claimant), **wanted}))
 
 
 def postpone_unfit(
@@ -252,6 +263,25 @@ def begin_held(connection: Connection, keys: Collection[Key]) -> set[UUID]:
     """Parked jobs run from now on: to be committed before the first of their tokens is computed. A
     job that is missing is not ours any more, or locked by another transaction."""
     return set(connection.scalars(BEGIN, {"keys": dump_keys(keys)}))
+
+
+def _head(claimant: Claimant) -> dict[str, Any]:
+    return {
+        "pipeline": claimant.pipeline,
+        "epoch": claimant.epoch,
+        "exactness": claimant.exactness,
+        "adapters": dump(claimant.adapters),
+    }
+
+
+def _wanted(
+    ids: Collection[UUID | str], exact_wait_s: float, *, with_quarantined: bool
+) -> dict[str, Any]:
+    return {
+        "ids": [str(job_id) for job_id in ids],
+        "exact_wait_s": exact_wait_s,
+        "with_quarantined": with_quarantined,
+    }
 
 
 def _readable(connection: Connection, rows: Sequence[Row[Any]]) -> list[UUID]:

@@ -128,10 +128,10 @@ def requeue_or_fail(
     for row in rows:
         key = (row.id, row.fence)
         policy = readable_retry(row.retry)
-        if row.parked:
-            parked.append(key)
-        elif row.has_progress:
+        if row.has_progress:
             lost.append(key)
+        elif row.parked:
+            parked.append(key)
         elif (wait_s := _wait_s(row, policy, "crashed", limits)) is not None:
             crashed.append(key)
             waits[key] = wait_s

@@ -67,7 +67,8 @@ WHERE jobs.state = 'running' AND jobs.id NOT IN (SELECT id FROM locked)
 """)
 
 EXPIRE = text("""
--- All that runs under this worker's name; what a relay has locked is being moved already.
+-- All that runs under this worker's name; what a relay has locked is being moved already, and what
+-- a tenant has locked waits for the end of its lease.
 WITH held AS (
     SELECT id FROM jobs
     WHERE state = 'running' AND worker = :worker AND pipeline = :pipeline AND lease_until > now()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from uuid import UUID
 
 import pytest
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Engine, text
 
 from shardline.contract.job import JobState
 from shardline.store import jobs
@@ -129,6 +129,8 @@ def test_a_locked_row_is_not_claimed_and_others_are(engine: Engine, impatient: E
     free, taken = submit(engine, 2)
     with locked(engine, taken):
         assert [one.job_id for one in claim(impatient, [free, taken])] == [free]
+        with impatient.begin() as connection:
+            assert claims.held_up(connection, [free, taken], HEAD, exact_wait_s=1) == {taken}
         change(engine, "UPDATE pipelines SET kv_tokens = 1")
         with impatient.begin() as connection:
             unfit = claims.postpone_unfit(connection, [taken], HEAD, wait_s=1)
@@ -160,6 +162,5 @@ def test_a_transaction_that_submits_keeps_no_limited_job_from_running(
         quotas.set_quota(connection, "default", {"max_running": 1})
     ids = submit(engine, 2)
     with engine.connect() as tenant:
-        submitted: Connection = tenant
-        submitted.execute(text("INSERT INTO jobs (model, prompt) VALUES ('m', 'text')"))
+        tenant.execute(text("INSERT INTO jobs (model, prompt) VALUES ('m', 'text')"))
         assert len(claim(impatient, ids)) == 1
