@@ -164,3 +164,22 @@ def test_a_transaction_that_submits_keeps_no_limited_job_from_running(
     with engine.connect() as tenant:
         tenant.execute(text("INSERT INTO jobs (model, prompt) VALUES ('m', 'text')"))
         assert len(claim(impatient, ids)) == 1
+
+
+def test_a_transaction_that_submits_keeps_no_other_quota_from_being_folded(
+    engine: Engine, impatient: Engine
+) -> None:
+    with engine.begin() as connection:
+        quotas.set_quota(connection, "acme", {"max_queued": 9})
+        quotas.set_quota(connection, "default", {"max_queued": 9})
+        connection.execute(
+            text("INSERT INTO quota_changes (quota_id, queued) SELECT id, 1 FROM quotas")
+        )
+    with engine.connect() as tenant:
+        tenant.execute(text("INSERT INTO jobs (model, prompt) VALUES ('m', 'text')"))
+        with impatient.begin() as connection:
+            quotas.fold_quotas(connection)
+            found = quotas.list_quotas(connection)
+        assert [(one.tenant, one.queued) for one in found] == [("acme", 1), ("default", 0)]
+    with impatient.begin() as connection:
+        assert [one.queued for one in quotas.list_quotas(connection)] == [1, 1]

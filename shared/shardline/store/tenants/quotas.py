@@ -1,7 +1,7 @@
 """Quotas, weights and prices as rows: set, read, removed. What is reserved and settled is written
 by functions and triggers of the migrations. Knows no job.
 
-Locks: rows of `quota_use`, one for each quota, to read what is used.
+Locks: rows of `quota_use`, one for each quota, with SKIP LOCKED, to read what is used.
 """
 
 from __future__ import annotations
@@ -33,8 +33,14 @@ PRICE = text("""
 INSERT INTO prices (model, input_price, output_price) VALUES (:model, :input, :output)
 ON CONFLICT (model) DO UPDATE SET input_price = :input, output_price = :output
 """)
-# Each row of use is brought up to date and written back.
-FOLD = text("SELECT shardline_write_quota(shardline_fold_quota(id)) FROM quotas ORDER BY id")
+FOLD = text("""
+-- Whoever has a row of use folds it too, and may keep it for long: no other tenant waits for that.
+WITH free AS (
+    SELECT quota_id FROM quota_use ORDER BY quota_id FOR UPDATE SKIP LOCKED
+)
+-- Each is brought up to date and written back.
+SELECT shardline_write_quota(shardline_fold_quota(quota_id)) FROM free
+""")
 LIST = text(f"""
 SELECT tenants.id AS tenant, coalesce(quotas.key_name, '') AS key_name, weight,
     {", ".join(LIMITS)}, budget_period, queued, open_tokens, spent_tokens,
@@ -135,7 +141,8 @@ def set_price(
 
 
 def list_quotas(connection: Connection) -> list[TenantQuota]:
-    """All tenants with their quotas, and what is used now; at most MAX_LISTED."""
+    """All tenants with their quotas, and what is used now; at most MAX_LISTED. While an open
+    transaction has a quota, this is what was used before."""
     connection.execute(FOLD)
     return [TenantQuota(**row) for row in connection.execute(LIST).mappings()]
 
