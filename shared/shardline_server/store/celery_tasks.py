@@ -3,8 +3,8 @@ Knows no Celery.
 
 A task is settled once its result is stored and its callbacks are sent. A relay that settles one
 puts its `due_at` off; if it dies, the task is due again then. Several tasks may have one job.
-Locks: `store` a row of `jobs`, then one of `celery_tasks`; `expire` rows of `jobs` in order of id,
-then theirs here; `lend` rows here with SKIP LOCKED; the others only rows here.
+Locks: `store` a row of `jobs`, then one of `celery_tasks`; `expire` rows of `jobs` with SKIP
+LOCKED, then theirs here; `lend` rows here with SKIP LOCKED; the others only rows here.
 """
 
 from __future__ import annotations
@@ -107,23 +107,33 @@ WHERE task_id = ANY(CAST(:ids AS text[])) AND settled_at IS NULL
 """)
 
 EXPIRE = text("""
--- Tasks whose time to begin is over.
-WITH late AS (
-    SELECT task_id, job_id FROM celery_tasks WHERE expires_at <= now()
-    ORDER BY expires_at LIMIT :max_batch
+-- Tasks whose time to begin is over, with jobs that never began: a sweep ends these. Locked jobs
+-- are passed over one by one, in the order of times: they have their turn later, and fill no batch.
+WITH waiting AS (
+    SELECT task_id, id FROM (
+        SELECT task_id, job_id FROM celery_tasks WHERE expires_at <= now() ORDER BY expires_at
+    ) AS late
+    CROSS JOIN LATERAL (
+        SELECT id FROM jobs WHERE id = late.job_id AND state = 'queued' AND fence = 0
+        FOR UPDATE SKIP LOCKED
+    ) AS job
+    LIMIT :max_batch
 ),
--- Of their jobs those that never began, locked in order of id: a sweep ends them.
-waiting AS (
-    SELECT id FROM jobs
-    WHERE id = ANY(ARRAY(SELECT job_id FROM late)) AND state = 'queued' AND fence = 0
-    ORDER BY id FOR UPDATE
+-- Those whose jobs began, or that have none. A subquery, not a join: it reads one job for each.
+over AS (
+    SELECT task_id FROM celery_tasks
+    WHERE expires_at <= now()
+        AND (SELECT state = 'queued' AND fence = 0 FROM jobs WHERE id = job_id) IS NOT TRUE
+    ORDER BY expires_at LIMIT :max_batch FOR UPDATE SKIP LOCKED
 ),
 -- As if they had a deadline, which is now.
 ended AS (
     UPDATE jobs SET deadline_at = least(deadline_at, now()) FROM waiting
     WHERE jobs.id = waiting.id AND state = 'queued' AND fence = 0
 )
-UPDATE celery_tasks SET expires_at = NULL FROM late WHERE celery_tasks.task_id = late.task_id
+UPDATE celery_tasks SET expires_at = NULL
+FROM (SELECT task_id FROM waiting UNION ALL SELECT task_id FROM over) AS late
+WHERE celery_tasks.task_id = late.task_id
 """)
 
 FORGET = text("""
@@ -235,8 +245,9 @@ def put_off(
 
 def expire(connection: Connection, *, max_batch: int = MAX_BATCH) -> int:
     """Jobs that did not begin by their tasks' `expires` never will: the next sweep ends them as
-    expired. Returns how many tasks were looked at."""
-    return connection.execute(EXPIRE, {"max_batch": max_batch}).rowcount
+    expired. Returns how many tasks were looked at, without those of locked jobs; with `max_batch`
+    there may be more."""
+    return min(connection.execute(EXPIRE, {"max_batch": max_batch}).rowcount, max_batch)
 
 
 def forget(connection: Connection, *, max_batch: int = MAX_BATCH) -> int:

@@ -14,7 +14,16 @@ from shardline.contract.job import JobState
 from shardline.store import jobs
 from shardline.store.connection.database import connect
 from shardline.store.tenants import quotas
-from shardline_server.store import claims, crashes, ends, leases, outbox, preparation
+from shardline_server.store import (
+    celery_tasks,
+    claims,
+    crashes,
+    ends,
+    leases,
+    outbox,
+    preparation,
+)
+from shardline_server.store.celery_tasks import CeleryTask
 from shardline_server.store.claims import ClaimedJob
 from shardline_server.store.leases import Beat
 from shardline_server.store.preparation import PreparedJob
@@ -183,3 +192,23 @@ def test_a_transaction_that_submits_keeps_no_other_quota_from_being_folded(
         assert [(one.tenant, one.queued) for one in found] == [("acme", 1), ("default", 0)]
     with impatient.begin() as connection:
         assert [one.queued for one in quotas.list_quotas(connection)] == [1, 1]
+
+
+def test_a_task_of_a_locked_job_expires_later_and_others_at_once(
+    engine: Engine, impatient: Engine
+) -> None:
+    taken, free, begun = submit(engine, 3)
+    claim(engine, [begun])
+    for number, job_id in enumerate((taken, free, begun)):
+        task = CeleryTask(task_id=str(job_id), request="{}", expires_s=number - 9.0)
+        with engine.begin() as connection:
+            celery_tasks.store(connection, task, job_id=job_id)
+    late = "SELECT array_agg(id) FROM jobs WHERE deadline_at <= now()"
+    left = "SELECT count(*) FROM celery_tasks WHERE expires_at IS NOT NULL"
+    with locked(engine, taken):
+        with impatient.begin() as connection:
+            assert celery_tasks.expire(connection, max_batch=1) == 1
+        assert (cell(engine, late), cell(engine, left)) == ([free], 1)
+    with impatient.begin() as connection:
+        assert [celery_tasks.expire(connection) for _ in range(2)] == [1, 0]
+    assert (set(cell(engine, late)), cell(engine, left)) == ({taken, free}, 0)
