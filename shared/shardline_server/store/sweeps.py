@@ -77,18 +77,17 @@ ORDER BY lease_until LIMIT :max_batch FOR UPDATE SKIP LOCKED
 
 # Each half walks its own partial index: a table of finished jobs is never read.
 LOCK_STOPPED = text("""
--- The oldest that were cancelled and those with the earliest deadlines: each half is bounded.
-WITH stopped AS (
-    (SELECT id FROM jobs WHERE state = 'queued' AND cancel_requested_at IS NOT NULL
-        ORDER BY id LIMIT :max_batch)
-    UNION
-    (SELECT id FROM jobs WHERE state = 'queued' AND deadline_at <= now()
-        ORDER BY deadline_at LIMIT :max_batch)
+-- The oldest that were cancelled and those with the earliest deadlines: each half is bounded, and
+-- locked rows fill none.
+WITH cancelled AS (
+    SELECT id FROM jobs WHERE state = 'queued' AND cancel_requested_at IS NOT NULL
+    ORDER BY id LIMIT :max_batch FOR UPDATE SKIP LOCKED
+),
+late AS (
+    SELECT id FROM jobs WHERE state = 'queued' AND deadline_at <= now()
+    ORDER BY deadline_at LIMIT :max_batch FOR UPDATE SKIP LOCKED
 )
-SELECT id FROM jobs
-WHERE id = ANY(ARRAY(SELECT id FROM stopped)) AND state = 'queued'
-    AND (cancel_requested_at IS NOT NULL OR deadline_at <= now())
-ORDER BY id FOR UPDATE SKIP LOCKED
+SELECT id FROM cancelled UNION SELECT id FROM late ORDER BY id
 """)
 
 PARTIALS = text("""

@@ -22,6 +22,7 @@ from shardline_server.store import (
     leases,
     outbox,
     preparation,
+    sweeps,
 )
 from shardline_server.store.celery_tasks import CeleryTask
 from shardline_server.store.claims import ClaimedJob
@@ -212,3 +213,18 @@ def test_a_task_of_a_locked_job_expires_later_and_others_at_once(
     with impatient.begin() as connection:
         assert [celery_tasks.expire(connection) for _ in range(2)] == [1, 0]
     assert (set(cell(engine, late)), cell(engine, left)) == ({taken, free}, 0)
+
+
+def test_locked_rows_past_their_deadlines_fill_no_batch_of_a_sweep(
+    engine: Engine, impatient: Engine
+) -> None:
+    taken, free = submit(engine, 2)
+    late = "UPDATE jobs SET deadline_at = now() - make_interval(secs => :late_s) WHERE id = :id"
+    change(engine, late, late_s=9, id=taken)
+    change(engine, late, late_s=1, id=free)
+    with locked(engine, taken), impatient.begin() as connection:
+        swept = sweeps.sweep_stopped_queued(connection, lambda _: "", max_batch=1)
+        assert swept == {free: JobState.EXPIRED}
+    with impatient.begin() as connection:
+        swept = sweeps.sweep_stopped_queued(connection, lambda _: "", max_batch=1)
+    assert swept == {taken: JobState.EXPIRED}
