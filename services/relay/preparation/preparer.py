@@ -10,7 +10,7 @@ from uuid import UUID
 
 import msgspec
 import structlog
-from sqlalchemy.exc import DataError, IntegrityError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
 from services.relay.celery.celery_results import CeleryResults
 from services.relay.loop import POSTGRES_ERRORS, Loop, LoopContext
@@ -28,6 +28,7 @@ from shardline.contract.request_parsing import (
     parse_retry,
 )
 from shardline.store.connection.database import failure_of
+from shardline.store.tenants import tenant_doors
 from shardline_server.store import parents, preparation
 from shardline_server.store.preparation import PreparedJob, UnpreparedJob
 from shardline_server.tokenize import PreparedPrompt, Tokens
@@ -35,6 +36,9 @@ from shardline_server.tokenize import PreparedPrompt, Tokens
 log = structlog.get_logger(__name__)
 
 Converted = TypeVar("Converted")
+
+WAIT_MS = 200
+"""For a row that somebody has locked: everybody's preparation waits with it."""
 
 UNPREPARABLE = Invalid("request", "it cannot be prepared", "Look at the relay's log of this job")
 
@@ -109,6 +113,20 @@ class Preparer(Loop):
             self._mark_together({job_id: UNPREPARABLE.as_dict()})
 
     def _mark_together(self, answers: Mapping[UUID, PreparedJob | dict[str, str]]) -> None:
+        """What is locked once more, as most locks of ours last a moment; else its loan runs
+        out."""
+        if self._mark_once(answers, waits=False) == len(answers):
+            return
+        try:
+            self._mark_once(answers, waits=True)
+        except DBAPIError as error:
+            if not tenant_doors.is_locked_out(error):
+                raise
+
+    def _mark_once(
+        self, answers: Mapping[UUID, PreparedJob | dict[str, str]], *, waits: bool
+    ) -> int:
+        """Returns how many were marked, or ended."""
         ready = [answer for answer in answers.values() if isinstance(answer, PreparedJob)]
         errors = {
             job_id: answer
@@ -116,8 +134,10 @@ class Preparer(Loop):
             if not isinstance(answer, PreparedJob)
         }
         with self._database.begin() as connection:
-            num_prepared = preparation.mark_if_unprepared(connection, ready)
-            refused = preparation.fail_if_unprepared(connection, errors)
+            if waits:
+                tenant_doors.wait_briefly(connection, wait_ms=WAIT_MS)
+            num_prepared = preparation.mark_if_unprepared(connection, ready, waits=waits)
+            refused = preparation.fail_if_unprepared(connection, errors, waits=waits)
         self._metrics.prepared.inc(num_prepared)
         self._metrics.refused.inc(len(refused))
         if ready:
@@ -131,6 +151,7 @@ class Preparer(Loop):
                 {job_id: JobState.FAILED},
                 f"{error['field']}: {error['problem']}. {error['remedy']}",
             )
+        return num_prepared + len(refused)
 
     def _prepare(self, row: UnpreparedJob) -> PreparedJob | dict[str, str]:
         try:

@@ -3,7 +3,8 @@ tokenizer.
 
 A loan locks no row: it is a time in the row, after which any relay may have it. Who marks first is
 right.
-Locks: rows of `jobs` with SKIP LOCKED. What is locked is lent again once its loan is over.
+Locks: rows of `jobs` with SKIP LOCKED, or in order of id for those who say that they wait. What
+stays locked is lent again once its loan is over.
 """
 
 from __future__ import annotations
@@ -68,11 +69,13 @@ FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS ready(
 WHERE jobs.id = ready.id AND state = 'queued' AND num_nulls(prepared_at) = 1
 """)
 
-LOCK_UNPREPARED = text("""
+UNPREPARED = """
 SELECT id FROM jobs
 WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'queued' AND num_nulls(prepared_at) = 1
-FOR UPDATE SKIP LOCKED
-""")
+ORDER BY id FOR UPDATE
+"""
+LOCK_UNPREPARED = text(f"{UNPREPARED} SKIP LOCKED")
+AWAIT_UNPREPARED = text(UNPREPARED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,25 +125,28 @@ def take_unprepared(
     return [UnpreparedJob(**row) for row in connection.execute(TAKE, values).mappings()]
 
 
-def mark_if_unprepared(connection: Connection, rows: Sequence[PreparedJob]) -> int:
+def mark_if_unprepared(
+    connection: Connection, rows: Sequence[PreparedJob], *, waits: bool = False
+) -> int:
     """Mark rows as prepared, so that the outbox sends them. Returns how many were not marked
-    before."""
-    locked = set(_lock(connection, [row.id for row in rows]))
+    before, and not locked unless `waits`."""
+    locked = set(_lock(connection, [row.id for row in rows], waits=waits))
     marked = [row for row in rows if row.id in locked]
     return connection.execute(MARK_UNPREPARED, {"rows": dump(marked)}).rowcount if marked else 0
 
 
 def fail_if_unprepared(
-    connection: Connection, errors: Mapping[UUID, Mapping[str, str]]
+    connection: Connection, errors: Mapping[UUID, Mapping[str, str]], *, waits: bool = False
 ) -> list[UUID]:
     """End rows that can never run as `failed`, with the reason. Returns those that were not marked
-    before."""
+    before, and not locked unless `waits`."""
     ends = [
         End(job_id=job_id, fence=0, state=JobState.FAILED, error=errors[job_id])
-        for job_id in _lock(connection, list(errors))
+        for job_id in _lock(connection, list(errors), waits=waits)
     ]
     return list(end_queued(connection, ends))
 
 
-def _lock(connection: Connection, ids: Sequence[UUID]) -> Sequence[UUID]:
-    return connection.scalars(LOCK_UNPREPARED, {"ids": ids}).all() if ids else ()
+def _lock(connection: Connection, ids: Sequence[UUID], *, waits: bool) -> Sequence[UUID]:
+    lock = AWAIT_UNPREPARED if waits else LOCK_UNPREPARED
+    return connection.scalars(lock, {"ids": ids}).all() if ids else ()

@@ -11,7 +11,7 @@ from uuid import UUID
 
 import pytest
 from prometheus_client import CollectorRegistry
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, event, text
 
 from services.relay.celery.celery_results import CeleryResults
 from services.relay.loop import LoopContext
@@ -24,7 +24,15 @@ from shardline.store.connection.database import connect
 from shardline_server.metrics import RelayMetrics
 from shardline_server.tokenize import PreparedPrompt, Tokens
 from tests.integration.relay.relay_stack import words_tokenizer
-from tests.integration.rows import MODEL, cell, database_with_head, model_row, request, state
+from tests.integration.rows import (
+    MODEL,
+    cell,
+    change,
+    database_with_head,
+    model_row,
+    request,
+    state,
+)
 from tests.polling import until
 
 LONG_PROMPT = "one " * 60_000
@@ -32,8 +40,9 @@ NUM_LONG = 10
 CONTEXT = 131_072
 IDLE_S = 0.5
 """Postgres ends a session that leaves a transaction open for so long."""
+LOCK = text("SELECT FROM jobs WHERE id = :id FOR UPDATE")
 
-Look = Callable[[], None]
+Look = Callable[[], object]
 
 
 @pytest.fixture
@@ -216,3 +225,46 @@ def test_an_unknown_adapter_is_refused_with_those_that_there_are(engine: Engine)
     assert job.error is not None
     assert job.error["problem"] == "no model named 'm:medical' is registered"
     assert job.error["remedy"] == "Use one of: m, m:legal"
+
+
+def waits(engine: Engine, then: Look) -> list[str]:
+    """The statements with which a transaction is told how long to wait for locks; `then` follows
+    each."""
+    seen: list[str] = []
+
+    @event.listens_for(engine, "before_cursor_execute")
+    def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if "lock_timeout" in statement:
+            seen.append(statement)
+            then()
+
+    return seen
+
+
+@pytest.mark.parametrize("prompt", ["one two", "one " * CONTEXT], ids=["marked", "refused"])
+def test_a_row_locked_for_a_moment_is_marked_without_a_second_loan(
+    engine: Engine, while_tokenized: Callable[[Look], None], prompt: str
+) -> None:
+    (taken,) = insert(engine, 1, prompt)
+    insert(engine, 1)
+    with engine.connect() as other:
+        seen = waits(engine, other.rollback)
+        while_tokenized(lambda: other.in_transaction() or other.execute(LOCK, {"id": taken}))
+        preparer(engine).turn()
+    done = "SELECT count(*) FROM jobs WHERE prepared_at IS NOT NULL OR state = 'failed'"
+    assert (cell(engine, done), len(seen)) == (2, 1)
+
+
+def test_a_row_that_stays_locked_is_left_to_its_loan_and_others_are_marked(
+    engine: Engine, while_tokenized: Callable[[Look], None]
+) -> None:
+    taken, free = insert(engine, 2)
+    prepared = "SELECT array_agg(id) FROM jobs WHERE prepared_at IS NOT NULL"
+    seen = waits(engine, lambda: None)
+    with engine.connect() as other:
+        while_tokenized(lambda: other.closed or other.execute(LOCK, {"id": taken}))
+        preparer(engine).turn()
+        assert (cell(engine, prepared), len(seen)) == ([free], 1)
+    change(engine, "UPDATE jobs SET preparing_until = now()")
+    preparer(engine).turn()
+    assert (set(cell(engine, prepared)), len(seen)) == ({free, taken}, 1)

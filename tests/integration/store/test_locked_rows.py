@@ -9,6 +9,7 @@ from uuid import UUID
 
 import pytest
 from sqlalchemy import Engine, text
+from sqlalchemy.exc import OperationalError
 
 from shardline.contract.job import JobState
 from shardline.store import jobs
@@ -161,6 +162,12 @@ def test_what_was_prepared_is_marked_without_a_locked_row(
     with locked(engine, taken), impatient.begin() as connection:
         assert preparation.mark_if_unprepared(connection, ready) == 1
         assert preparation.fail_if_unprepared(connection, {taken: {"code": "invalid"}}) == []
+    with (
+        locked(engine, taken),
+        pytest.raises(OperationalError, match="lock timeout"),
+        impatient.begin() as connection,
+    ):
+        preparation.mark_if_unprepared(connection, ready, waits=True)
     with impatient.begin() as connection:
         assert preparation.mark_if_unprepared(connection, ready) == 1
 

@@ -28,8 +28,9 @@ LIST = text(f"""
 SELECT user_name AS user, tenant_id AS tenant FROM tenant_doors ORDER BY 2, 1 LIMIT {MAX_LISTED}
 """)  # noqa: S608 (a constant of ours)
 TENANTS = text("SELECT DISTINCT tenant_id FROM tenant_doors ORDER BY 1")
-# One second of each request is all that a tenant can hold up the others with.
-WAIT_BRIEFLY = text("SET LOCAL lock_timeout = '1s'")
+WAIT_BRIEFLY = text("SELECT set_config('lock_timeout', :wait_ms, true)")
+WAIT_MS = 1_000
+"""Of each request, that is all that a tenant can hold up the others with."""
 
 
 class BrokerUser(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,10 +66,10 @@ def list_users(connection: Connection) -> list[BrokerUser]:
     return [BrokerUser(**row) for row in connection.execute(LIST).mappings()]
 
 
-def wait_briefly(connection: Connection) -> None:
+def wait_briefly(connection: Connection, *, wait_ms: int = WAIT_MS) -> None:
     """Makes this transaction give up soon where another holds a lock: a tenant with a role of
     Postgres may hold those that its own requests need."""
-    connection.execute(WAIT_BRIEFLY)
+    connection.execute(WAIT_BRIEFLY, {"wait_ms": str(wait_ms)})
 
 
 def is_locked_out(error: BaseException) -> bool:
