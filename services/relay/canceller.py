@@ -72,13 +72,15 @@ class Canceller(Loop):
         return self._times.poll_s
 
     def _cancel(self, batch: Mapping[str, PendingCancel], *, running: bool) -> set[str]:
-        """Returns those with existing jobs. Two transactions: a task's row must not be locked
-        before its job's."""
+        """Returns those with existing jobs that nobody has locked: the others are tried again. Two
+        transactions: a task's row must not be locked before its job's."""
         tasks = {task_id: job_id_of(task_id) for task_id in batch}
         with self._database.begin() as connection:
             tasks |= celery_tasks.revoke(connection, list(batch))
         with self._database.begin() as connection:
-            found = jobs.request_cancel(connection, list(set(tasks.values())), running=running)
+            found = jobs.request_cancel(
+                connection, list(set(tasks.values())), running=running, waits=False
+            )
             known = {task_id for task_id, job_id in tasks.items() if job_id in found}
             celery_tasks.forget_revokes(connection, known)
         self._results.note(found)

@@ -31,13 +31,13 @@ __all__ = [
     "request_cancel",
 ]
 
-CANCEL = text("""
+CANCEL_SQL = """
 -- Those that can still be cancelled, locked in order of id.
 WITH locked AS (
     SELECT id FROM jobs
     WHERE id = ANY(CAST(:ids AS uuid[]))
         AND (state = 'queued' OR (state = 'running' AND :running))
-    ORDER BY id FOR UPDATE
+    ORDER BY id FOR UPDATE {which}
 ),
 -- What never ran ends at once; all else is asked to, and its head or a relay ends it.
 changed AS (
@@ -49,7 +49,9 @@ changed AS (
     RETURNING jobs.id, jobs.state
 )
 SELECT id, state FROM changed
-""")
+"""
+CANCEL = text(CANCEL_SQL.format(which=""))
+CANCEL_FREE = text(CANCEL_SQL.format(which="SKIP LOCKED"))
 
 
 WAITS_FOR = f"""
@@ -77,9 +79,10 @@ def request_cancel(
     *,
     running: bool = True,
     tenant: str | None = None,
+    waits: bool = True,
 ) -> dict[UUID, JobState]:
     """Ask for the end of jobs, of one tenant or of all; returns the state of those that exist,
-    afterwards.
+    afterwards. Unless it `waits`, those that somebody has locked are left alone and out.
 
     A job never claimed is `cancelled` at once. A requeued one, with tokens that become a result, is
     ended by a relay, a running one by its head (left alone if `running` is false).
@@ -92,7 +95,8 @@ def request_cancel(
             )
         )
     wanted = {"ids": list(ids), "running": running}
-    changed = {row.id: JobState(row.state) for row in connection.execute(CANCEL, wanted)}
+    cancel = CANCEL if waits else CANCEL_FREE
+    changed = {row.id: JobState(row.state) for row in connection.execute(cancel, wanted)}
     cancelled = [job_id for job_id, state in changed.items() if state is JobState.CANCELLED]
     if cancelled:
         ring_ids(connection, DONE_CHANNEL, cancelled)
@@ -100,7 +104,10 @@ def request_cancel(
         ring(connection, JOBS_CHANNEL)
     others = [job_id for job_id in ids if job_id not in changed]
     known = states(connection, others) if others else {}
-    return changed | {job_id: JobState(state) for job_id, state in known.items()}
+    changes = {JobState.QUEUED, JobState.RUNNING} if running else {JobState.QUEUED}
+    return changed | {
+        job_id: JobState(state) for job_id, state in known.items() if waits or state not in changes
+    }
 
 
 def ended(connection: Connection, ids: Collection[UUID]) -> set[UUID]:

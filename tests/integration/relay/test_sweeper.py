@@ -8,7 +8,7 @@ from uuid import UUID
 
 import pytest
 from prometheus_client import CollectorRegistry
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError
 
 from services.relay import sweeper as sweeper_module
@@ -20,6 +20,7 @@ from services.relay.sweeper import Sweeper
 from shardline.base.config import Times
 from shardline.contract.job import JobState
 from shardline.store import fleets, jobs, models
+from shardline.store.connection.database import connect
 from shardline.store.fleets import WorkerOffer
 from shardline.store.statistics.demand import oldest_queued
 from shardline_server.metrics import RelayMetrics
@@ -287,13 +288,17 @@ def test_a_job_waits_from_when_it_may_run(engine: Engine) -> None:
     assert 70 <= waited_s() < 120
 
 
+def canceller_of(engine: Engine, times: Times = TIMES) -> Canceller:
+    """A relay's."""
+    metrics = RelayMetrics(CollectorRegistry())
+    context = LoopContext(database=engine, times=times, metrics=metrics)
+    return Canceller(context, results=CeleryResults(context, backend_app=None))
+
+
 def test_many_revokes_are_cancelled_in_one_batch_per_transaction(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    metrics = RelayMetrics(CollectorRegistry())
-    context = LoopContext(database=engine, times=TIMES, metrics=metrics)
-    results = CeleryResults(context, backend_app=None)
-    canceller = Canceller(context, results=results)
+    canceller = canceller_of(engine)
     sizes = []
     cancel = jobs.request_cancel
 
@@ -308,3 +313,22 @@ def test_many_revokes_are_cancelled_in_one_batch_per_transaction(
 
     assert sizes == [MAX_BATCH, MAX_BATCH, 1]
     assert cell(engine, "SELECT count(*) FROM jobs WHERE state = 'cancelled'") == 2 * MAX_BATCH + 1
+
+
+@pytest.mark.parametrize("runs", [False, True], ids=["queued", "running"])
+def test_a_revoke_of_a_locked_row_is_tried_again_and_others_apply_at_once(
+    engine: Engine, runs: bool
+) -> None:
+    url = engine.url.render_as_string(hide_password=False)
+    impatient = connect(url, lock_timeout_s=0.001)
+    canceller = canceller_of(impatient, Times())
+    taken, free = [running(engine).job_id for _ in range(2)] if runs else submit(engine, 2)
+    asked = "SELECT array_agg(id) FROM jobs WHERE cancel_requested_at IS NOT NULL"
+    with engine.connect() as tenant:
+        tenant.execute(text("SELECT FROM jobs WHERE id = :id FOR UPDATE"), {"id": taken})
+        canceller.cancel([str(taken), str(free)], running=runs)
+        canceller.turn()
+        assert cell(engine, asked) == [free]
+    canceller.turn()
+    impatient.dispose()
+    assert set(cell(engine, asked)) == {taken, free}
