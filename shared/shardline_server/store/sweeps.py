@@ -77,12 +77,12 @@ ORDER BY lease_until LIMIT :max_batch FOR UPDATE SKIP LOCKED
 
 # Each half walks its own partial index: a table of finished jobs is never read.
 LOCK_STOPPED = text("""
--- The oldest that were cancelled and those with the earliest deadlines: each half is bounded, and
--- locked rows fill none.
+-- The oldest that were cancelled; locked rows do not count.
 WITH cancelled AS (
     SELECT id FROM jobs WHERE state = 'queued' AND cancel_requested_at IS NOT NULL
     ORDER BY id LIMIT :max_batch FOR UPDATE SKIP LOCKED
 ),
+-- Those with the earliest deadlines, likewise.
 late AS (
     SELECT id FROM jobs WHERE state = 'queued' AND deadline_at <= now()
     ORDER BY deadline_at LIMIT :max_batch FOR UPDATE SKIP LOCKED
