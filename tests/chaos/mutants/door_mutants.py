@@ -81,7 +81,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         tests=(
             "tests/integration/store/test_celery_tasks.py"
-            "::test_a_job_that_ends_while_its_task_is_stored_leaves_the_task_due",
+            "::test_a_job_that_ends_after_its_task_is_stored_leaves_the_task_due",
         ),
     ),
     Mutant(

@@ -322,8 +322,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(
                 file=CRASHES,
                 within="requeue_or_fail",
-                old="elif row.has_progress:",
-                new="elif row.has_progress is None:",
+                old="if row.has_progress:",
+                new="if row.has_progress is None:",
             ),
         ),
         tests=(
@@ -351,7 +351,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         patches=(
             Patch(
                 file=CLAIMS,
-                within="LOCK_CLAIMABLE",
+                within="CLAIMABLE",
                 old="AND jobs.model = pipelines.model AND pipelines.epoch = :epoch",
                 new="AND jobs.model = pipelines.model AND pipelines.epoch >= :epoch",
             ),
@@ -363,7 +363,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         patches=(
             Patch(
                 file=CLAIMS,
-                within="LOCK_CLAIMABLE",
+                within="CLAIMABLE",
                 old="AND {KNOWN_TOKENS} <= pipelines.kv_tokens",
                 new="AND {KNOWN_TOKENS} > 0",
             ),
@@ -379,7 +379,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         name="exact rows: a claim of what asks for them without having them",
         patches=(
-            Patch(file=CLAIMS, within="LOCK_CLAIMABLE", old="AND NOT {LACKS_EXACT_ROWS}", new=""),
+            Patch(file=CLAIMS, within="CLAIMABLE", old="AND NOT {LACKS_EXACT_ROWS}", new=""),
             Patch(
                 file=STATEMENTS,
                 within="_is_claimable",

@@ -33,7 +33,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         patches=(
             Patch(
                 file="shared/shardline_server/store/claims.py",
-                within="LOCK_CLAIMABLE",
+                within="CLAIMABLE",
                 old="AND jobs.paused_by IS NULL AND {PAUSED_BY} IS NULL",
                 new="",
             ),
