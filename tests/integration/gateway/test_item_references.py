@@ -76,7 +76,7 @@ def reads() -> Iterator[list[str]]:
         event.remove(Engine, "before_cursor_execute", note)
 
 
-async def with_calls(http: httpx.AsyncClient, head: TinyHead, said: str = SAID) -> dict[str, Any]:
+async def with_calls(http: httpx.AsyncClient, head: TinyHead) -> dict[str, Any]:
     """A response that thinks, speaks and calls twice."""
     asked = {**ASKED, "tools": [ADD], "background": True}
     response_id = (await http.post(RESPONSES, json=asked)).json()["id"]

@@ -9,8 +9,9 @@ import pytest
 from sqlalchemy import Engine as Database
 
 from services.stage.engine.executor import Executor
+from shardline.base.config import Times
 from tests.integration.rows import database_with_head
-from tests.integration.stage.jobs.lone_head import tiny_executor
+from tests.integration.stage.jobs.lone_head import TIMES, LoneHead, open_lone_head, tiny_executor
 
 
 @pytest.fixture(scope="module")
@@ -25,3 +26,18 @@ def database(database_url: str) -> Iterator[Database]:
     """It has a pipeline that is ready."""
     with database_with_head(database_url) as engine:
         yield engine
+
+
+@pytest.fixture
+def times() -> Times:
+    """The protocol's, shorter; tests override it."""
+    return TIMES
+
+
+@pytest.fixture
+def head(
+    database: Database, executor: Executor, redis_url: str, times: Times
+) -> Iterator[LoneHead]:
+    """Ready to take jobs."""
+    with open_lone_head(database, executor, redis_url, times) as head:
+        yield head

@@ -4,14 +4,12 @@ a test reads."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any, cast
 from uuid import UUID
 
 import pytest
 import redis
 from celery.exceptions import Ignore, Terminated
-from sqlalchemy import Engine as Database
 from sqlalchemy import text
 from structlog.testing import capture_logs
 
@@ -43,21 +41,6 @@ from tests.polling import until
 from tests.simulation.pipeline import Numbers
 from tests.simulation.pipeline import config as scheduler_config
 from tests.simulation.pipeline import request as engine_request
-
-
-@pytest.fixture
-def times() -> Times:
-    """The protocol's; tests override it."""
-    return TIMES
-
-
-@pytest.fixture
-def head(
-    database: Database, executor: Executor, redis_url: str, times: Times
-) -> Iterator[LoneHead]:
-    """Ready to take jobs."""
-    with open_lone_head(database, executor, redis_url, times) as head:
-        yield head
 
 
 def num_entries(client: redis.Redis, job_id: UUID) -> int:

@@ -12,37 +12,19 @@ from celery.exceptions import Ignore, Terminated
 from sqlalchemy import Engine as Database
 from sqlalchemy import text
 
-from services.stage.engine.executor import Executor
 from shardline.base.config import Times
 from shardline.contract.job import JobState
 from shardline_server.store import sweeps
 from tests.integration.rows import cell, state
 from tests.integration.stage.jobs.lone_head import (
     LONG,
-    TIMES,
     LoneHead,
-    open_lone_head,
     saved_tokens,
     submit,
 )
 from tests.polling import until
 
 IS_LATE = "SELECT lease_until < now() FROM jobs WHERE id = :id"
-
-
-@pytest.fixture
-def times() -> Times:
-    """The protocol's, shorter."""
-    return TIMES
-
-
-@pytest.fixture
-def head(
-    database: Database, executor: Executor, redis_url: str, times: Times
-) -> Iterator[LoneHead]:
-    """Ready to take jobs."""
-    with open_lone_head(database, executor, redis_url, times) as head:
-        yield head
 
 
 @contextmanager

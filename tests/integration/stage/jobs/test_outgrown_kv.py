@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 from celery.exceptions import Ignore
-from sqlalchemy import Engine as Database
 
-from services.stage.engine.executor import Executor
 from shardline.contract.job import JobState
 from tests.integration.rows import cell, change, state
 from tests.integration.stage.jobs.lone_head import (
     LONG,
-    TIMES,
     LoneHead,
-    open_lone_head,
     saved_tokens,
     submit,
 )
 from tests.polling import until
-
-
-@pytest.fixture
-def head(database: Database, executor: Executor, redis_url: str) -> Iterator[LoneHead]:
-    """Ready to take jobs."""
-    with open_lone_head(database, executor, redis_url, TIMES) as head:
-        yield head
 
 
 def test_a_job_that_outgrows_the_kv_ends_with_the_same_tokens(head: LoneHead) -> None:
