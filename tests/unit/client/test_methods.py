@@ -67,6 +67,7 @@ def test_the_gateways_client_adds_what_only_a_door_needs() -> None:
         "list_stored",
         "pipelines",
         "reader",
+        "referenced",
         "response",
         "until_ended",
         "usage",
