@@ -9,7 +9,7 @@ from uuid import UUID
 
 from sqlalchemy.sql import Executable
 
-from shardline.contract.job import JobState
+from shardline.contract.job import DEFAULT_TENANT, JobState
 from shardline.contract.tables import JOBS_CHANNEL
 from shardline.store import jobs
 from shardline.store.connection import notify
@@ -28,14 +28,20 @@ def take_turn(_tables: Tables) -> Rows:
     return [{"is_ours": True, "has_rivals": False, "is_paused": False, "is_held": False}]
 
 
-def stamp(tables: Tables, *, resend_s: float) -> Rows:
+def stamp(
+    tables: Tables, *, resend_s: float, locked_ids: Collection[UUID], passed_over: Collection[str]
+) -> Rows:
     """Those that are due for the first time within their window, or again."""
     now_s = tables.now_s
     queued = sorted(
-        (job for job in tables.jobs.values() if job.state is JobState.QUEUED),
+        (
+            job
+            for job in tables.jobs.values()
+            if job.state is JobState.QUEUED and job.id not in locked_ids
+        ),
         key=lambda job: job.order,
     )
-    due = _within_window(tables, queued)
+    due = [] if passed_over else _within_window(tables, queued)
     turns = {job.id: turn for turn, job in enumerate(due, 1)}
     lost = [
         job
@@ -43,22 +49,21 @@ def stamp(tables: Tables, *, resend_s: float) -> Rows:
         if job.sent_s is not None
         and job.sent_s <= now_s - resend_s * 2 ** min(max(job.num_sends - 1, 0), MAX_DOUBLINGS)
     ]
-    stamped = sorted(
-        (job for job in due + lost if job.cancel_s is None and job.id not in tables.locked),
-        key=lambda job: (job.priority, turns.get(job.id, 0), job.order),
-    )
+    looked = sorted(due + lost, key=lambda job: (job.priority, turns.get(job.id, 0), job.order))
+    stamped = [job for job in looked if job.cancel_s is None and job.id not in tables.locked]
     for job in stamped:
         job.sent_s = now_s
         job.num_sends = job.num_sends + 1
     return [
         {
             "id": job.id,
+            "tenant_id": DEFAULT_TENANT if job.id in turns else None,
             "model": job.model,
             "priority": job.priority,
-            "num_sends": job.num_sends,
+            "num_sends": job.num_sends if job in stamped else None,
             "traceparent": None,
         }
-        for job in stamped
+        for job in looked
     ]
 
 

@@ -6,19 +6,24 @@ Locks: the advisory lock of a turn, then rows of `jobs` with SKIP LOCKED.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, Row, text
 
 from shardline.store.schedules.pauses import PAUSED_BY
 from shardline_server.store.fair_shares import balance
 from shardline_server.store.turns import RelayTurn, take_turn
-from shardline_server.store.windows import IS_NEXT, MAX_BATCH, PARTIES
+from shardline_server.store.windows import IS_NEXT, MAX_BATCH, PARTIES, LockedRows
 
 MAX_DOUBLINGS = 4
 """A message is sent again after 1, 2, 4, 8, then always 16 times `resend_s`."""
+
+MAX_LOOKS = 4
+"""In a turn that finds rows locked. The first finds some, the second whether their tenants have
+more of them, the third goes without these tenants; the last is for tenants behind them."""
 
 # The inner LIMIT is a literal, so that the planner walks the index in order instead of sorting the
 # backlog.
@@ -66,21 +71,26 @@ numbered AS (
 ),
 -- Those that fit into their window, urgent ones first.
 due AS MATERIALIZED (
-    SELECT id, row_number() OVER (ORDER BY priority, number, created_at, id) AS turn
+    SELECT id, tenant_id,
+        row_number() OVER (ORDER BY priority, number, created_at, id) AS turn
     FROM numbered WHERE number <= num_free
     ORDER BY turn LIMIT {MAX_BATCH}
 ),
 -- Sent long ago and claimed by nobody, so the message may be lost: each time the wait doubles.
 unclaimed AS (
     SELECT id FROM jobs
-    WHERE state = 'queued' AND sent_at <= now()
+    WHERE state = 'queued' AND id <> ALL(CAST(:locked_ids AS uuid[])) AND sent_at <= now()
         - make_interval(secs => :resend_s * 2 ^ least(greatest(num_sends - 1, 0), {MAX_DOUBLINGS}))
     ORDER BY sent_at LIMIT {MAX_BATCH}
 ),
--- Both, locked in order of id; what somebody else has locked has its turn the next time.
+-- Both.
+looked AS (
+    SELECT id, tenant_id, turn FROM due UNION ALL SELECT id, NULL, NULL FROM unclaimed
+),
+-- Locked in order of id; what somebody else has locked has its turn the next time.
 locked AS (
     SELECT id FROM jobs
-    WHERE id = ANY(ARRAY(SELECT id FROM due UNION ALL SELECT id FROM unclaimed))
+    WHERE id = ANY(ARRAY(SELECT id FROM looked))
         AND state = 'queued' AND cancel_requested_at IS NULL AND {PAUSED_BY} IS NULL
     ORDER BY id FOR UPDATE SKIP LOCKED
 ),
@@ -90,9 +100,10 @@ stamped AS (
     FROM locked WHERE jobs.id = locked.id AND state = 'queued'
     RETURNING jobs.id, model, priority, num_sends, traceparent, created_at
 )
-SELECT stamped.id, model, priority, num_sends, traceparent
-FROM stamped LEFT JOIN due ON due.id = stamped.id
-ORDER BY priority, coalesce(turn, 0), created_at, stamped.id
+-- `num_sends` is NULL for those that were not stamped, `tenant_id` for those sent before.
+SELECT looked.id, tenant_id, model, priority, num_sends, traceparent
+FROM looked LEFT JOIN stamped ON stamped.id = looked.id
+ORDER BY priority, coalesce(turn, 0), created_at, looked.id
 """)  # noqa: S608 (constants of ours)
 
 UNSTAMP = text("""
@@ -131,23 +142,42 @@ def stamp_due(
     connection: Connection, turn: RelayTurn | None = None, *, resend_s: float
 ) -> list[Send]:
     """Take the jobs that are due: new ones while the window of their model and priority has room,
-    and those sent long ago and never claimed. Empty also while another relay is stamping. `turn`:
-    the one that this transaction has taken already."""
+    and those sent long ago and never claimed. Where rows are locked others go instead of them.
+    Empty also while another relay is stamping. `turn`: the one that this transaction has taken
+    already."""
     turn = turn or take_turn(connection)
     if not turn.is_ours:
         return []
     if turn.has_rivals:
         balance(connection)
-    return [
-        Send(
-            job_id=row.id,
-            model=row.model,
-            priority=row.priority,
-            num_sends=row.num_sends,
-            traceparent=row.traceparent,
-        )
-        for row in connection.execute(STAMP, {"resend_s": resend_s})
-    ]
+    sends: list[Send] = []
+    locked = LockedRows()
+    for _ in range(MAX_LOOKS):
+        looked = connection.execute(STAMP, {"resend_s": resend_s, **locked.parameters()}).all()
+        sends += [_send(row) for row in looked if row.num_sends is not None]
+        if not _add(locked, looked):
+            break
+    return sends
+
+
+def _send(row: Row[Any]) -> Send:
+    return Send(
+        job_id=row.id,
+        model=row.model,
+        priority=row.priority,
+        num_sends=row.num_sends,
+        traceparent=row.traceparent,
+    )
+
+
+def _add(locked: LockedRows, looked: Sequence[Row[Any]]) -> bool:
+    """Whether rows were locked in this look. A tenant whose queued ones were so in an earlier look
+    too is passed over from now on."""
+    rows = [row for row in looked if row.num_sends is None]
+    if locked.ids:
+        locked.tenants |= {row.tenant_id for row in rows if row.tenant_id is not None}
+    locked.ids |= {row.id for row in rows}
+    return bool(rows)
 
 
 def unstamp(connection: Connection, ids: Collection[UUID]) -> None:

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, text
 
 from shardline.store.schedules.pauses import PAUSED_BY
 from shardline_server.store.turns import RelayTurn, take_turn
-from shardline_server.store.windows import IS_NEXT, MAX_BATCH, PARTIES
+from shardline_server.store.windows import IS_NEXT, MAX_BATCH, PARTIES, LockedRows
 
 MAX_RELEASED = 1_000
 """Jobs that one turn puts back."""
@@ -69,5 +69,7 @@ def settle(connection: Connection, turn: RelayTurn | None = None) -> int:
     the one that this transaction has taken already."""
     turn = turn or take_turn(connection)
     num_released = connection.execute(RELEASE).rowcount if turn.is_held else 0
-    num_halted = connection.execute(SET_ASIDE).rowcount if turn.is_paused else 0
+    num_halted = 0
+    if turn.is_paused:
+        num_halted = connection.execute(SET_ASIDE, LockedRows().parameters()).rowcount
     return num_released + num_halted

@@ -3,6 +3,9 @@ them. Parts of statements; asks nothing."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from uuid import UUID
+
 from shardline.store.waiting_lines import LINES, MAX_LINES
 
 WINDOW_MIN = 64
@@ -26,6 +29,7 @@ windows AS MATERIALIZED (
             SELECT count(*) FROM jobs
             WHERE state = 'queued' AND sent_at IS NOT NULL
                 AND model = models.name AND priority = priorities.priority
+                AND id <> ALL(CAST(:locked_ids AS uuid[]))
         ) AS num_free
     FROM models CROSS JOIN generate_series(0, 9) AS priorities(priority)
     LEFT JOIN seats ON seats.model = models.name
@@ -44,14 +48,32 @@ parties AS MATERIALIZED (
         LEFT JOIN tenant_shares
             ON tenant_shares.model = windows.model AND tenant_shares.tenant_id = line.tenant_id
         WHERE windows.num_free > 0
+            AND line.tenant_id <> ALL(CAST(:passed_over AS text[]))
         WINDOW places AS (PARTITION BY windows.model, windows.priority)
     ) AS placed WHERE place <= {MAX_PARTIES}
 )"""  # noqa: S608 (constants of ours)
-"""After WITH RECURSIVE: `parties`, and `windows` before it."""
+"""After WITH RECURSIVE: `parties`, and `windows` before it. Takes what `LockedRows` gives."""
 
 IS_NEXT = """state = 'queued' AND sent_at IS NULL AND prepared_at IS NOT NULL
             AND paused_by IS NULL
             AND jobs.model = parties.model AND jobs.priority = parties.priority
             AND jobs.tenant_id = parties.tenant_id
-            AND not_before <= now() AND cancel_requested_at IS NULL"""
-"""A row of `jobs` may be sent for a party, in the order of jobs_to_send."""
+            AND not_before <= now() AND cancel_requested_at IS NULL
+            AND jobs.id <> ALL(CAST(:locked_ids AS uuid[]))"""
+"""A row of `jobs` may be sent for a party, in the order of jobs_to_send. Takes what
+`LockedRows` gives."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LockedRows:
+    """What a turn found locked by open transactions: these rows take no place in a window, and a
+    tenant with more of them than one look finds is passed over."""
+
+    ids: set[UUID] = field(default_factory=set)
+    """Rows of `jobs`, sent or not."""
+    tenants: set[str] = field(default_factory=set)
+    """Those with more of them."""
+
+    def parameters(self) -> dict[str, list[UUID] | list[str]]:
+        """Of a statement with `PARTIES`."""
+        return {"locked_ids": [*self.ids], "passed_over": [*self.tenants]}

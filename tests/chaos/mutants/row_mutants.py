@@ -177,14 +177,14 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             Patch(
                 file=OUTBOX,
                 within="STAMP",
-                old="SELECT id FROM due UNION ALL SELECT id FROM unclaimed",
-                new="SELECT id FROM due",
+                old=" UNION ALL SELECT id, NULL, NULL FROM unclaimed",
+                new="",
             ),
             Patch(
                 file=RELAY_STATEMENTS,
                 within="stamp",
-                old="for job in due + lost if",
-                new="for job in due if",
+                old="due + lost, key=",
+                new="due, key=",
             ),
         ),
         tests=(

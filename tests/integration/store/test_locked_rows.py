@@ -29,6 +29,7 @@ from shardline_server.store.celery_tasks import CeleryTask
 from shardline_server.store.claims import ClaimedJob
 from shardline_server.store.leases import Beat
 from shardline_server.store.preparation import PreparedJob
+from shardline_server.store.windows import WINDOW_MIN
 from tests.integration.rows import (
     HEAD,
     LONG_S,
@@ -44,7 +45,7 @@ from tests.integration.rows import (
     success,
 )
 
-CANCEL = text("UPDATE jobs SET cancel_requested_at = now() WHERE id = :id")
+CANCEL = text("UPDATE jobs SET cancel_requested_at = now() WHERE id = ANY(:ids)")
 
 
 @pytest.fixture
@@ -62,10 +63,10 @@ def impatient(database_url: str) -> Iterator[Engine]:
 
 
 @contextmanager
-def locked(engine: Engine, job_id: UUID) -> Iterator[None]:
-    """An open transaction has asked for a cancel, and takes it back at last."""
+def locked(engine: Engine, *ids: UUID) -> Iterator[None]:
+    """An open transaction has asked for cancels, and takes them back at last."""
     with engine.connect() as tenant:
-        tenant.execute(CANCEL, {"id": job_id})
+        tenant.execute(CANCEL, {"ids": list(ids)})
         yield
 
 
@@ -235,3 +236,46 @@ def test_locked_rows_past_their_deadlines_fill_no_batch_of_a_sweep(
     with impatient.begin() as connection:
         swept = sweeps.sweep_stopped_queued(connection, lambda _: "", max_batch=1)
     assert swept == {taken: JobState.EXPIRED}
+
+
+@pytest.fixture
+def rival(engine: Engine) -> str:
+    """Another tenant than the default one."""
+    change(engine, "INSERT INTO tenants (id) VALUES ('rival')")
+    return "rival"
+
+
+def sent(engine: Engine, resend_s: float = LONG_S) -> list[UUID]:
+    """In one turn of a relay."""
+    with engine.begin() as connection:
+        return [send.job_id for send in outbox.stamp_due(connection, resend_s=resend_s)]
+
+
+def test_some_locked_rows_take_no_place_in_a_window(engine: Engine, impatient: Engine) -> None:
+    ids = submit(engine, WINDOW_MIN + 8)
+    with locked(engine, *ids[:8]):
+        assert set(sent(impatient)) == set(ids[8:])
+        assert sent(impatient) == []
+
+
+def test_a_tenant_with_windows_of_locked_rows_keeps_no_other_from_being_sent(
+    engine: Engine, impatient: Engine, rival: str
+) -> None:
+    taken, other = submit(engine, 3 * WINDOW_MIN), submit(engine, WINDOW_MIN - 1, tenant=rival)
+    with locked(engine, *taken):
+        assert set(sent(impatient)) == set(other)
+        assert sent(impatient) == []
+    assert sent(impatient) == taken[:1]
+
+
+def test_rows_locked_once_they_were_sent_take_no_place_in_a_window(
+    engine: Engine, impatient: Engine, rival: str
+) -> None:
+    taken = submit(engine, WINDOW_MIN)
+    assert sent(engine) == taken
+    other = submit(engine, tenant=rival)
+    change(engine, "UPDATE jobs SET sent_at = now() - interval '1 minute' WHERE sent_at < now()")
+    with locked(engine, *taken):
+        assert sent(impatient, resend_s=100.0) == [], "they may be claimed soon"
+        assert sent(impatient, resend_s=10.0) == other
+    assert set(sent(impatient, resend_s=10.0)) == set(taken)

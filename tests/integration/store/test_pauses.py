@@ -20,6 +20,7 @@ from shardline.store.statistics import demand
 from shardline.store.statistics.overview import overview
 from shardline.store.statistics.server_state import unsent_models
 from shardline_server.store import outbox, paused_jobs, sweeps
+from shardline_server.store.windows import LockedRows
 from tests.integration.rows import (
     LONG_S,
     MODEL,
@@ -212,8 +213,8 @@ def test_thousands_of_paused_jobs_cost_the_others_nothing(
         change(engine, "ANALYZE jobs")
     for statement, values in (
         (paused_jobs.RELEASE, {}),
-        (paused_jobs.SET_ASIDE, {}),
-        (outbox.STAMP, {"resend_s": LONG_S}),
+        (paused_jobs.SET_ASIDE, LockedRows().parameters()),
+        (outbox.STAMP, {"resend_s": LONG_S, **LockedRows().parameters()}),
     ):
         assert num_read(engine, statement.text, values) < MOST_READ
     assert turn(engine) == ids
