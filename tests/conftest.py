@@ -46,6 +46,9 @@ LARGE_BYTES = 1 << 30
 if "SHARDLINE_TEST_DEVICE" not in os.environ:
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Tests that compute beside a stack are no services: its stages do not stand back behind them.
+os.environ.setdefault("SHARDLINE_NICE", "0")
+
 # The same examples in every run, and none of them timed: what a change did not touch cannot fail
 # it. `pytest --hypothesis-profile=explore` draws new ones, and more.
 settings.register_profile(

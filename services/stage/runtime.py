@@ -226,6 +226,7 @@ def place(settings: StageSettings) -> PlacedStage:
         shared=settings.device_shared,
         num_cores=settings.stage_cores,
         num_ranks=settings.tp,
+        nice=settings.nice,
     )
     if settings.is_planned and not settings.worker_name:
         device_name = device.name.replace(":", "-").replace(",", "+")

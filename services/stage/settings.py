@@ -104,6 +104,12 @@ class StageSettings(ProfiledSettings):
         "default: measured, else from a table",
     )
     device_shared: bool = Field(False, description="let stages share cores; slower")
+    nice: int = Field(
+        10,
+        ge=0,
+        le=19,
+        description="nice value of compute threads on cores: others wait less",
+    )
     dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] = Field(
         "float32",
         description="of weights, activations and KV: float32, bfloat16, float16 (GPU), "

@@ -17,6 +17,7 @@ from services.stage.device.locks import holder
 from services.stage.ranks.processes import OtherRanks, start_ranks
 from shardline.base.errors import Invalid
 from shardline_server.host.cores import FIELD, show_cores
+from shardline_server.host.threads import stand_back
 
 AUTO = "auto"
 CORES = "cpu"
@@ -35,15 +36,18 @@ def acquire(
     shared: bool = False,
     num_cores: int | None = None,
     num_ranks: int = 1,
+    nice: int = 0,
 ) -> Device:
     """Locks the device; pins this process to it if it is a set of cores, of which a kind alone
-    takes `num_cores`, and which `num_ranks` ranks divide; an accelerator takes no notice of these.
+    takes `num_cores`, which `num_ranks` ranks divide, and where compute threads have the nice value
+    `nice`; an accelerator takes no notice of these.
 
     Raises Invalid for a name that is not a device here, and, naming the holder, if another worker
     holds it.
     """
     device = _lock(name, worker, lock_folder, shared=shared, num_cores=num_cores)
     if isinstance(device, cpu.Cpu):
+        device.nice = nice
         device.ranks = _occupy(device, num_ranks)
     return device
 
@@ -76,7 +80,10 @@ def _occupy(device: cpu.Cpu, num_ranks: int) -> OtherRanks | None:
         raise Invalid("SHARDLINE_TP", problem, "Give it more, or lower it")
     mine, *others = cpu.parts(device.cores, num_ranks)
     cpu.pin(mine)
-    return start_ranks(others) if others else None
+    ranks = start_ranks(others) if others else None
+    for pid in ranks.pids if ranks else ():
+        stand_back(device.nice, thread=pid)
+    return ranks
 
 
 def _free_accelerator(kind: str, worker: str, lock_folder: Path, *, shared: bool) -> Device | None:

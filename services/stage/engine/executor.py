@@ -186,8 +186,10 @@ class Executor:
         return self._adapters.num_loaded
 
     def enter_thread(self) -> None:
-        """Makes the stage's device that of the calling thread, which is to run steps."""
+        """Makes the stage's device that of the calling thread, which is to run steps and nothing
+        else."""
         self._device.enter_thread()
+        self._device.stand_back()
 
     def staging(self, num_buffers: int) -> Staging | None:
         """Returns buffers for the activations of `num_buffers` steps in flight; None if copies

@@ -32,6 +32,12 @@ def spin_environment(environment: Mapping[str, str], *, are_cores_shared: bool) 
     return {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
 
 
+def stand_back(nice: int, *, thread: int = 0) -> None:
+    """Gives a thread, by default the calling one, and those that it starts later at least this nice
+    value; only root can take it back."""
+    os.setpriority(os.PRIO_PROCESS, thread, max(nice, os.getpriority(os.PRIO_PROCESS, thread)))
+
+
 HUNG_STATUS = 70
 """Exit status of a process that was asked to exit or lost a thread; the supervisor restarts it."""
 

@@ -19,12 +19,13 @@ from tests.ranks import other_ranks
 from tests.stack import Stack
 
 NUM_NEW = 128
+NICE = 1
 PARAMS: dict[str, Any] = {"max_tokens": NUM_NEW, "temperature": 0.8, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    settings = {"DEVICES": "cpu:0-1 cpu:0-1", "TP": "2", "TIME_SCALE": "0.5"}
+    settings = {"DEVICES": "cpu:0-1 cpu:0-1", "TP": "2", "TIME_SCALE": "0.5", "NICE": str(NICE)}
     stack = Stack(
         tmp_path_factory.mktemp("stack"),
         **{f"SHARDLINE_{name}": value for name, value in settings.items()},
@@ -81,6 +82,20 @@ def test_ranks_are_forks_of_their_stage_and_hold_none_of_its_locks(stack: Stack)
     assert [file.path for file in stage.open_files() if file.path.endswith(".lock")] != []
     assert [file.path for file in rank.open_files() if file.path.endswith(".lock")] == []
     assert rank.net_connections() == []
+
+
+def test_threads_that_compute_stand_back_and_others_do_not(stack: Stack, client: Client) -> None:
+    client.wait(submit(client), 120)
+    stage = psutil.Process(stack.look()["processes"]["stage-0"])
+    (rank,) = other_ranks(stage)
+    engine, *others = sorted((nice(thread.id) for thread in stage.threads()), reverse=True)
+    assert (engine, nice(rank.pid)) == (NICE, NICE)
+    assert set(others) == {0}
+
+
+def nice(thread: int) -> int:
+    """Its nice value."""
+    return os.getpriority(os.PRIO_PROCESS, thread)
 
 
 @pytest.mark.parametrize("place", [0, 1])
