@@ -55,11 +55,13 @@ class NotReady(Exception):
 
 
 def check(criteria: ReadinessCriteria) -> None:
-    """Check once, at last with a completion through every stage. Raises NotReady."""
+    """Check once, at last with a completion through every stage, whatever proxies the environment
+    names. Raises NotReady."""
     try:
         _check_pipelines(criteria)
         key = bearer(criteria.addresses.api_key)
-        with httpx.Client(base_url=criteria.addresses.gateway, headers=key, timeout=5.0) as gateway:
+        address = criteria.addresses.gateway
+        with httpx.Client(base_url=address, headers=key, timeout=5.0, trust_env=False) as gateway:
             if gateway.get("/ready").status_code != httpx.codes.OK:
                 raise NotReady("the gateway is not ready")
             _check_flower(criteria)
@@ -78,7 +80,8 @@ def _check_pipelines(criteria: ReadinessCriteria) -> None:
 
 
 def _check_flower(criteria: ReadinessCriteria) -> None:
-    answer = httpx.get(f"{criteria.addresses.flower_with_credentials}/api/workers", timeout=5.0)
+    url = f"{criteria.addresses.flower_with_credentials}/api/workers"
+    answer = httpx.get(url, timeout=5.0, trust_env=False)
     if answer.status_code != httpx.codes.OK:
         raise NotReady("Flower is not ready")
 

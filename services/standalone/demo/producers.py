@@ -87,7 +87,10 @@ def by_sql(producer: Producer, requests: Sequence[JobRequest]) -> None:
 def by_http(producer: Producer, requests: Sequence[JobRequest]) -> None:
     """Submit over HTTP: accepted when the answer has arrived."""
     with httpx.Client(
-        base_url=producer.urls["gateway"], headers=bearer(producer.api_key), timeout=30.0
+        base_url=producer.urls["gateway"],
+        headers=bearer(producer.api_key),
+        timeout=30.0,
+        trust_env=False,
     ) as client:
         for request in requests:
             client.post("/v1/jobs", json=_document(request)).raise_for_status()

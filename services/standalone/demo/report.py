@@ -76,7 +76,10 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
 def num_in_flower(flower: str, ids: Sequence[UUID]) -> int:
     """How many of these ids Flower's API knows as succeeded tasks."""
     answer = httpx.get(
-        f"{flower}/api/tasks", params={"limit": FLOWER_TASKS, "state": "SUCCESS"}, timeout=30.0
+        f"{flower}/api/tasks",
+        params={"limit": FLOWER_TASKS, "state": "SUCCESS"},
+        timeout=30.0,
+        trust_env=False,
     )
     answer.raise_for_status()
     return len({str(each) for each in ids} & set(answer.json()))

@@ -11,6 +11,7 @@ import httpx
 
 from shardline.base.errors import Conflict, Invalid, NotFound, Unavailable
 from shardline.cli.batches.batch_door import BatchState, key_of, problem_of
+from shardline.cli.http_client import http_client
 from shardline.contract.batches.batch import PURPOSE
 
 TIMEOUT_S = 60.0
@@ -29,8 +30,11 @@ class HttpDoor:
     def at(cls, url: str, key: str) -> Iterator[HttpDoor]:
         """The door of a gateway; `url` ends in /v1."""
         headers = {"Authorization": f"Bearer {key}"}
-        base_url = f"{url.rstrip('/')}/"
-        with httpx.Client(base_url=base_url, headers=headers, timeout=TIMEOUT_S) as http:
+        try:
+            http = http_client(url, timeout_s=TIMEOUT_S, headers=headers)
+        except httpx.TransportError as error:
+            raise Unavailable(f"the gateway at {url} cannot be reached", str(error)) from error
+        with http:
             yield cls(http)
 
     def upload(self, source: Path) -> str:

@@ -20,6 +20,7 @@ from shardline.base.clock import wall_clock_s
 from shardline.base.config import Settings
 from shardline.base.errors import Unavailable
 from shardline.base.redis import redis_client
+from shardline.cli.http_client import http_client
 from shardline.cli.local_stack import LocalGateway
 from shardline.client.database import reachable
 from shardline.store.connection.database import connect
@@ -178,7 +179,8 @@ def _check_redis(url: str) -> Iterator[CheckResult]:
 def _check_gateway(url: str) -> CheckResult:
     began_s = time.monotonic()
     try:
-        status = httpx.get(f"{url}/health", timeout=TIMEOUT_S).status_code
+        with http_client(url, timeout_s=TIMEOUT_S) as http:
+            status = http.get("health").status_code
     except httpx.HTTPError as error:
         return _broken("gateway", f"{url}: {error}", "Start it, and look at its log")
     found = f"{url} answers {status} after {(time.monotonic() - began_s) * 1e3:.0f} ms"
