@@ -3,6 +3,7 @@ have it."""
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 from zlib import crc32
@@ -35,9 +36,20 @@ def stage_queue(name: str) -> str:
     return f"shardline.stage.{name}"
 
 
+OVERRIDES = (
+    "CELERY_BROKER_URL",
+    "CELERY_BROKER_READ_URL",
+    "CELERY_BROKER_WRITE_URL",
+    "CELERY_RESULT_BACKEND",
+)
+"""Variables that Celery prefers to any configuration. A team sets them for its own applications."""
+
+
 def celery_settings(settings: Settings) -> dict[str, Any]:
     """Celery configuration shared by relays, stages and Flower. JSON only; late acks bound what a
-    worker lets in."""
+    worker lets in. What would override it leaves this process's environment."""
+    for name in OVERRIDES:
+        os.environ.pop(name, None)
     broker = RedisAddress.parse(settings.redis_url)
     return {
         "broker_url": broker.broker_url(),

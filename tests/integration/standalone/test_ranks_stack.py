@@ -20,6 +20,10 @@ from tests.stack import Stack
 
 NUM_NEW = 128
 NICE = 1
+OF_OTHERS = dict.fromkeys(("HTTP_PROXY", "http_proxy", "ALL_PROXY"), "http://127.0.0.1:9") | {
+    "CELERY_BROKER_URL": "redis://127.0.0.1:9"
+}
+"""What an environment may hold that is no business of the stack."""
 PARAMS: dict[str, Any] = {"max_tokens": NUM_NEW, "temperature": 0.8, "ignore_eos": True}
 
 
@@ -29,6 +33,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     stack = Stack(
         tmp_path_factory.mktemp("stack"),
         **{f"SHARDLINE_{name}": value for name, value in settings.items()},
+        **OF_OTHERS,
     )
     stack.start()
     yield stack
