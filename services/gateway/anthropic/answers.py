@@ -18,7 +18,6 @@ class TextBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
     """What the model says."""
 
     text: str
-    citations: None = None
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="thinking"):

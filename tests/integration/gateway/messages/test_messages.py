@@ -54,7 +54,7 @@ async def test_a_message_has_anthropics_shape_and_a_row(
         "type": "message",
         "role": "assistant",
         "model": "clerk",
-        "content": [{"type": "text", "text": PROMPT, "citations": None}],
+        "content": [{"type": "text", "text": PROMPT}],
         "stop_reason": "end_turn",
         "stop_sequence": None,
         "usage": {
@@ -144,7 +144,7 @@ async def test_the_system_and_turns_are_rendered_as_a_chat_is(
     turns: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "user", "content": "c"},
-        {"role": "assistant", "content": [{"type": "text", "text": "d", "citations": None}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "d"}]},
         {"role": "user", "content": "e"},
     ]
     cached = {"type": "text", "text": "f", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
