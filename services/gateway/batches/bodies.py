@@ -11,6 +11,7 @@ from services.gateway.batches.validation import BatchError
 from services.gateway.files.bodies import ExpirySeconds, file_name
 from services.gateway.responses.documents import InputDetails, OutputDetails, ResponseUsage
 from shardline.contract.batches.batch import (
+    OPEN,
     PREFIX,
     WINDOW,
     BatchStatus,
@@ -88,6 +89,9 @@ class BatchDocument(msgspec.Struct, frozen=True, kw_only=True, tag_field="object
     def of(cls, row: BatchRow) -> BatchDocument:
         """The row of a batch, as it is answered."""
         counts = row.counts
+        # While it runs lines may come into the file.
+        may_have_output = counts.completed > 0 or row.status in OPEN
+        output_id = row.output_file_id if may_have_output else None
         moments = {
             name: None if at is None else int(at.timestamp()) for name, at in row.moments.items()
         }
@@ -101,7 +105,7 @@ class BatchDocument(msgspec.Struct, frozen=True, kw_only=True, tag_field="object
             input_file_id=file_name(row.input_file_id),
             completion_window=row.completion_window,
             status=row.status,
-            output_file_id=None if row.output_file_id is None else file_name(row.output_file_id),
+            output_file_id=None if output_id is None else file_name(output_id),
             error_file_id=None if row.error_file_id is None else file_name(row.error_file_id),
             created_at=int(row.created_at.timestamp()),
             expires_at=int(row.expires_at.timestamp()),

@@ -291,7 +291,7 @@ async def test_batches_are_listed_repeated_and_expire(
                 connection.execute(EXPIRE)
             await asyncio.to_thread(head.wait_for_bell)
             expired = await client.batches.retrieve(first.id)
-    assert expired.status == "expired"
+    assert (expired.status, expired.output_file_id) == ("expired", None)
     with pytest.raises(openai.ConflictError, match="has ended and is expired"):
         await client.batches.cancel(first.id)
     errors = await lines_of(client, expired.error_file_id)
@@ -301,7 +301,7 @@ async def test_batches_are_listed_repeated_and_expire(
         {**body, "completion_window": "31d"},
         {**body, "endpoint": "/v1/jobs"},
         {**body, "input_file_id": "file-00000000-0000-0000-0000-000000000000"},
-        {**body, "input_file_id": expired.output_file_id},
+        {**body, "input_file_id": expired.error_file_id},
         {**body, "metadata": {"a": "\0"}},
         {**body, "more": 1},
     ]
