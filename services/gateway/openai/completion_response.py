@@ -232,8 +232,8 @@ async def wait_for_ends(
         await abandon(gateway, choices)
         return None
     finally:
-        for task in (*ends, leaving, stopping):
-            await cancel_and_wait(task)
+        for event in (*events, *ends):
+            await cancel_and_wait(event)
 
 
 async def abandon(gateway: Gateway, choices: Sequence[AcceptedJob[JobRequest]]) -> None:

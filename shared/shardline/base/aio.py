@@ -8,8 +8,8 @@ from typing import Any
 RETRY_S = 0.5
 
 
-async def cancel_and_wait(task: asyncio.Task[Any]) -> None:
-    """Cancel a task until it is done, and ignore how it ended.
+async def cancel_and_wait(task: asyncio.Future[Any]) -> None:
+    """Cancel a task, or several that are gathered, until it is done, and ignore how it ended.
 
     One cancellation may not be enough: a driver may mistake it for its own timeout or a lost
     connection, and a loop that retries after such errors would then run for ever.

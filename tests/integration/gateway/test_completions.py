@@ -4,6 +4,8 @@ leave."""
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 from typing import Any
 from uuid import uuid4
 
@@ -263,8 +265,8 @@ async def test_a_job_with_a_key_survives_its_callers_connection_and_the_repeat_g
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_job_of_a_caller_who_leaves_is_cancelled(
-    http: httpx.AsyncClient, head: TinyHead, stream: bool
+async def test_the_job_of_a_caller_who_leaves_is_cancelled_and_nothing_is_logged(
+    http: httpx.AsyncClient, head: TinyHead, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
     asking = asyncio.create_task(
         http.post(TEXT, json={"model": "clerk", "prompt": PROMPT, "stream": stream})
@@ -278,6 +280,9 @@ async def test_the_job_of_a_caller_who_leaves_is_cancelled(
     head.end(sequence, JobState.CANCELLED)
     job = (await http.get(f"/v1/jobs/{sequence.claimed.job_id}")).json()
     assert (job["state"], job["result"]["finish_reason"]) == ("cancelled", "cancelled")
+    # A future whose end nobody asked for tells so when it is collected.
+    gc.collect()
+    assert [one.message for one in caplog.records if one.levelno >= logging.ERROR] == []
 
 
 @pytest.mark.parametrize("name", [{}, {"id": str(uuid4())}], ids=["key", "id"])
