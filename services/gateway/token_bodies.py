@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from shardline.contract.chat import Message
 from shardline.contract.job import SamplingParams, TokenId, Variable, VariableName
+from shardline.contract.request_parsing import check_continuation
 from shardline.contract.tool_choice import Tools
 
 ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -27,10 +28,19 @@ class ChatQuestion(ModelQuestion, frozen=True, kw_only=True):
     messages: Annotated[tuple[Message, ...], Meta(min_length=1)] | None = None
     chat_template_kwargs: Annotated[dict[VariableName, Variable], Meta(max_length=16)] = {}
     tools: Tools = ()
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
     def params(self) -> SamplingParams:
-        """What of a job's parameters changes how messages are rendered."""
-        return SamplingParams(chat_template_kwargs=self.chat_template_kwargs, tools=self.tools)
+        """What of a job's parameters changes how messages are rendered. Raises Invalid."""
+        params = SamplingParams(
+            chat_template_kwargs=self.chat_template_kwargs,
+            tools=self.tools,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+        )
+        check_continuation(params)
+        return params
 
 
 class TemplateBody(ChatQuestion, frozen=True, kw_only=True):

@@ -105,8 +105,8 @@ ECHOED = frozenset(
         *("provider_specific_fields", "thinking_blocks", "reasoning_details"),
     )
 )
-"""Fields that clients add to messages for themselves, and send back: OpenAI's `parse`, LiteLLM,
-agents in editors."""
+"""Fields that clients add to messages and tools for themselves or for other servers, and send back:
+OpenAI's `parse`, LiteLLM, agents in editors."""
 
 
 def drop_neutral(
@@ -120,15 +120,15 @@ def drop_neutral(
             raise Invalid(prefix + name, f"{_short(value)} is not supported", _remedy(values))
 
 
-def without_echoes(messages: object) -> object:
-    """Returns the messages without ECHOED; what is no message stays, to be refused."""
-    if not isinstance(messages, list):
-        return messages
+def without_echoes(objects: object) -> object:
+    """Returns messages or tools without ECHOED; what is none stays, to be refused."""
+    if not isinstance(objects, list):
+        return objects
     return [
         {name: value for name, value in one.items() if name not in ECHOED}
         if isinstance(one, dict)
         else one
-        for one in messages
+        for one in objects
     ]
 
 

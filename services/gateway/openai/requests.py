@@ -50,8 +50,8 @@ def chat_request(document: Document) -> ChatCompletionRequest:
     if "prompt" in fields:
         remedy = "Send messages, or use /v1/completions"
         raise Invalid("prompt", "chat completions take messages", remedy)
-    if "messages" in fields:
-        fields["messages"] = without_echoes(fields["messages"])
+    for name in fields.keys() & {"messages", "tools"}:
+        fields[name] = without_echoes(fields[name])
     request = _parse(fields, ChatCompletionRequest)
     if request.top_logprobs and not request.logprobs:
         remedy = "Set logprobs to true, or leave it out"

@@ -74,7 +74,7 @@ async def apply_template(request: Request, gateway: GatewayDep, _caller: SubmitC
     async with request_body(gateway, request) as body:
         asked = await body.run(lambda: parse_fields(read_object(body.data), TemplateBody))
         model = await _model(gateway, asked)
-        text = await body.run(model.tokens.render, asked.messages, asked.params())
+        text = await body.run(model.tokens.prompt_text, asked.messages, asked.params())
         return json_response(PromptText(prompt=text))
 
 
@@ -94,7 +94,7 @@ def _tokenized(tokens: Tokens, asked: TokenizeBody) -> TokenizedPrompt:
         problem = "exactly one of prompt and messages is needed"
         raise Invalid("prompt", problem, "Send one of the two")
     if asked.messages is not None:
-        text = tokens.render(asked.messages, asked.params())
+        text = tokens.prompt_text(asked.messages, asked.params())
         with_special = asked.add_special_tokens is True
         ids = tokens.encode(text, field="messages", add_special_tokens=with_special)
     else:

@@ -134,6 +134,13 @@ def check_is_no_chat(params: SamplingParams) -> None:
             raise Invalid(name, "a prompt is not rendered", "Send messages, or leave it out")
 
 
+def check_continuation(params: SamplingParams) -> None:
+    """Refuses a last message that is gone on with and ended. Raises Invalid."""
+    if params.continue_final_message and params.add_generation_prompt:
+        problem = "it goes on with the last message, add_generation_prompt begins a new one"
+        raise Invalid("continue_final_message", problem, "Set add_generation_prompt to false too")
+
+
 def check_params(params: SamplingParams) -> None:
     """Checks what the types of parameters cannot express. Raises Invalid."""
     if params.question is not None:
@@ -142,9 +149,7 @@ def check_params(params: SamplingParams) -> None:
     if params.truncate_prompt_tokens == 0:
         remedy = "Send how many of the last tokens to keep, or -1 for all that fit"
         raise Invalid("truncate_prompt_tokens", "it is 0: nothing would be left", remedy)
-    if params.continue_final_message and params.add_generation_prompt:
-        problem = "it goes on with the last message, add_generation_prompt begins a new one"
-        raise Invalid("continue_final_message", problem, "Set add_generation_prompt to false too")
+    check_continuation(params)
     check_tools(params.tools, params.tool_choice)
     called = callable_tools(params.tools, params.tool_choice, parallel=params.parallel_tool_calls)
     if called.is_required:

@@ -157,7 +157,7 @@ class Tokens:
             vocab_size=self.vocab_size,
         )
 
-    def _rendered(self, messages: Sequence[Message], params: SamplingParams) -> str:
+    def prompt_text(self, messages: Sequence[Message], params: SamplingParams) -> str:
         """The text of the messages, up to where the completion begins. Raises Invalid."""
         if params.continue_final_message:
             messages = with_end_mark(messages)
@@ -281,7 +281,7 @@ class Tokens:
     def chat_ids(self, messages: Sequence[Message], params: SamplingParams) -> tuple[int, ...]:
         """The prompt that messages make, which may be somewhat longer than the context. Raises
         Invalid."""
-        text = self._rendered(messages, params)
+        text = self.prompt_text(messages, params)
         with_special = params.add_special_tokens is True
         return self.encode(text, field="messages", add_special_tokens=with_special)
 

@@ -50,6 +50,7 @@ BLOCKS: list[Any] = [
     },
 ]
 TOOL = {"type": "function", "function": {**FUNCTION, "strict": None}, "later": None}
+MARKED = {"type": "function", "function": FUNCTION, "cache_control": {"type": "ephemeral"}}
 ANTHROPICS = {"name": "look", "input_schema": SCHEMA}
 DIRECT = {**ANTHROPICS, "defer_loading": False, "allowed_callers": ["direct"]}
 CACHED = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral", "scope": "global"}}
@@ -81,7 +82,7 @@ async def test_a_null_at_any_depth_is_left_out(
 @pytest.mark.parametrize(
     ("route", "fields"),
     [
-        (CHAT, {"messages": [USER, ECHOED, USER]}),
+        (CHAT, {"messages": [USER, ECHOED, USER], "tools": [MARKED]}),
         (MESSAGES, {"messages": [USER], "tools": [DIRECT], "system": [CACHED], "max_tokens": 64}),
     ],
 )

@@ -43,6 +43,28 @@ async def test_messages_are_rendered_and_tokenized_as_those_of_a_job(
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": CHAT, "add_generation_prompt": False},
+        {
+            "messages": [*CHAT, {"role": "assistant", "content": "words: 1"}],
+            "add_generation_prompt": False,
+            "continue_final_message": True,
+        },
+    ],
+)
+async def test_the_end_of_messages_is_rendered_as_that_of_a_job(
+    http: httpx.AsyncClient, fields: dict[str, Any]
+) -> None:
+    job = await http.post("/v1/jobs", json={"model": "clerk", **fields})
+    ids = (await http.get(f"/v1/jobs/{job.json()['id']}")).json()["prompt_token_ids"]
+    assert (await http.post("/tokenize", json=fields)).json()["tokens"] == ids
+    text = (await http.post("/apply-template", json=fields)).json()["prompt"]
+    plain = {"prompt": text, "add_special_tokens": False}
+    assert (await http.post("/tokenize", json=plain)).json()["tokens"] == ids
+
+
+@pytest.mark.parametrize(
     ("path", "body", "named"),
     [
         ("/tokenize", {}, "prompt"),
@@ -50,6 +72,7 @@ async def test_messages_are_rendered_and_tokenized_as_those_of_a_job(
         ("/tokenize", {"prompt": ["a"]}, "prompt"),
         ("/tokenize", {"prompt": "a" * 200_000}, "prompt"),
         ("/tokenize", {"content": "a"}, "content"),
+        ("/tokenize", {"messages": CHAT, "continue_final_message": True}, "continue_final_message"),
         ("/detokenize", {"tokens": [5, 896]}, "tokens[1]"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
         ("/detokenize", {}, "tokens"),
