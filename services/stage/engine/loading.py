@@ -22,6 +22,7 @@ from services.stage.attention.attention import Attention
 from services.stage.attention.offload_area import OffloadArea
 from services.stage.attention.paged_kv import KvShape, PagedKv
 from services.stage.device.device import INT4, INT8
+from services.stage.device.owned_weights import give_back, own
 from services.stage.device.uploads import Uploads
 from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.encoder_rows import encoder_is_exact
@@ -38,7 +39,6 @@ from services.stage.model.gguf.stored_weights import stored_weights
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.mxfp4_experts import mxfp4_experts
-from services.stage.model.owned_weights import give_back, own
 from services.stage.model.packed_weights import packed_weights
 from services.stage.model.shard import Shard, build_skeleton, shard_layers
 from services.stage.model.split_layers import gathered, send_embedding, split_shard, widest

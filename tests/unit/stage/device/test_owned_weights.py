@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from services.stage.model.owned_weights import give_back, own
+from services.stage.device.owned_weights import give_back, own
 
 
 def mapped_linear(path: Path) -> nn.Linear:
