@@ -161,6 +161,12 @@ def _add_config(writer: GGUFWriter, config: Any, name: str) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
     if rope.get("original_max_position_embeddings"):
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    for beta, add in (
+        ("beta_fast", writer.add_rope_scaling_yarn_beta_fast),
+        ("beta_slow", writer.add_rope_scaling_yarn_beta_slow),
+    ):
+        if rope.get(beta):
+            add(rope[beta])
 
 
 def _add_factors(writer: GGUFWriter, config: Any) -> None:

@@ -17,7 +17,7 @@ from shardline_gguf.gguf_header import IN_4_BITS, GgufHeader, TensorPlace
 from shardline_gguf.refusal import refuse
 
 CONFIG = "config.json"
-FORMAT = 1
+FORMAT = 2
 """Raised when a file comes to mean other weights or texts: fingerprints differ then."""
 TOKENS = "tokenizer.ggml.tokens"
 TOKEN_TYPES = "tokenizer.ggml.token_type"  # noqa: S105 (a key of metadata)
@@ -249,6 +249,11 @@ class _Metadata:
         if kind == "yarn":
             length = original or config["max_position_embeddings"]
             scaling["original_max_position_embeddings"] = length
+            for beta in ("beta_fast", "beta_slow"):
+                key = f"rope.scaling.yarn_{beta}"
+                value = self._get(key)
+                if value is not None:
+                    scaling[beta] = self._number(key, value)
         return scaling
 
     def _factors(self, place: TensorPlace | None, num: int) -> list[float] | None:

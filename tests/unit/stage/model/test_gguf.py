@@ -70,6 +70,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"rope_parameters": {**YARN, "original_max_position_embeddings": 128}},
     ),
+    "llama-yarn": (
+        "llama",
+        {
+            "head_dim": 64,
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 4.0,
+                "beta_slow": 0.5,
+            },
+        },
+    ),
     "phi3-long": (
         "phi3",
         {"rope_parameters": LONG, "original_max_position_embeddings": 256},
