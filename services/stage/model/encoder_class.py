@@ -10,6 +10,7 @@ from typing import Any
 import transformers as tf
 
 from services.stage.model.distance_bias import PADDING, biases_by_distance
+from services.stage.model.refusal import refuse
 
 POOLS = "shardline_pools"
 """The mark in the config of a model that pools."""
@@ -75,9 +76,18 @@ def number_attention(layers: Any) -> None:
 
 
 def first_position(config: Any) -> int:
-    """Returns the number of a text's first position: RoBERTa's begin behind the padding's."""
+    """Returns the number of a text's first position: RoBERTa's begin behind the padding's. Raises
+    Invalid without one."""
     if biases_by_distance(encoder_class(config)):
         return PADDING + 1
     names = vars(sys.modules[encoder_class(config).__module__]).values()
     creates = any(inspect.isclass(each) and hasattr(each, CREATES_POSITIONS) for each in names)
-    return int(config.pad_token_id) + 1 if creates else 0
+    if not creates:
+        return 0
+    padding = config.pad_token_id
+    if type(padding) is not int:
+        refuse(
+            f"config.json has pad_token_id {padding!r}, and positions begin behind it",
+            "Write the tokenizer's, which is 1 in RoBERTa's",
+        )
+    return padding + 1

@@ -61,6 +61,13 @@ def test_without_them_an_encoder_takes_the_mean_and_all_its_positions(tmp_path: 
     assert info.context_length == CONFIGS["roberta"]().max_position_embeddings - 1
 
 
+def test_an_encoder_without_the_padding_that_its_positions_need_is_refused(tmp_path: Path) -> None:
+    path = save_encoder(tmp_path, "roberta")
+    edit_config(path, pad_token_id=None)
+    with pytest.raises(Invalid, match=r"config\.json has pad_token_id None"):
+        ModelInfo.read(path)
+
+
 def test_a_decoder_without_them_generates_text(tmp_path: Path) -> None:
     assert ModelInfo.read(save_model(tmp_path, "llama")).encoder is None
 
