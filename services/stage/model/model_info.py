@@ -6,7 +6,6 @@ Owns the rules of refusal; knows nothing of devices, KV or how a shard is loaded
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-import transformers as tf
 from huggingface_hub import is_offline_mode, snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
@@ -24,9 +22,9 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
-    StrictDataclassError,
 )
 
+from services.stage.model.config_files import eos_ids, read_config
 from services.stage.model.distance_bias import biases_by_distance
 from services.stage.model.encoder_class import first_position, is_encoder, mark, sees_both_ways
 from services.stage.model.encoder_files import MODULES, EncoderFiles, read_encoder
@@ -38,7 +36,7 @@ from services.stage.model.weights import DENSE, ONE_FILE, header_of, weight_file
 from shardline.base.errors import Unavailable
 from shardline.contract import plain_json
 from shardline.contract.fleet.joined_layers import JoinedLayers, joined_layers
-from shardline_server.tokenize import chosen_template, model_row, tokenizers_eos_id
+from shardline_server.tokenize import chosen_template, model_row
 
 log = structlog.get_logger(__name__)
 
@@ -49,7 +47,6 @@ HUB_FILES = (
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 """How names of the tensor end that has a row for each token."""
 
-CONFIG = "config.json"
 CACHE = Path.home() / ".cache" / "shardline"
 """The default of SHARDLINE_CACHE_DIR."""
 SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
@@ -89,7 +86,7 @@ class ModelInfo:
         not answer.
         """
         path, commit = _find(model, revision, cache_folder)
-        config = _read_config(path)
+        config = read_config(path)
         encoder = read_encoder(path, config)
         if encoder is not None:
             mark(config)
@@ -106,7 +103,7 @@ class ModelInfo:
             else min(_context_length(text) - first_position(config), encoder.max_tokens),
             vocab_size=text.vocab_size,
             hidden_size=text.hidden_size,
-            eos_ids=_eos_ids(path, config),
+            eos_ids=eos_ids(path, config),
             encoder=encoder,
         )
 
@@ -211,31 +208,6 @@ def _download(model: str, revision: str | None) -> Path:
         raise Unavailable(f"cannot fetch {model!r} from the hub: {error}") from error
 
 
-def _read_config(path: Path) -> Any:
-    file = path / CONFIG
-    if not file.is_file():
-        refuse(f"{path} has no config.json", "Give the folder of a transformers model")
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-        model_type = raw["model_type"]
-    except (ValueError, KeyError, TypeError) as error:
-        refuse(f"{file} is not a model's config: {error!r}", "Copy the model again", error)
-    if model_type not in tf.CONFIG_MAPPING:
-        why = (
-            "needs remote code, which is never run"
-            if "auto_map" in raw
-            else "is unknown to this transformers"
-        )
-        refuse(
-            f"model type {model_type!r} {why} ({tf.__version__})",
-            "Choose a model that transformers has built in",
-        )
-    try:
-        return tf.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    except (ValueError, TypeError, KeyError, OSError, StrictDataclassError) as error:
-        refuse(f"transformers refuses {file}: {error}", "Correct the config", error)
-
-
 def check_can_be_sharded(config: Any) -> None:
     """Raises Invalid for a config, or a class of transformers, that tells why its model cannot run
     in stages."""
@@ -277,6 +249,9 @@ def check_can_be_sharded(config: Any) -> None:
     missing = [name for name in SIZES if not _has_size(text, name)]
     if missing:
         refuse(f"{kind!r} has no {missing[0]}: it is not one stack of equal layers")
+    below = next((name for name in SIZES if getattr(text, name) < 1), None)
+    if below is not None:
+        refuse(f"config.json has {below} {getattr(text, below)}", "Write the model's own number")
     layers = layers_class(config)
     is_biased = is_encoder(config) and biases_by_distance(layers)
     if not (is_biased or hasattr(sys.modules[layers.__module__], "ALL_ATTENTION_FUNCTIONS")):
@@ -319,6 +294,9 @@ def _context_length(config: Any) -> int:
     length = getattr(config, "max_position_embeddings", None)
     if length is None:
         refuse(f"{config.model_type!r} names no limit of its context (max_position_embeddings)")
+    if length < 1:
+        problem = f"config.json has max_position_embeddings {length}"
+        refuse(problem, "Write the model's own number")
     rope = getattr(config, "rope_parameters", None) or {}
     layered = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     limits = [
@@ -353,30 +331,3 @@ def _limit_of_rope(rope: Mapping[str, Any]) -> int | None:
         return None
     original = rope.get("original_max_position_embeddings")
     return int(original) if kind in ("longrope", "dynamic") and original else None
-
-
-def _eos_ids(path: Path, config: Any) -> tuple[int, ...]:
-    """Returns the end-of-sequence ids of generation_config.json, or of config.json if it has none,
-    and the tokenizer's: fine-tunes often name it there alone."""
-    file = path / "generation_config.json"
-    said = _read_json(file).get("eos_token_id") if file.is_file() else None
-    named = getattr(config, "eos_token_id", None)
-    stated = text_config(config).eos_token_id if named is None else named
-    eos = stated if said in (None, []) else said
-    found = list(eos) if isinstance(eos, list | tuple) else [eos]
-    if not all(one is None or type(one) is int for one in found):
-        source = file if eos is said else path / CONFIG
-        refuse(f"{source} has eos_token_id {eos!r}", "Write a number or a list of numbers")
-    return tuple(dict.fromkeys(one for one in (*found, tokenizers_eos_id(path)) if one is not None))
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """Returns it as it is: transformers refuses a generation config for settings that are not read
-    here."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        refuse(f"{file} cannot be read: {error}", "Correct it, or remove it", error)
-    if not isinstance(found, dict):
-        refuse(f"{file} is no JSON object", "Correct it, or remove it")
-    return found
