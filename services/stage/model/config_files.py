@@ -24,6 +24,12 @@ CONFIG = "config.json"
 GENERATION = "generation_config.json"
 REFUSALS = (*FAILURES, OSError, StrictDataclassError)
 """What transformers' classes of configs raise for values that they do not expect."""
+RULES = (
+    *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias"),
+    *("no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_eos_token_id"),
+    *("min_length", "min_new_tokens", "stop_strings", "num_beams"),
+)
+"""Fields of generation_config.json by which transformers' `generate` forbids or forces tokens."""
 DTYPES = ("torch_dtype", "dtype")
 SIZE_NAMES = ("size", "head", "layers")
 
@@ -110,6 +116,19 @@ def eos_ids(path: Path, config: Any) -> tuple[int, ...]:
     found = found or _ids(path / CONFIG, stated)
     own = tokenizers_eos_id(path)
     return tuple(dict.fromkeys((*found, *(() if own is None else (own,)))))
+
+
+def ignored_rules(path: Path) -> list[str]:
+    """Returns the fields of generation_config.json that change what transformers generates, and
+    that no stage applies. Raises Invalid."""
+    found = _generation(path)
+    return [name for name in RULES if _is_rule(name, found.get(name))]
+
+
+def _is_rule(name: str, value: object) -> bool:
+    if name == "forced_eos_token_id":
+        return value is not None  # 0 is a token
+    return bool(value) and not (name == "num_beams" and value == 1)
 
 
 def _ids(file: Path, eos: Any) -> list[int]:

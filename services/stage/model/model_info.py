@@ -24,7 +24,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from services.stage.model.config_files import eos_ids, read_config
+from services.stage.model.config_files import eos_ids, ignored_rules, read_config
 from services.stage.model.distance_bias import biases_by_distance
 from services.stage.model.encoder_class import first_position, is_encoder, mark, sees_both_ways
 from services.stage.model.encoder_files import MODULES, EncoderFiles, read_encoder
@@ -129,6 +129,14 @@ class ModelInfo:
         """Returns the row of the table `models`: doors read from it the limits that a head of this
         model keeps. `chat_template` and `reply_family` are settings. Raises Invalid."""
         encoder = None if self.encoder is None else self.encoder.encoder
+        ignored = ignored_rules(self.path) if encoder is None else []
+        if ignored:
+            log.warning(
+                "rules of generation_config.json are not applied: "
+                "send logit_bias, bad_words, min_tokens or stop with requests that need them",
+                model=name,
+                fields=ignored,
+            )
         row = model_row(
             self.path,
             name=name,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from structlog.testing import capture_logs
 
 from services.stage.device.device import Device
 from services.stage.model.model_info import ModelInfo
@@ -108,3 +109,36 @@ def test_layers_in_a_folder_of_their_own_are_refused_with_the_way_out(tmp_path: 
     for file in inner.iterdir():
         file.rename(path / file.name)
     assert ModelInfo.read(path).encoder is not None
+
+
+RULES: dict[str, Any] = {
+    "suppress_tokens": [5],
+    "begin_suppress_tokens": [6],
+    "bad_words_ids": [[7, 8]],
+    "sequence_bias": [[[9], 2.0]],
+    "no_repeat_ngram_size": 2,
+    "forced_eos_token_id": 0,
+    "num_beams": 4,
+}
+NEUTRAL: dict[str, Any] = {
+    "suppress_tokens": [],
+    "bad_words_ids": None,
+    "no_repeat_ngram_size": 0,
+    "forced_eos_token_id": None,
+    "num_beams": 1,
+    "temperature": 0.7,
+}
+
+
+@pytest.mark.parametrize(("said", "fields"), [(RULES, set(RULES)), (NEUTRAL, None)])
+def test_rules_that_no_stage_applies_are_warned_of_once_by_name(
+    said: dict[str, Any], fields: set[str] | None, tmp_path: Path
+) -> None:
+    path = save_model(tmp_path)
+    (path / "generation_config.json").write_text(json.dumps(said))
+
+    with capture_logs() as logs:
+        ModelInfo.read(path).row(name="m", fingerprint="f")
+
+    assert [set(each["fields"]) for each in logs] == ([] if fields is None else [fields])
+    assert all("send logit_bias, bad_words" in each["event"] for each in logs)
