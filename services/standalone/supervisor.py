@@ -37,7 +37,7 @@ from services.standalone.preload import preload
 from services.standalone.process_group import ProcessGroup
 from services.standalone.processes import Child, StartFailed, reap_orphans
 from services.standalone.readiness import ReadinessCriteria, ReadinessWatcher
-from services.standalone.servers import Postgres, Valkey
+from services.standalone.servers import Postgres, Valkey, forget_postgres_defaults
 from services.standalone.settings import REPOSITORY, StandaloneSettings
 from services.standalone.signals import SignalInbox
 from services.standalone.state_dir import SUPERVISOR, StackRecord, StateDir
@@ -76,6 +76,8 @@ class Supervisor:
     def run(self) -> None:
         """Start, show where it is, keep it running until a stop is requested, stop. Raises when it
         cannot start."""
+        if "database_url" not in self._settings.model_fields_set:
+            forget_postgres_defaults()
         with ExitStack() as stack:
             stack.enter_context(self._state_dir.lock())
             self._inbox = stack.enter_context(SignalInbox())

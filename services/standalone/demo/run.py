@@ -35,6 +35,7 @@ from services.standalone.demo.report import (
     summarize,
 )
 from services.standalone.processes import StartFailed
+from services.standalone.servers import forget_postgres_defaults
 from services.standalone.settings import REPOSITORY
 from services.standalone.state_dir import StateDir
 from shardline.store.connection.database import transaction
@@ -55,6 +56,7 @@ TERMINAL = {"succeeded", "failed", "cancelled", "expired"}
 
 def run_demo(console: Console) -> bool:
     """Run the demo and print it to `console`. True only if every expectation is met."""
+    forget_postgres_defaults()
     state_dir = StateDir(HOME)
     started: list[psutil.Process] = []
     console.print(f"[bold]Starting a stack in {HOME}[/bold] (logs: {state_dir.folder / 'logs'})")

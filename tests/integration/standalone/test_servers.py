@@ -15,10 +15,15 @@ import pytest
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from sqlalchemy import text
 
 from services.standalone.ports import free_port
 from services.standalone.processes import StartFailed
 from services.standalone.servers import FAST, Postgres, Valkey, socket_folder
+from services.standalone.settings import StandaloneSettings
+from services.standalone.state_dir import AlreadyUp, StateDir
+from services.standalone.supervisor import Supervisor
+from shardline.store.connection.database import transaction
 
 
 def test_the_databases_encoding_is_utf8(database_url: str) -> None:
@@ -109,6 +114,47 @@ def test_the_path_of_sockets_fits_in_a_home_with_a_long_path(tmp_path: Path) -> 
     folder = socket_folder(tmp_path / ("long" * 30))
     assert len(str(folder)) < 100
     assert folder.is_dir()
+
+
+@pytest.mark.parametrize("name", ["a b", "q'd\"p%20#e[f]?g&h+é", "x,y:z"])
+def test_servers_start_in_a_home_with_any_characters(
+    tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
+    home = tmp_path_factory.mktemp("home") / name
+    servers = (Postgres(home, settings=FAST), Valkey(home))
+    try:
+        for server in servers:
+            server.start()
+        with transaction(servers[0].url()) as connection:
+            assert connection.scalar(text("SELECT 7")) == 7
+        with redis.Redis.from_url(servers[1].url) as client:
+            assert client.config_get("dir") == {"dir": str(home / "redis")}
+    finally:
+        for server in servers:
+            server.stop()
+
+
+def test_an_embedded_postgres_listens_where_its_url_says_despite_pgport(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGPORT", "6432")
+    server = Postgres(tmp_path, settings=FAST)
+    try:
+        server.start()
+        assert Path(server.socket).is_socket()
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("url", [None, "postgresql://db/shardline"])
+def test_pg_variables_stay_only_for_a_database_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str | None
+) -> None:
+    monkeypatch.setenv("PGHOSTADDR", "192.0.2.1")
+    settings = StandaloneSettings(home=tmp_path, **({"database_url": url} if url else {}))
+    with StateDir(tmp_path).lock(), pytest.raises(AlreadyUp):
+        Supervisor(settings, print).run()
+    assert ("PGHOSTADDR" in os.environ) == (url is not None)
 
 
 def test_two_free_ports_can_both_be_used() -> None:
