@@ -17,6 +17,7 @@ from services.standalone.settings import StandaloneSettings
 from services.standalone.state_dir import SUPERVISOR, AlreadyUp, StateDir
 from services.standalone.supervisor import Supervisor
 from shardline.base.errors import ShardlineError
+from shardline.base.streams import escape_unencodable
 
 cli = typer.Typer(
     add_completion=False, no_args_is_help=True, help="A whole Shardline stack on this machine."
@@ -70,6 +71,7 @@ def _say(line: str) -> None:
 def main() -> int:
     """Run the command line; errors that a user can correct are printed in one line each, without a
     traceback."""
+    escape_unencodable()
     try:
         cli()
     except ValidationError as error:

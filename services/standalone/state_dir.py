@@ -13,6 +13,7 @@ import secrets
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,6 +21,7 @@ import msgspec
 import psutil
 
 from services.standalone.processes import is_alive, wait_until_gone
+from shardline.base.errors import Invalid
 from shardline.contract.api_key import new_key
 from shardline_server.host.lock_file import try_lock
 
@@ -60,6 +62,10 @@ class RecordedProcess(msgspec.Struct, frozen=True, kw_only=True):
         return process if same and is_alive(process) else None
 
 
+_PIDS = msgspec.json.Decoder(dict[str, RecordedProcess])
+_DOCUMENT = msgspec.json.Decoder(dict[str, Any])
+
+
 class StateDir:
     """A stack's runtime folder."""
 
@@ -91,7 +97,10 @@ class StateDir:
     def record(self, pids: dict[str, int]) -> None:
         """Remember these processes, so that `down` finds them whatever happens to the
         supervisor."""
-        known = self.recorded()
+        try:
+            known = self.recorded()
+        except Invalid:
+            known = {}  # What runs now is all in `pids`.
         entries = {
             name: known[name]
             if name in known and known[name].pid == pid
@@ -101,10 +110,17 @@ class StateDir:
         write_private(self._pids_file, msgspec.json.encode(entries))
 
     def recorded(self) -> dict[str, RecordedProcess]:
-        """The processes that were recorded last, dead or alive."""
+        """The processes that were recorded last, dead or alive. Raises Invalid for a damaged
+        record."""
         if not self._pids_file.exists():
             return {}
-        return msgspec.json.decode(self._pids_file.read_bytes(), type=dict[str, RecordedProcess])
+        try:
+            return _PIDS.decode(self._pids_file.read_bytes())
+        except ValueError as error:
+            problem = "it is damaged, so processes of a stack may still run unseen"
+            shown = f"`pgrep -af services.` and `pgrep -af {quote(str(self.folder))}` show"
+            remedy = f"End those of this folder that {shown}, then delete it"
+            raise Invalid(str(self._pids_file), problem, remedy) from error
 
     def alive(self) -> dict[str, psutil.Process]:
         """The recorded processes that still run."""
@@ -116,8 +132,15 @@ class StateDir:
         write_private(self.up_file, msgspec.json.format(msgspec.json.encode(document), indent=2))
 
     def published(self) -> dict[str, Any] | None:
-        """up.json, while a stack is ready."""
-        return msgspec.json.decode(self.up_file.read_bytes()) if self.up_file.exists() else None
+        """up.json, while a stack is ready. Raises Invalid for a damaged one."""
+        if not self.up_file.exists():
+            return None
+        try:
+            return _DOCUMENT.decode(self.up_file.read_bytes())
+        except ValueError as error:
+            raise Invalid(
+                str(self.up_file), "it is damaged", "Run `make down`, then `make up`"
+            ) from error
 
     def publish_targets(self, targets: list[dict[str, Any]]) -> None:
         """Write what a Prometheus of this machine scrapes; nothing if no process shows metrics."""

@@ -14,6 +14,7 @@ import typer
 
 from shardline.base import log
 from shardline.base.errors import Invalid
+from shardline.base.streams import escape_unencodable
 from shardline.cli import show
 from shardline.cli.arguments import (
     After,
@@ -80,8 +81,13 @@ cli = typer.Typer(
 
 def main() -> None:
     """The `shardline` command."""
+    escape_unencodable()
     log.configure(service="cli", level="WARNING")
-    use_local_stack(Path.cwd())
+    try:
+        use_local_stack(Path.cwd())
+    except Invalid as error:
+        typer.echo(show.printable(str(error)), err=True)
+        raise SystemExit(2) from error
     cli()
 
 

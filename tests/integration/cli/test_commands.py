@@ -351,7 +351,11 @@ def test_a_prompt_for_a_chat_model_is_a_message_unless_it_is_called_a_text(
 def test_the_stack_of_the_folder_or_one_above_it_is_found(
     servers: dict[str, str], head: TinyHead, tmp_path: Path
 ) -> None:
-    urls = {"database": servers["SHARDLINE_DATABASE_URL"], "redis": servers["SHARDLINE_REDIS_URL"]}
+    urls = {
+        "database": servers["SHARDLINE_DATABASE_URL"],
+        "redis": servers["SHARDLINE_REDIS_URL"],
+        "gateway": "http://127.0.0.1:1",
+    }
     below = tmp_path / "a" / "b"
     below.mkdir(parents=True)
     (tmp_path / ".local").mkdir()

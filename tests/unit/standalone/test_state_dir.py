@@ -21,6 +21,9 @@ from services.standalone.state_dir import (
     StateDir,
     write_private,
 )
+from shardline.base.errors import Invalid
+
+DAMAGED = [b"", b'{"relay": {"pid"', b"[]", b'{"\xff": 1}']
 
 
 @pytest.fixture
@@ -64,6 +67,30 @@ def test_down_leaves_a_process_alone_that_has_got_a_recorded_pid(
     earlier = RecordedProcess(pid=entry.pid, started_at=entry.started_at - 100)
     assert entry.find() is not None
     assert earlier.find() is None
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_record_is_named_and_kept_until_it_is_written_anew(
+    tmp_path: Path, content: bytes
+) -> None:
+    home = StateDir(tmp_path)
+    record = tmp_path / "pids.json"
+    record.write_bytes(content)
+    with pytest.raises(Invalid, match=r"pids.json: .*pgrep.*delete it"):
+        stop_stack(home, drain_s=1)
+    assert record.read_bytes() == content
+    home.record({"one": os.getpid()})
+    assert set(home.alive()) == {"one"}
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_up_json_is_named_and_ends_with_the_stack(tmp_path: Path, content: bytes) -> None:
+    home = StateDir(tmp_path)
+    home.up_file.write_bytes(content)
+    with pytest.raises(Invalid, match=r"up.json: it is damaged. Run `make down`"):
+        home.published()
+    assert stop_stack(home, drain_s=1) == []
+    assert home.published() is None
 
 
 def test_adding_a_process_to_the_record_keeps_the_others_start_times(

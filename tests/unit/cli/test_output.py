@@ -1,0 +1,52 @@
+"""The command as a program: what a damaged up.json or a narrow encoding makes of its output."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.repository import REPOSITORY
+
+
+def ran(code: str, cwd: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+    """A program of the command line, which has ended."""
+    environment = {name: value for name, value in os.environ.items() if "SHARDLINE" not in name}
+    paths = os.pathsep.join((str(REPOSITORY / "shared"), str(REPOSITORY)))
+    return subprocess.run(
+        [sys.executable, "-c", code, "models"],
+        env={**environment, "PYTHONPATH": paths, **settings},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"urls": {}}'])
+def test_a_damaged_up_json_is_named_in_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "up.json").write_text(content)
+    program = "from shardline.cli import main; main()"
+    ended = ran(program, tmp_path, SHARDLINE_HOME=str(tmp_path))
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(f"{tmp_path / 'up.json'}: it is damaged")
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["ф", "\N{GRINNING FACE}"])
+@pytest.mark.parametrize("show", ["show.as_json({})", "print(json.dumps({}, ensure_ascii=False))"])
+def test_text_that_a_stream_cannot_encode_is_escaped_as_in_json(
+    tmp_path: Path, show: str, text: str
+) -> None:
+    program = (
+        "import json; from shardline.base.streams import escape_unencodable; "
+        f"from shardline.cli import show; escape_unencodable(); {show.format(repr(text))}"
+    )
+    ended = ran(program, tmp_path, PYTHONIOENCODING="latin-1")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.isascii()
+    assert json.loads(ended.stdout) == text
