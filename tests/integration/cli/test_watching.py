@@ -90,6 +90,17 @@ def test_doctor_finds_servers_that_are_away(shardline: Callable[..., Result]) ->
     assert all(each["remedy"] for each in documents(ran) if each["verdict"] == "broken")
 
 
+def test_doctor_finds_transactions_that_only_read_by_default(
+    shardline: Callable[..., Result], database_url: str
+) -> None:
+    with transaction(database_url) as connection:
+        name = connection.scalar(text("SELECT current_database()"))
+        connection.execute(text(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on'))
+    ran = shardline("doctor", "--json")
+    assert verdicts(ran)["postgres"] == "broken"
+    assert "default_transaction_read_only" in documents(ran)[0]["remedy"]
+
+
 @pytest.mark.usefixtures("head")
 def test_doctor_misses_a_relay_and_a_pipeline(
     shardline: Callable[..., Result], database_url: str

@@ -106,6 +106,9 @@ def _check_server(connection: Connection) -> Iterator[CheckResult]:
         yield _broken("postgres", found, "Upgrade it to 14 or later")
     elif facts.is_standby:
         yield _broken("postgres", f"{found}; a standby, which takes no writes", "Name the primary")
+    elif facts.is_read_only:
+        remedy = "Set default_transaction_read_only to off for the role, database or server"
+        yield _broken("postgres", f"{found}; it takes no writes of this role", remedy)
     elif facts.num_connections > MOST_CONNECTIONS * facts.max_connections:
         yield _warning("postgres", found, "Raise max_connections, or use a pooler")
     else:

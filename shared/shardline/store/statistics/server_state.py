@@ -12,6 +12,7 @@ from shardline.contract.tables import IS_READY, metadata
 FACTS = text("""
 SELECT current_setting('server_version') AS version,
     current_setting('server_version_num')::int AS version_num, pg_is_in_recovery() AS is_standby,
+    current_setting('transaction_read_only')::bool AS is_read_only,
     current_setting('max_connections')::int AS max_connections,
     (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend')
         AS num_connections,
@@ -55,6 +56,8 @@ class ServerFacts:
     version: str
     version_num: int
     is_standby: bool
+    is_read_only: bool
+    """Transactions of this role in this database take no writes."""
     max_connections: int
     num_connections: int
     now_s: float
