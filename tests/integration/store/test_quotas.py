@@ -206,7 +206,14 @@ def test_a_tenant_without_quotas_waits_for_nobody(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "limits", [{"max_queued": -1}, {"queues": 1}, {"budget_period": "week"}, {"max_bytes": 1e300}]
+    "limits",
+    [
+        {"max_queued": -1},
+        {"max_queued": Decimal("1.5")},
+        {"queues": 1},
+        {"budget_period": "week"},
+        {"max_bytes": 1e300},
+    ],
 )
 def test_a_wrong_limit_is_refused(engine: Engine, limits: dict[str, Any]) -> None:
     with pytest.raises(Invalid):

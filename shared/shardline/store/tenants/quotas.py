@@ -163,3 +163,5 @@ def _check_limit(name: str, limit: Limit) -> None:
         most = MAX_LIMIT if name in ("requests_per_min", "max_running", "max_queued") else 10**15
         if not number.is_finite() or not 0 <= number <= most:
             raise Invalid(name, f"{limit} is not between 0 and {most}", "Leave it out for no limit")
+        if name != "budget_money" and number != int(number):
+            raise Invalid(name, f"{limit} is no whole number", "Write one without a fraction")
