@@ -151,7 +151,9 @@ def test_pg_variables_stay_only_for_a_database_that_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str | None
 ) -> None:
     monkeypatch.setenv("PGHOSTADDR", "192.0.2.1")
-    settings = StandaloneSettings(home=tmp_path, **({"database_url": url} if url else {}))
+    if url is not None:
+        monkeypatch.setenv("SHARDLINE_DATABASE_URL", url)
+    settings = StandaloneSettings(home=tmp_path)
     with StateDir(tmp_path).lock(), pytest.raises(AlreadyUp):
         Supervisor(settings, print).run()
     assert ("PGHOSTADDR" in os.environ) == (url is not None)
