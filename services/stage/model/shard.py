@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from services.stage.model.cpu_parts import CpuPart, place
 from services.stage.model.distance_bias import WEIGHT, biases_by_distance, use_distance_bias
 from services.stage.model.encoder_class import first_position, is_encoder, mark, number_attention
-from services.stage.model.model_info import ModelInfo
+from services.stage.model.model_info import EMBEDDINGS, ModelInfo
 from services.stage.model.pieces import PassThrough, Pieces, stub_of, stub_of_layer
 from services.stage.model.refusal import refuse
 from services.stage.model.text_part import language_model, text_class, use_text_alone
@@ -46,8 +46,9 @@ class LinearSize(NamedTuple):
     num_outputs: int
 
 
-def shard_class(info: ModelInfo, layers: range) -> Any:
-    """Returns the model's class with stubs outside `layers`."""
+def shard_class(info: ModelInfo, layers: range, *, keeps_output: bool = False) -> Any:
+    """Returns the model's class with stubs outside `layers`: with `keeps_output`, but for the
+    output layer, which the loader then ties to the embedding."""
     base = text_class(info.config)
     first = layers.start == 0
     last = layers.stop == info.num_layers
@@ -82,9 +83,8 @@ def shard_class(info: ModelInfo, layers: range) -> Any:
         if not last:
             for name in pieces.after:
                 decoder.set_submodule(name, PassThrough())
-            if self.get_output_embeddings() is not None:
-                self.set_output_embeddings(PassThrough())
-            self.all_tied_weights_keys = {}
+            if not keeps_output:
+                _drop_output(self)
 
     body = {"__init__": init, "__module__": base.__module__, "config_class": type(info.config)}
     if biases_by_distance(base):
@@ -194,8 +194,11 @@ class Shard:
         _check_layers(info, layers)
         for file in weight_files(info.path):
             check_file(file)
+        is_first_of_several = layers.start == 0 and layers.stop < info.num_layers
+        keeps_output = is_first_of_several and _lacks_embedding(info.path)
         with quiet_transformers(), _refusing(info):
-            loaded, report = shard_class(info, layers).from_pretrained(
+            kind = shard_class(info, layers, keeps_output=keeps_output)
+            loaded, report = kind.from_pretrained(
                 info.path,
                 dtype=dtype,
                 attn_implementation=attn_implementation,
@@ -213,6 +216,8 @@ class Shard:
                     f"{info.path} has {name} {_some(report[name])}",
                     "Copy the model again, or correct its config",
                 )
+        if keeps_output:
+            _drop_output(loaded)
         shard = cls(loaded.eval(), info, layers, device, streamed_layers)
         with shard.without(streamed_layers):
             place(loaded, device, cpu_parts)
@@ -286,6 +291,21 @@ class Shard:
         if args:
             return (self._received, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": self._received}
+
+
+def _drop_output(model: Any) -> None:
+    if model.get_output_embeddings() is not None:
+        model.set_output_embeddings(PassThrough())
+    model.all_tied_weights_keys = {}
+
+
+def _lacks_embedding(folder: Path) -> bool:
+    """Whether the weights may have a tied embedding under the name of the output layer alone."""
+    return not any(
+        name.endswith(EMBEDDINGS)
+        for file in weight_files(folder)
+        for name in check_file(file).tensors
+    )
 
 
 def _token_types(ids: Tensor, position_ids: Tensor, separator: int) -> Tensor:

@@ -153,6 +153,26 @@ def test_head_and_tail_have_tied_embeddings(tmp_path: Path) -> None:
     assert torch.equal(head.decoder.embed_tokens.weight, tail.model.lm_head.weight)
 
 
+@pytest.mark.parametrize(
+    ("name", "embedding"),
+    [("llama-tied", "model.embed_tokens.weight"), ("gpt2", "transformer.wte.weight")],
+)
+def test_a_head_reads_its_tied_embedding_under_the_name_of_the_output(
+    name: str, embedding: str, tmp_path: Path
+) -> None:
+    path = save_model(tmp_path, name)
+    expected = load(path, range(2))
+    tensors = load_file(path / WEIGHTS)
+    tensors["lm_head.weight"] = tensors.pop(embedding)
+    save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+
+    found = load(path, range(2))
+
+    assert sizes(found.model) == sizes(expected.model)
+    for each, parameter in expected.model.named_parameters():
+        assert torch.equal(found.model.get_parameter(each), parameter), each
+
+
 def test_each_layer_of_a_shard_tells_its_heads(llama: Path) -> None:
     assert probe_kv_shapes(load(llama, range(1, 3))) == {
         layer: KvShape(num_kv_heads=2, head_dim=8, value_head_dim=8) for layer in (1, 2)
