@@ -325,6 +325,10 @@ def quantization_of(config: Any) -> Quantization | None:
     if method in ("fp8", "mxfp4"):
         is_fp8 = method == "fp8"
         return ScaledQuantization(_block(said.get("weight_block_size"))) if is_fp8 else Mxfp4()
+    if said.get("transform_config"):
+        refuse(
+            "its quantization_config has a transform_config, and no transform is applied", REMEDY
+        )
     name = _known("format", said.get("format"), (*SCALED, "pack-quantized"))
     if name not in SCALED:
         return PackedIntegers()

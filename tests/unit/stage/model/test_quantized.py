@@ -161,6 +161,14 @@ def test_a_stage_that_reads_the_files_never_sees_half_of_one(tmp_path: Path) -> 
             {**COMPRESSED, "format": "nvfp4-pack-quantized"},
             "format 'nvfp4-pack-quantized', not int-quantized",
         ),
+        (
+            {
+                **COMPRESSED,
+                "format": "int-quantized",
+                "transform_config": {"config_groups": {"u": {"type": "hadamard", "apply": []}}},
+            },
+            "quantization_config has a transform_config",
+        ),
     ],
 )
 def test_other_formats_are_refused_by_name(
@@ -173,6 +181,15 @@ def test_other_formats_are_refused_by_name(
         refused.value.remedy
         == "Give the float checkpoint, or one in compressed-tensors, GPTQ, AWQ, fp8 or MXFP4"
     )
+
+
+@pytest.mark.parametrize("transforms", [None, {}])
+def test_a_transform_config_without_content_refuses_no_model(
+    transforms: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    pack, config = FORMATS["int8"]
+    _, packed = save_both(tmp_path, pack, {**config, "transform_config": transforms})
+    assert ModelInfo.read(packed).num_layers == 4
 
 
 def test_a_checkpoint_without_a_part_is_refused_with_its_layer(tmp_path: Path) -> None:
