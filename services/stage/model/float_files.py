@@ -28,7 +28,13 @@ from torch import Tensor
 from services.stage.model.encoder_class import is_encoder, mark
 from services.stage.model.gguf.gguf_tensors import GgufTensors
 from services.stage.model.model_info import ModelInfo
-from services.stage.model.quantization import Floats, Quantization, quantization_of
+from services.stage.model.quantization import (
+    Floats,
+    Parts,
+    Quantization,
+    ScaledQuantization,
+    quantization_of,
+)
 from services.stage.model.refusal import refuse
 from services.stage.model.text_part import other_parts
 from services.stage.model.weights import (
@@ -49,6 +55,8 @@ FOLDER = "floats"
 REST = "rest"
 """What belongs to no layer."""
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+FUSED_SCALE = "_scale_inv"
+"""Behind the name of experts in one tensor, which has no `.weight`."""
 CONFIG = "config.json"
 STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """As safetensors names dtypes."""
@@ -245,12 +253,20 @@ class _PackedWriter(_Writer):
                 names = {each: f"{layer}{joint}{each}" for each in quantization.parts}
                 parts = {each: tensors[its] for each, its in names.items() if its in tensors}
                 used |= {names[each] for each in parts}
-                try:
-                    weight = quantization.weight(parts)
-                except ValueError as error:
-                    raise ValueError(f"{layer}: {error}") from error
-                floats[f"{layer}{quantization.suffix}"] = weight.to(self._dtype).contiguous()
+                floats[f"{layer}{quantization.suffix}"] = self._weight(layer, parts)
+        for name in tensors.keys() - used:
+            scale = f"{name}{FUSED_SCALE}"
+            if isinstance(quantization, ScaledQuantization) and scale in tensors:
+                parts = {"weight": tensors[name], "weight_scale_inv": tensors[scale]}
+                used |= {name, scale}
+                floats[name] = self._weight(name, parts)
         return floats | {name: tensor for name, tensor in tensors.items() if name not in used}
+
+    def _weight(self, layer: str, parts: Parts) -> Tensor:
+        try:
+            return self._quantization.weight(parts).to(self._dtype).contiguous()
+        except ValueError as error:
+            raise ValueError(f"{layer}: {error}") from error
 
 
 def _has_dtype(folder: Path, dtype: torch.dtype) -> bool:

@@ -232,8 +232,8 @@ class ScaledQuantization(Quantization):
         self._block = block
 
     def weight(self, parts: Parts) -> Tensor:
-        """Returns the weight [O, I] in float32; one without a scale, which is not quantized, as it
-        is."""
+        """Returns the weight [O, I], or of fused experts in blocks [experts, O, I], in float32; one
+        without a scale, which is not quantized, as it is."""
         scale = parts.get("weight_scale", parts.get("weight_scale_inv"))
         if scale is None:
             return parts["weight"]
@@ -243,8 +243,10 @@ class ScaledQuantization(Quantization):
             numbers = numbers - _spread(zeros, numbers.shape, parts.get("weight_g_idx"))
         if self._block is not None:
             rows, columns = self._block
-            blocks = scale.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-            return numbers * blocks[: numbers.shape[0], : numbers.shape[1]]
+            blocks = scale.float().repeat_interleave(rows, -2).repeat_interleave(columns, -1)
+            return numbers * blocks[..., : numbers.shape[-2], : numbers.shape[-1]]
+        if numbers.dim() > 2:
+            raise ValueError("experts in one tensor have scales that are not of blocks")
         return numbers * _spread(scale.float(), numbers.shape, parts.get("weight_g_idx"))
 
 

@@ -22,6 +22,7 @@ from services.stage.model.weights import INDEX, fingerprint
 from shardline.base.errors import Invalid
 from shardline.contract.job import SamplingParams
 from tests.chain import generate, load_chain, requests
+from tests.models import edit_config, save_model
 from tests.pinned import first_core
 from tests.unit.stage.model.packed_models import (
     FILE,
@@ -181,6 +182,24 @@ def test_other_formats_are_refused_by_name(
         refused.value.remedy
         == "Give the float checkpoint, or one in compressed-tensors, GPTQ, AWQ, fp8 or MXFP4"
     )
+
+
+def test_experts_in_one_tensor_are_multiplied_by_the_scales_of_their_blocks(
+    tmp_path: Path,
+) -> None:
+    path = save_model(tmp_path, "llama")
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    made = [fp8(20)(torch.Size((30, 50)), torch.Generator().manual_seed(n)) for n in range(3)]
+    tensors = load_file(path / FILE)
+    for behind, part in (("", "weight"), ("_scale_inv", "weight_scale_inv")):
+        tensors[f"{name}{behind}"] = torch.stack([each.tensors[part] for each in made])
+    save_file(tensors, path / FILE, metadata={"format": "pt"})
+    edit_config(path, quantization_config=FORMATS["fp8-blocks"][1])
+
+    found = floats(path, range(4), torch.float32, tmp_path)
+
+    assert torch.equal(found[name], torch.stack([each.weight for each in made]))
+    assert f"{name}_scale_inv" not in found
 
 
 @pytest.mark.parametrize("transforms", [None, {}])
