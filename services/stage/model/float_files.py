@@ -43,6 +43,7 @@ from services.stage.model.weights import (
     LENGTH_BYTES,
     check_file,
     fingerprint,
+    refuse_8_bits,
     weight_files,
 )
 from services.stage.products.stored import StoredWeight
@@ -86,6 +87,8 @@ def with_floats(
         folder = _folder(info, dtype, cache_folder, "-rest" if stored else "")
         return _GgufWriter(info, files, dtype, folder, stored).write(layers)
     quantization = quantization_of(info.config)
+    if quantization is None:
+        refuse_8_bits(files, other_parts(info.config))
     if quantization is None and converts and not _has_dtype(info.path, dtype):
         quantization = Floats()
     if quantization is None:
@@ -131,8 +134,9 @@ class _Writer(ABC):
             _link(own / self._file(part).name, self._file(part))
         _replace(own / INDEX, {"metadata": {}, "weight_map": index})
         config = json.loads((self._info.path / CONFIG).read_text(encoding="utf-8"))
-        for scope in (config, config.get("text_config") or {}):
-            scope.pop("quantization_config", None)
+        for scope in [config, *config.values()]:
+            if isinstance(scope, dict):
+                scope.pop("quantization_config", None)
         _replace(own / CONFIG, config)
         written = type(self._info.config).from_dict(config)
         if is_encoder(self._info.config):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from services.stage.model.refusal import refuse
+from services.stage.model.text_part import text_config
 
 REMEDY = "Give the float checkpoint, or one in compressed-tensors, GPTQ, AWQ, fp8 or MXFP4"
 WORD_BITS = 32
@@ -308,8 +309,11 @@ SCALED = ("int-quantized", "naive-quantized", "float-quantized")
 def quantization_of(config: Any) -> Quantization | None:
     """Returns how a model's weights are quantized; None if they are not. Raises Invalid for what is
     not read here."""
-    found = getattr(config, "quantization_config", None)
-    if not found:
+    scopes = (config, text_config(config))
+    found = next(
+        filter(None, (getattr(each, "quantization_config", None) for each in scopes)), None
+    )
+    if found is None:
         return None
     said: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
     method = str(said.get("quant_method")).lower()

@@ -29,8 +29,13 @@ from services.stage.model.encoder_class import first_position, is_encoder, mark,
 from services.stage.model.model_info import EMBEDDINGS, ModelInfo
 from services.stage.model.pieces import PassThrough, Pieces, stub_of, stub_of_layer
 from services.stage.model.refusal import refuse
-from services.stage.model.text_part import language_model, text_class, use_text_alone
-from services.stage.model.weights import check_file, weight_files
+from services.stage.model.text_part import (
+    language_model,
+    other_parts,
+    text_class,
+    use_text_alone,
+)
+from services.stage.model.weights import check_file, refuse_8_bits, weight_files
 from services.stage.products.experts import EXPERTS
 from services.stage.products.packing import is_linear
 from services.stage.recurrent.mixers import use_mixers
@@ -192,8 +197,7 @@ class Shard:
         """
         info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)
         _check_layers(info, layers)
-        for file in weight_files(info.path):
-            check_file(file)
+        refuse_8_bits(weight_files(info.path), other_parts(info.config))
         is_first_of_several = layers.start == 0 and layers.stop < info.num_layers
         keeps_output = is_first_of_several and _lacks_embedding(info.path)
         with quiet_transformers(), _refusing(info):
@@ -348,6 +352,8 @@ def _refusing(info: ModelInfo) -> Iterator[None]:
         refuse(
             f"{kind!r} cannot be loaded in parts: {error}", "Let one stage hold all layers", error
         )
+    except ImportError as error:
+        refuse(f"transformers needs a library to load {info.path}: {error}", cause=error)
     except (SafetensorError, RuntimeError, OSError, ValueError) as error:
         refuse(f"{info.path} cannot be loaded: {error}", "Copy the model again", error)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +60,8 @@ DTYPE_BITS = {
 DTYPE_BITS |= {"F64": 64, "I64": 64, "U64": 64, "F8_E4M3": 8, "F8_E5M2": 8}
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 """Errors raised by malformed JSON, and by JSON of an unexpected form."""
+UNEXPLAINED = frozenset({"I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"})
+"""Dtypes of 8 bits, whose numbers mean a weight only with a scale."""
 COPY_AGAIN = "Copy the model again, with all its files"
 
 
@@ -128,6 +130,19 @@ def check_file(path: Path) -> WeightFile:
         )
     sha256 = hashlib.sha256(header).hexdigest()
     return WeightFile(path=path, size_bytes=size_bytes, header_sha256=sha256, tensors=tensors)
+
+
+def refuse_8_bits(files: list[Path], others: Set[str]) -> None:
+    """Raises Invalid for a tensor in 8 bits: no scale is read where nothing says that weights are
+    quantized. Names with a part of `others` are not read at all."""
+    for file in files:
+        for name, tensor in check_file(file).tensors.items():
+            dtype, is_matrix = tensor["dtype"], len(tensor["shape"]) > 1
+            if dtype in UNEXPLAINED and is_matrix and others.isdisjoint(name.split(".")):
+                refuse(
+                    f"{file} has {name} as {dtype}, which no quantization_config explains",
+                    "Convert it to floats, or add its quantization_config to config.json",
+                )
 
 
 def _check_gguf(path: Path) -> WeightFile:

@@ -23,6 +23,7 @@ from shardline.base.errors import Invalid
 from shardline.contract.job import SamplingParams
 from tests.chain import generate, load_chain, requests
 from tests.models import edit_config, save_model
+from tests.multimodal_models import save_container
 from tests.pinned import first_core
 from tests.unit.stage.model.packed_models import (
     FILE,
@@ -200,6 +201,42 @@ def test_experts_in_one_tensor_are_multiplied_by_the_scales_of_their_blocks(
 
     assert torch.equal(found[name], torch.stack([each.weight for each in made]))
     assert f"{name}_scale_inv" not in found
+
+
+@pytest.mark.parametrize("converts", [False, True])
+@pytest.mark.parametrize(("name", "dtype"), [("fp8-rows", "F8_E4M3"), ("int8", "I8")])
+def test_weights_in_8_bits_without_quantization_config_are_refused(
+    name: str, dtype: str, *, converts: bool, tmp_path: Path
+) -> None:
+    _, packed = save_both(tmp_path, *FORMATS[name])
+    edit_config(packed, quantization_config=None)
+    with pytest.raises(
+        Invalid, match=rf"proj\.weight as {dtype}, which no quantization_config explains"
+    ) as refused:
+        with_floats(ModelInfo.read(packed), range(4), torch.float32, tmp_path, converts=converts)
+    assert "add its quantization_config" in refused.value.remedy
+
+
+def test_quantization_config_of_the_text_alone_is_read(device: Device, tmp_path: Path) -> None:
+    # Given a container whose config says it at the language model
+    pack, config = FORMATS["int8"]
+    path = save_container(tmp_path, "llava")
+    tensors = load_file(path / FILE)
+    generator = torch.Generator().manual_seed(3)
+    expected = {}
+    for name in [each for each in tensors if "language" in each and "_proj.weight" in each]:
+        made = pack(tensors[name].shape, generator)
+        expected[name] = made.weight
+        tensors |= {f"{name[:-7]}.{part}": each for part, each in made.tensors.items()}
+    save_file(tensors, path / FILE, metadata={"format": "pt"})
+    text = json.loads((path / "config.json").read_text())["text_config"]
+    edit_config(path, text_config={**text, "quantization_config": config})
+
+    # Then its weights are what the format means, and its stages load
+    found = floats(path, range(4), torch.float32, tmp_path)
+    assert expected
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    assert len(load_chain(path, 2, device, tmp_path)) == 2
 
 
 @pytest.mark.parametrize("transforms", [None, {}])

@@ -294,6 +294,14 @@ def test_tensors_of_another_shape_than_the_config_are_named(tmp_path: Path) -> N
         load(path, range(1))
 
 
+def test_a_library_that_transformers_lacks_is_named(tmp_path: Path) -> None:
+    path = save_model(tmp_path)
+    edit_config(path, quantization_config={"quant_method": "fp8"})
+
+    with pytest.raises(Invalid, match=r"transformers needs a library to load .*accelerate"):
+        load(path, range(2))
+
+
 def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
     path = save_model(tmp_path)
     (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:-1])
