@@ -7,7 +7,7 @@ Knows no limits: what a model can take is the word of the head that serves it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def model_row(
         "context_length": context_length,
         "vocab_size": vocab_size,
         "eos_token_ids": list(eos_ids),
-        "tokenizer": tokenizer_json(folder),
+        "tokenizer": tokenizer_json(folder, vocab_size=vocab_size),
         "chat_template": _chat_template(folder, tokenizer_config),
         "special_tokens": _special_tokens(folder, tokenizer_config),
     }
@@ -79,7 +79,8 @@ def tokenizers_eos_id(folder: Path) -> int | None:
     none. Raises Invalid."""
     tokenizer_config = _read(folder / "tokenizer_config.json")
     eos = _special_tokens(folder, tokenizer_config).get("eos_token")
-    text = tokenizer_json(folder)
+    # Without the tokens that only a name adds: no model was trained to end with those.
+    text = tokenizer_json(folder, vocab_size=0)
     if eos is None or not text:
         return None
     document = _document(text, "tokenizer.json")
@@ -89,29 +90,33 @@ def tokenizers_eos_id(folder: Path) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def tokenizer_json(folder: Path) -> str:
-    """Returns the folder's tokenizer, with the tokens that its configuration alone adds, as
-    transformers adds them; empty without one. Raises Invalid."""
-    tokenizer_config = _read(folder / "tokenizer_config.json")
+def tokenizer_json(folder: Path, *, vocab_size: int) -> str:
+    """Returns the folder's tokenizer, with the tokens that its other files add or mark, as
+    transformers adds them; empty without one. Raises Invalid.
+
+    Tokens that are named without an id stay text where the model's vocabulary has no place left.
+    """
     text = _text(folder / "tokenizer.json") or ""
-    listed = tokenizer_config.get("added_tokens_decoder")
-    if not text or not listed:
+    if not text:
         return text
-    known = {
-        token.get("content")
-        for token in _document(text, "tokenizer.json").get("added_tokens") or ()
-    }
-    try:
-        by_id = [token for _, token in sorted(listed.items(), key=lambda item: int(item[0]))]
-        missing = [_added_token(token) for token in by_id if token["content"] not in known]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        problem = f"added_tokens_decoder in tokenizer_config.json is malformed: {error!r}"
-        raise Invalid("model", problem, "Copy the model again") from error
-    if not missing:
+    own = _document(text, "tokenizer.json").get("added_tokens") or ()
+    known = {token.get("content"): token for token in own}
+    by_name, extra = _named_tokens(folder)
+    names = {token["content"] for token in by_name.values()}
+    listed = _listed_tokens(folder, own, names.union(token["content"] for token in extra))
+    found = {*known, *(token["content"] for token in listed)}
+    changed = [
+        _added_token(token)
+        for token in (_marked(token, names, known.get(token["content"], {})) for token in listed)
+        if not _is_as(token, known.get(token["content"]))
+    ]
+    missing: dict[str, AddedToken] = {}
+    for token in (*by_name.values(), *extra):
+        if token["content"] not in found:
+            missing.setdefault(token["content"], _added_token(_marked(token, names, {})))
+    if not changed and not missing:
         return text
-    tokenizer = Tokenizer.from_str(text)
-    tokenizer.add_tokens(missing)
-    return str(tokenizer.to_str())
+    return _with_tokens(text, changed, missing, vocab_size)
 
 
 def tokenizer_from(text: str) -> Tokenizer:
@@ -127,6 +132,92 @@ def tokenizer_from(text: str) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _with_tokens(
+    text: str, changed: list[AddedToken], missing: Mapping[str, AddedToken], vocab_size: int
+) -> str:
+    tokenizer = tokenizer_from(text)
+    tokenizer.add_tokens(changed)
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    num_free = max(0, vocab_size - 1 - max(ids.values(), default=-1))
+    beyond = [content for content in missing if content not in ids][num_free:]
+    tokenizer.add_tokens([token for content, token in missing.items() if content not in beyond])
+    return str(tokenizer.to_str())
+
+
+def _named_tokens(folder: Path) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """The tokens that the folder's files name, and the special ones without a name. As in
+    transformers, special_tokens_map.json wins, and is not read beside added_tokens_decoder."""
+    documents = [_read(folder / "tokenizer_config.json")]
+    if documents[0].get("added_tokens_decoder") is None:
+        documents.append(_read(folder / "special_tokens_map.json"))
+    by_name: dict[str, Any] = dict.fromkeys(SPECIAL_TOKENS)
+    extra: list[Any] = []
+    for document in documents:
+        by_name |= {name: token for name, token in document.items() if name.endswith("_token")}
+        own = document.get("extra_special_tokens")
+        if isinstance(own, dict):
+            by_name |= own
+        elif isinstance(own, list):
+            extra += own
+        additional = document.get("additional_special_tokens")
+        if not extra and isinstance(additional, list):
+            extra += additional
+    as_tokens = {name: _special_token(token) for name, token in by_name.items()}
+    return (
+        {name: token for name, token in as_tokens.items() if token is not None},
+        [token for token in map(_special_token, extra) if token is not None],
+    )
+
+
+def _special_token(token: Any) -> dict[str, Any] | None:
+    """A token, special unless it says otherwise, of its text or its fields; None: it is none."""
+    fields = {"content": token} if isinstance(token, str) else token
+    if not isinstance(fields, dict) or not isinstance(fields.get("content"), str):
+        return None
+    return {"special": True, **fields}
+
+
+def _listed_tokens(
+    folder: Path, own: Sequence[Mapping[str, Any]], special: Container[str]
+) -> list[Mapping[str, Any]]:
+    """The tokens that have an id, by id: those of added_tokens_decoder, or else those of
+    added_tokens.json and `own` of tokenizer.json."""
+    listed = _read(folder / "tokenizer_config.json").get("added_tokens_decoder")
+    source = "added_tokens_decoder in tokenizer_config.json"
+    try:
+        if listed is not None:
+            by_id = {int(number): token for number, token in listed.items()}
+        else:
+            source = "added_tokens.json"
+            known = {token["content"] for token in own}
+            by_id = {
+                int(number): {"content": text, "special": text in special}
+                for text, number in _read(folder / source).items()
+                if text not in known
+            }
+            by_id |= {token["id"]: token for token in own}
+        return [{**token, "content": token["content"]} for _, token in sorted(by_id.items())]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Invalid(
+            "model", f"{source} is malformed: {error!r}", "Copy the model again"
+        ) from error
+
+
+def _marked(
+    token: Mapping[str, Any], names: Container[str], known: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The token as special where it has a name or was special: none becomes ordinary again."""
+    is_special = token["content"] in names or known.get("special")
+    return {**token, "special": True} if is_special else token
+
+
+def _is_as(token: Mapping[str, Any], known: Mapping[str, Any] | None) -> bool:
+    made = _added_token(token)
+    return known is not None and all(
+        bool(known.get(flag)) == getattr(made, flag) for flag in TOKEN_FLAGS
+    )
 
 
 def _added_token(token: Mapping[str, Any]) -> AddedToken:

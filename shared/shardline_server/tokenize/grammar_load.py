@@ -38,7 +38,9 @@ class GrammarLoad:
     def _read(self) -> None:
         try:
             self._grammars = Grammars(
-                tokenizer_json(self._folder), vocab_size=self._vocab_size, eos_ids=self._eos_ids
+                tokenizer_json(self._folder, vocab_size=self._vocab_size),
+                vocab_size=self._vocab_size,
+                eos_ids=self._eos_ids,
             )
         except (GrammarError, Invalid, OSError) as error:  # it concerns these jobs alone
             self._error = str(error)

@@ -12,17 +12,22 @@ from transformers import AutoTokenizer
 from shardline.base.errors import Invalid
 from shardline.contract.chat import Message
 from shardline.contract.job import SamplingParams
-from shardline_server.tokenize import Tokens, chosen_template, model_row
+from shardline_server.tokenize import Tokens, chosen_template, model_row, tokenizers_eos_id
 from tests.unit.tokenize.small_tokenizers import byte_level
 
 
-def row_of(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, Any]:
+def registered(folder: Path, vocab_size: int = 300) -> dict[str, Any]:
     """As a head of this folder registers it."""
+    return model_row(
+        folder, name="m", fingerprint="f", context_length=64, vocab_size=vocab_size, eos_ids=()
+    )
+
+
+def row_of(folder: Path, tokenizer_config: dict[str, Any], vocab_size: int = 300) -> dict[str, Any]:
+    """The same with a small tokenizer and this configuration."""
     byte_level().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-    return model_row(
-        folder, name="m", fingerprint="f", context_length=64, vocab_size=300, eos_ids=()
-    )
+    return registered(folder, vocab_size)
 
 
 def tokens_of(folder: Path, tokenizer_config: dict[str, Any]) -> Tokens:
@@ -46,6 +51,77 @@ def test_tokens_that_only_the_configuration_adds_are_tokens(tmp_path: Path) -> N
     assert tokens.completion(SamplingParams(), 60, ()).say(ids) == reference.decode(
         list(ids), skip_special_tokens=True
     )
+
+
+def entry(content: str, **flags: bool) -> dict[str, Any]:
+    """A token as tokenizer.json lists it, of the id behind those of `byte_level`."""
+    plain = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized", "special"], False)
+    return {"id": 260, "content": content, **plain, **flags}
+
+
+ADDED = {"added_tokens_decoder": {"260": entry("<x>", lstrip=True, rstrip=True, special=True)}}
+FULL = {"__type": "AddedToken", **entry("<x>", lstrip=True)}
+SPECIAL_MAP = "special_tokens_map.json"
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "own"),
+    [
+        ({"eos_token": "<x>", "pad_token": "<y>"}, {}, []),
+        ({"eos_token": FULL, "image_token": "<y>"}, {}, []),
+        ({"additional_special_tokens": ["<y>", "<x>"], "eos_token": "<x>"}, {}, []),
+        ({"extra_special_tokens": ["<x>"], "additional_special_tokens": ["<y>"]}, {}, []),
+        ({"extra_special_tokens": {"image_token": "<x>", "eoi_token": "<y>"}}, {}, []),
+        ({"eos_token": "<y>"}, {SPECIAL_MAP: {"eos_token": "<x>", "bos_token": None}}, []),
+        ({"eos_token": "<y>"}, {SPECIAL_MAP: {"extra_special_tokens": ["<x>"]}}, []),
+        ({}, {SPECIAL_MAP: {"additional_special_tokens": ["<x>", "<y>"]}}, []),
+        ({"eos_token": "<y>"}, {"added_tokens.json": {"<y>": 261, "<x>": 260}}, []),
+        (ADDED, {SPECIAL_MAP: {"eos_token": "<y>"}}, []),
+        (ADDED, {}, [entry("<x>")]),
+        (ADDED | {"eos_token": "<y>"}, {}, [entry("<x>", special=True)]),
+        ({"eos_token": "<x>"}, {}, [entry("<x>")]),
+        ({"additional_special_tokens": ["<x>"]}, {}, [entry("<x>")]),
+        ({"added_tokens_decoder": {"260": entry("<x>")}}, {}, [entry("<x>", special=True)]),
+        ({"eos_token": "hello"}, {}, []),
+    ],
+)
+def test_tokens_of_all_files_are_those_that_transformers_reads(
+    config: dict[str, Any], files: dict[str, Any], own: list[Any], tmp_path: Path
+) -> None:
+    document = json.loads(byte_level().to_str())
+    document["added_tokens"] += own
+    document["model"]["vocab"]["hello"] = document["model"]["vocab"].pop("Ġhello")
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast"} | config
+    named = {"tokenizer.json": document, "tokenizer_config.json": fields, **files}
+    for name, content in named.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    tokens = Tokens.from_row(registered(tmp_path))
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    text = "a <x> b<y>c hello!"
+
+    ids = tokens.prepare(prompt=text, params=SamplingParams()).prompt_ids
+
+    assert list(ids) == reference(text)["input_ids"]
+    assert tokens.completion(SamplingParams(), 60, ()).say(ids) == reference.decode(
+        list(ids), skip_special_tokens=True
+    )
+
+
+def test_a_named_token_beyond_the_vocabulary_stays_text(tmp_path: Path) -> None:
+    row = row_of(tmp_path, {"eos_token": "<x>", "pad_token": "<y>"}, vocab_size=261)
+
+    known = Tokens.from_row(row).tokenizer.get_vocab()
+
+    assert (known.get("<x>"), known.get("<y>")) == (260, None)
+    assert tokenizers_eos_id(tmp_path) is None
+
+
+@pytest.mark.parametrize("listed", [["<x>"], {"<x>": "a"}, {"<x>": None}])
+def test_malformed_ids_of_added_tokens_name_their_file(listed: Any, tmp_path: Path) -> None:
+    (tmp_path / "added_tokens.json").write_text(json.dumps(listed))
+
+    with pytest.raises(Invalid, match=r"added_tokens\.json is "):
+        tokens_of(tmp_path, {})
 
 
 @pytest.mark.parametrize("listed", [["<tool>"], {"a": {"content": "x"}}, {"260": "x"}, {"260": {}}])
