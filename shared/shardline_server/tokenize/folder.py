@@ -51,7 +51,7 @@ def model_row(
         "eos_token_ids": list(eos_ids),
         "tokenizer": tokenizer_json(folder, vocab_size=vocab_size),
         "chat_template": _chat_template(folder, tokenizer_config),
-        "special_tokens": _special_tokens(folder, tokenizer_config),
+        "special_tokens": _special_tokens(folder),
     }
 
 
@@ -77,8 +77,7 @@ def chosen_template(
 def tokenizers_eos_id(folder: Path) -> int | None:
     """The id of the token that ends a text, by the tokenizer's own files; None where they name
     none. Raises Invalid."""
-    tokenizer_config = _read(folder / "tokenizer_config.json")
-    eos = _special_tokens(folder, tokenizer_config).get("eos_token")
+    eos = _special_tokens(folder).get("eos_token")
     # Without the tokens that only a name adds: no model was trained to end with those.
     text = tokenizer_json(folder, vocab_size=0)
     if eos is None or not text:
@@ -237,15 +236,9 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
     return template if isinstance(template, str) else None
 
 
-def _special_tokens(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    source = {**_read(folder / "special_tokens_map.json"), **tokenizer_config}
-    found = {}
-    for name in SPECIAL_TOKENS:
-        token = source.get(name)
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str):
-            found[name] = text
-    return found
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """The texts of named tokens by name, as templates use them."""
+    return {name: token["content"] for name, token in _named_tokens(folder)[0].items()}
 
 
 def _text(path: Path) -> str | None:

@@ -107,6 +107,32 @@ def test_tokens_of_all_files_are_those_that_transformers_reads(
     )
 
 
+@pytest.mark.parametrize(
+    ("config", "files"),
+    [
+        ({"extra_special_tokens": {"image_token": "<i>", "eot_token": "<e>"}}, {}),
+        ({"eot_token": "<e>", "bos_token": "<b>"}, {}),
+        ({"bos_token": None}, {SPECIAL_MAP: {"bos_token": "<b>"}}),
+        ({"bos_token": "<c>"}, {SPECIAL_MAP: {"bos_token": {"content": "<b>"}}}),
+        ({"bos_token": "<c>", **ADDED}, {SPECIAL_MAP: {"bos_token": "<b>"}}),
+    ],
+)
+def test_a_template_has_the_tokens_that_transformers_names(
+    config: dict[str, Any], files: dict[str, Any], tmp_path: Path
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    template = "{{ bos_token }}{{ image_token }}{{ messages[0].content }}{{ eot_token }}"
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    tokens = tokens_of(tmp_path, fields | config)
+
+    text = tokens.chat.render([Message(role="user", content="a")], SamplingParams(), limit_chars=64)
+
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "a"}]
+    assert text == reference.apply_chat_template(messages, tokenize=False)
+
+
 def test_a_named_token_beyond_the_vocabulary_stays_text(tmp_path: Path) -> None:
     row = row_of(tmp_path, {"eos_token": "<x>", "pad_token": "<y>"}, vocab_size=261)
 
