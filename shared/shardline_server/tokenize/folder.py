@@ -232,6 +232,9 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
     if template is None:
         template = _read(folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):
+        if not all(isinstance(entry, dict) for entry in template):
+            problem = "chat_template in the model's files is a list of other than named templates"
+            raise Invalid("model", problem, "Write a text, or objects of a name and a template")
         template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
     return template if isinstance(template, str) else None
 
@@ -242,7 +245,10 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _text(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.is_file() else None
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+    except UnicodeDecodeError as error:
+        raise Invalid("model", f"{path.name} is not UTF-8: {error}", "Save it as UTF-8") from error
 
 
 def _read(path: Path) -> dict[str, Any]:

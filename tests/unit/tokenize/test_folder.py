@@ -158,6 +158,22 @@ def test_malformed_added_tokens_name_their_file(listed: Any, tmp_path: Path) -> 
         tokens_of(tmp_path, {"added_tokens_decoder": listed})
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "special_tokens_map.json"])
+@pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
+def test_a_file_in_another_encoding_is_refused_by_name(
+    name: str, encoding: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text('{"x": "é"}', encoding=encoding)
+
+    with pytest.raises(Invalid, match=f"{name} is not UTF-8.*Save it as UTF-8"):
+        row_of(tmp_path, {})
+
+
+def test_a_list_of_templates_without_names_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match="chat_template in the model's files is a list"):
+        row_of(tmp_path, {"chat_template": ["x"]})
+
+
 def test_a_template_and_a_family_of_replies_can_be_set(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}<tool_call>")
     other = tmp_path / "other.jinja"
