@@ -226,17 +226,32 @@ def _added_token(token: Mapping[str, Any]) -> AddedToken:
 
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """The folder's chat template. As in transformers, a separate file wins, and of several named
-    ones `default`; older multimodal models have it in a file of their processor."""
-    template = _text(folder / "chat_template.jinja") or tokenizer_config.get("chat_template")
+    """The folder's chat template. As in transformers, separate files win, and of several named
+    ones `default`, or with tools `tool_use`; older multimodal models have it in a file of their
+    processor."""
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {path.stem: path for path in folder.glob("additional_chat_templates/*.jinja")}
+    texts = {name: text for name, path in files.items() if (text := _text(path))}
+    template = texts or tokenizer_config.get("chat_template")
     if template is None:
         template = _read(folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):
         if not all(isinstance(entry, dict) for entry in template):
             problem = "chat_template in the model's files is a list of other than named templates"
             raise Invalid("model", problem, "Write a text, or objects of a name and a template")
-        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+        template = {entry.get("name"): entry.get("template") for entry in template}
+    if isinstance(template, dict):
+        usual, with_tools = template.get("default"), template.get("tool_use")
+        both = isinstance(usual, str) and isinstance(with_tools, str)
+        template = _by_tools(str(usual), str(with_tools)) if both else usual
     return template if isinstance(template, str) else None
+
+
+def _by_tools(usual: str, with_tools: str) -> str:
+    """One template of both. The signs keep their spaces; the newline that ends a template is no
+    part of it."""
+    first, second = (text.removesuffix("\n") for text in (with_tools, usual))
+    return f"{{% if tools +%}}{first}{{%+ else +%}}{second}{{%+ endif %}}"
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:

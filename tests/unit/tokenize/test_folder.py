@@ -13,6 +13,8 @@ from shardline.base.errors import Invalid
 from shardline.contract.chat import Message
 from shardline.contract.job import SamplingParams
 from shardline_server.tokenize import Tokens, chosen_template, model_row, tokenizers_eos_id
+from shardline_server.tokenize.chat import ChatTemplate
+from shardline_server.tokenize.template_abilities import TOOLS
 from tests.unit.tokenize.small_tokenizers import byte_level
 
 
@@ -172,6 +174,40 @@ def test_a_file_in_another_encoding_is_refused_by_name(
 def test_a_list_of_templates_without_names_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match="chat_template in the model's files is a list"):
         row_of(tmp_path, {"chat_template": ["x"]})
+
+
+USUAL = "\n  {% for m in messages %}\n<{{ m.role }}>{{ m.content }}\n{% endfor %}\n  \n"
+WITH_TOOLS = "\n  T{{ tools[0].function.name }}" + USUAL
+NAMED = {"default": USUAL, "tool_use": WITH_TOOLS}
+LISTED = [{"name": name, "template": template} for name, template in NAMED.items()]
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize(
+    ("template", "files"),
+    [
+        (LISTED, {}),
+        (NAMED, {}),
+        ("x", {"chat_template": USUAL, "additional_chat_templates/tool_use": WITH_TOOLS}),
+        ("x", {f"additional_chat_templates/{name}": text for name, text in NAMED.items()}),
+    ],
+)
+def test_named_templates_are_chosen_by_tools_as_in_transformers(
+    template: Any, files: dict[str, str], tools: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name, text in files.items():
+        (tmp_path / f"{name}.jinja").write_text(text)
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    source = row_of(tmp_path, fields)["chat_template"]
+    messages = [{"role": "user", "content": "a"}]
+
+    text = ChatTemplate(source, {}).render(
+        messages, tools=tools or (), limit_chars=999, add_generation_prompt=False
+    )
+
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    assert text == reference.apply_chat_template(messages, tools=tools, tokenize=False)
 
 
 def test_a_template_and_a_family_of_replies_can_be_set(tmp_path: Path) -> None:
