@@ -55,6 +55,9 @@ LEAVES_OUT = "leaves messages out on purpose"
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template"})
 """Variables of a template that no request sets."""
 
+BY_TOOLS = "{% if tools +%}"
+"""How a text begins that is a template for tools, and else another one."""
+
 MARK = "60172839465"
 """Digits, which no template changes: with a message's number they show whether its content is
 rendered."""
@@ -144,7 +147,8 @@ class ChatTemplate:
             raise Invalid(f"chat_template_kwargs.{name}", "a request cannot set it", "Leave it out")
         used["add_generation_prompt"] = add_generation_prompt
         if any("tool_calls" in message or message["role"] == TOOL for message in known):
-            known = self._with_known_calls(known)
+            is_usual = not tools and self.source.startswith(BY_TOOLS)
+            known = with_calls_as_text(known) if is_usual else self._with_known_calls(known)
         if tools and self.abilities.has_tools:
             used["tools"] = list(tools)
         elif tools:

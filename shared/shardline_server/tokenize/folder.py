@@ -16,6 +16,7 @@ from tokenizers.models import WordLevel
 
 from shardline.base.errors import Invalid
 from shardline_server.replies import named
+from shardline_server.tokenize.chat import BY_TOOLS
 
 SPECIAL_TOKENS = (
     "bos_token",
@@ -251,7 +252,7 @@ def _by_tools(usual: str, with_tools: str) -> str:
     """One template of both. The signs keep their spaces; the newline that ends a template is no
     part of it."""
     first, second = (text.removesuffix("\n") for text in (with_tools, usual))
-    return f"{{% if tools +%}}{first}{{%+ else +%}}{second}{{%+ endif %}}"
+    return f"{BY_TOOLS}{first}{{%+ else +%}}{second}{{%+ endif %}}"
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:

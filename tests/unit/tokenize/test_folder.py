@@ -210,6 +210,24 @@ def test_named_templates_are_chosen_by_tools_as_in_transformers(
     assert text == reference.apply_chat_template(messages, tools=tools, tokenize=False)
 
 
+def test_calls_without_tools_are_text_in_the_usual_template(tmp_path: Path) -> None:
+    """It knows no calls, though the template for tools does."""
+    calls = "{% for m in messages %}{{ m.content }}{{ m.tool_calls | tojson }}{% endfor %}"
+    usual = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    named = {"default": usual, "tool_use": "{{ tools | tojson }}" + calls}
+    function = {"name": "look_up", "arguments": "{}"}
+    call = {"id": "call00001", "type": "function", "function": function}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    source = row_of(tmp_path, {"chat_template": named})["chat_template"]
+
+    text = ChatTemplate(source, {}).render(messages, limit_chars=999)
+
+    assert "look_up" in str(text)
+
+
 def test_a_template_and_a_family_of_replies_can_be_set(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}<tool_call>")
     other = tmp_path / "other.jinja"
