@@ -196,8 +196,8 @@ def test_named_templates_are_chosen_by_tools_as_in_transformers(
     template: Any, files: dict[str, str], tools: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "additional_chat_templates").mkdir()
-    for name, text in files.items():
-        (tmp_path / f"{name}.jinja").write_text(text)
+    for name, content in files.items():
+        (tmp_path / f"{name}.jinja").write_text(content)
     fields = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     source = row_of(tmp_path, fields)["chat_template"]
     messages = [{"role": "user", "content": "a"}]
@@ -217,7 +217,7 @@ def test_calls_without_tools_are_text_in_the_usual_template(tmp_path: Path) -> N
     named = {"default": usual, "tool_use": "{{ tools | tojson }}" + calls}
     function = {"name": "look_up", "arguments": "{}"}
     call = {"id": "call00001", "type": "function", "function": function}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
