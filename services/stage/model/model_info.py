@@ -32,7 +32,7 @@ from services.stage.model.gguf.unpacked_folder import gguf_of, unpack
 from services.stage.model.quantization import quantization_of
 from services.stage.model.refusal import refuse
 from services.stage.model.text_part import is_container, layers_class, model_class, text_config
-from services.stage.model.weights import DENSE, ONE_FILE, header_of, weight_files
+from services.stage.model.weights import DENSE, MORE_TEMPLATES, ONE_FILE, header_of, weight_files
 from shardline.base.errors import Unavailable
 from shardline.contract import plain_json
 from shardline.contract.fleet.joined_layers import JoinedLayers, joined_layers
@@ -42,7 +42,7 @@ log = structlog.get_logger(__name__)
 
 HUB_FILES = (
     *("*.json", "model*.safetensors", "tokenizer*", "*.jinja", "*.model", "*.txt"),
-    *("*_Pooling/config.json", f"{DENSE}/config.json", f"{DENSE}/{ONE_FILE}"),
+    *("*_Pooling/config.json", f"{DENSE}/config.json", f"{DENSE}/{ONE_FILE}", MORE_TEMPLATES),
 )
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 """How names of the tensor end that has a row for each token."""

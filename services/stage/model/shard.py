@@ -29,13 +29,8 @@ from services.stage.model.encoder_class import first_position, is_encoder, mark,
 from services.stage.model.model_info import EMBEDDINGS, ModelInfo
 from services.stage.model.pieces import PassThrough, Pieces, stub_of, stub_of_layer
 from services.stage.model.refusal import refuse
-from services.stage.model.text_part import (
-    language_model,
-    other_parts,
-    text_class,
-    use_text_alone,
-)
-from services.stage.model.weights import check_file, refuse_8_bits, weight_files
+from services.stage.model.text_part import language_model, text_class, use_text_alone
+from services.stage.model.weights import WeightFile, check_file, weight_files
 from services.stage.products.experts import EXPERTS
 from services.stage.products.packing import is_linear
 from services.stage.recurrent.mixers import use_mixers
@@ -197,9 +192,9 @@ class Shard:
         """
         info = model if isinstance(model, ModelInfo) else ModelInfo.read(model)
         _check_layers(info, layers)
-        refuse_8_bits(weight_files(info.path), other_parts(info.config))
+        files = [check_file(file) for file in weight_files(info.path)]
         is_first_of_several = layers.start == 0 and layers.stop < info.num_layers
-        keeps_output = is_first_of_several and _lacks_embedding(info.path)
+        keeps_output = is_first_of_several and _lack_embedding(files)
         with quiet_transformers(), _refusing(info):
             kind = shard_class(info, layers, keeps_output=keeps_output)
             loaded, report = kind.from_pretrained(
@@ -303,13 +298,9 @@ def _drop_output(model: Any) -> None:
     model.all_tied_weights_keys = {}
 
 
-def _lacks_embedding(folder: Path) -> bool:
+def _lack_embedding(files: Iterable[WeightFile]) -> bool:
     """Whether the weights may have a tied embedding under the name of the output layer alone."""
-    return not any(
-        name.endswith(EMBEDDINGS)
-        for file in weight_files(folder)
-        for name in check_file(file).tensors
-    )
+    return not any(name.endswith(EMBEDDINGS) for file in files for name in file.tensors)
 
 
 def _token_types(ids: Tensor, position_ids: Tensor, separator: int) -> Tensor:

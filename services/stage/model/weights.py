@@ -25,6 +25,7 @@ ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DENSE = "*_Dense"
 """The folders of modules that have weights of their own, in ONE_FILE."""
+MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 DECIDING = (
     "config.json",
     "generation_config.json",
@@ -32,7 +33,9 @@ DECIDING = (
     "*vocab*",
     "merges.txt",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template*",
+    MORE_TEMPLATES,
     "modules.json",
     "config_sentence_transformers.json",
     "sentence_*_config.json",

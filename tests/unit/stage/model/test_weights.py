@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from services.stage.model.model_info import model_files
 from services.stage.model.weights import check_file, fingerprint, unchanged, weight_files
 from shardline.base.errors import Invalid, Unavailable
 from tests.models import save_model
@@ -83,13 +84,17 @@ def flip(file: Path) -> None:
         "tokenizer.json",
         "tokenizer_config.json",
         "special_tokens_map.json",
+        "added_tokens.json",
         "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
     ],
 )
-def test_a_changed_text_file_changes_the_fingerprint(
+def test_a_changed_text_file_changes_the_fingerprint_and_is_a_models(
     name: str, model: Path, tmp_path: Path
 ) -> None:
+    (model / name).parent.mkdir(exist_ok=True)
     (model / name).touch()
+    assert model / name in model_files(model)
     first = fingerprint(model, tmp_path / "cache")
     (model / name).write_text((model / name).read_text() + " ")
 
