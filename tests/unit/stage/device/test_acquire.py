@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 
 from services.stage.device.accelerator import Accelerator, load_module
 from services.stage.device.acquire import acquire
@@ -14,6 +17,7 @@ from services.stage.device.cpu import Cpu, usable_cores
 from services.stage.device.locks import DeviceLocks, holder
 from shardline.base.errors import Invalid
 from shardline_server.host.cores import show_cores
+from shardline_server.host.threads import run_in_fresh_thread
 from tests.pinned import unpinned_afterwards
 
 
@@ -41,6 +45,20 @@ def test_without_an_accelerator_auto_takes_the_cores_that_nobody_holds(tmp_path:
         acquire("auto", worker="late", lock_folder=tmp_path)
     device.release()
     held.release()
+
+
+def test_a_thread_that_computes_and_its_helpers_have_the_nice_value(tmp_path: Path) -> None:
+    device = acquire("cpu", worker="cores", lock_folder=tmp_path, nice=7)
+
+    def compute() -> list[int]:
+        device.enter_thread()
+        device.stand_back()
+        torch.exp(torch.ones(1000, 4000))
+        return [os.getpriority(os.PRIO_PROCESS, thread.id) for thread in psutil.Process().threads()]
+
+    assert run_in_fresh_thread(compute).count(7) == device.num_threads
+    assert os.getpriority(os.PRIO_PROCESS, 0) == 0
+    device.release()
 
 
 def test_a_kind_alone_takes_a_free_one_of_it(tmp_path: Path) -> None:
