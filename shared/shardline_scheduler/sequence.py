@@ -16,6 +16,7 @@ from typing import Protocol
 from shardline.base.errors import ProtocolError
 from shardline.contract.job import (
     DEFAULT_PRIORITY,
+    INTERACTIVE,
     FinishReason,
     PromptLogprob,
     SamplingParams,
@@ -176,6 +177,11 @@ class Sequence:
         """Numbers of tokens behind which a chunk ends, for a snapshot."""
         self.tail: bytes | None = None
         """The name of the last snapshot behind all tokens that were known: the next replaces it."""
+
+    @property
+    def is_interactive(self) -> bool:
+        """Whether somebody waits for it."""
+        return self.request.priority in INTERACTIVE
 
     @property
     def num_outputs(self) -> int:

@@ -39,16 +39,24 @@ class StepCutter:
         self._waiting = waiting
         self._batch = batch
         self._numbers = numbers
+        self._was_narrow = False
 
     def cut(self, config: SchedulerConfig) -> StepBuilder:
         """Returns the rows of the next step; there may be none. The number of lanes may change from
-        step to step."""
+        step to step.
+
+        A step with an interactive prompt is narrow: it has no rows of others, whose time would be
+        added to that of the first token. No two steps in a row are narrow, so that prompts without
+        end stop no batch.
+        """
         builder = StepBuilder(config.token_budget, pools=config.pools)
         if config.pools:
             self._add_whole(builder)
             return builder
-        self._add_decodes(builder, config)
-        self._add_chunks(builder, config)
+        is_narrow = not self._was_narrow and self._has_interactive_prompt()
+        self._add_decodes(builder, config, is_narrow)
+        self._add_chunks(builder, config, is_narrow)
+        self._was_narrow = is_narrow
         return builder
 
     def foremost(self) -> list[Sequence]:
@@ -65,12 +73,19 @@ class StepCutter:
             builder.add(sequence, sequence.num_missing)
             del self._batch.prefilling[sequence.number]
 
-    def _add_decodes(self, builder: StepBuilder, config: SchedulerConfig) -> None:
+    def _has_interactive_prompt(self) -> bool:
+        """Whether there are ids to compute of a sequence for which somebody waits."""
+        first = self._admissible()
+        begun = self._batch.prefilling.values()
+        return any(each.is_interactive for each in (*begun, *((first,) if first else ())))
+
+    def _add_decodes(self, builder: StepBuilder, config: SchedulerConfig, is_narrow: bool) -> None:
         """Adds the share of one lane: with all of them in one step, the other stages would have
         nothing to do."""
         batch = self._batch
         share = ceil_div(batch.num_decoding, config.num_lanes)
-        decodes = list(islice(batch.ready.values(), min(share, builder.budget)))
+        ready = (each for each in batch.ready.values() if each.is_interactive or not is_narrow)
+        decodes = list(islice(ready, min(share, builder.budget)))
         lookup = 0 if config.is_recurrent else config.prompt_lookup
         room = min(lookup, builder.budget // 2) - len(decodes)
         for index, sequence in enumerate(decodes):
@@ -84,13 +99,13 @@ class StepCutter:
                 room -= num_drafts
                 builder.add(sequence, 1, (sequence.ids[-1],), drafts[:num_drafts])
 
-    def _add_chunks(self, builder: StepBuilder, config: SchedulerConfig) -> None:
+    def _add_chunks(self, builder: StepBuilder, config: SchedulerConfig, is_narrow: bool) -> None:
         """Adds chunks in order. Each may take half of what is left, so that a long prompt holds up
         neither those behind it nor admission; what no other needs goes to the first."""
         left = min(builder.budget, self._max_prompt_rows(config))
         left_scored = MAX_SCORED
         lengths: dict[Sequence, int] = {}
-        for sequence in self._in_line(builder) if left else ():
+        for sequence in self._in_line(builder, is_narrow) if left else ():
             length = min(max(MIN_CHUNK, left // 2), left, sequence.num_missing)
             if sequence.num_unscored:
                 length = min(length, max(left_scored, 1))
@@ -138,22 +153,26 @@ class StepCutter:
         best = isqrt(int(length * num_others / max(fixed, 1.0)))
         return ceil_div(length, max(1, min(best, length // MIN_PIECE)))
 
-    def _in_line(self, builder: StepBuilder) -> Iterator[Sequence]:
+    def _in_line(self, builder: StepBuilder, is_narrow: bool = False) -> Iterator[Sequence]:
         """Who has ids to compute, in order: those that have begun, and between them those that find
         a place now."""
         for sequence in sorted(self._batch.prefilling.values(), key=attrgetter("order")):
+            if is_narrow and not sequence.is_interactive:
+                break
             while (newcomer := self._admissible()) is not None and newcomer.order < sequence.order:
                 yield self._start(newcomer, builder)
             yield sequence
-        while (newcomer := self._admissible()) is not None:
+        while (newcomer := self._admissible(is_narrow)) is not None:
             yield self._start(newcomer, builder)
 
-    def _admissible(self) -> Sequence | None:
+    def _admissible(self, is_narrow: bool = False) -> Sequence | None:
         """Returns who is admitted next. Others may overtake one that finds no room or waits for a
-        prefix, but not for ever."""
+        prefix, but not for ever. To a narrow step only who is interactive is."""
         if self._batch.is_full:
             return None
         for sequence in self.foremost():
+            if is_narrow and not sequence.is_interactive:
+                return None
             if self._batch.may_start(sequence):
                 return sequence
             if sequence.patience <= 0:

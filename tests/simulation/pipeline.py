@@ -223,10 +223,12 @@ def checked(plan: StepPlan | None) -> StepPlan:
     return plan
 
 
-def decoding(pipeline: Pipeline, *names: str, num_prompt: int = 5, max_tokens: int = 400) -> None:
+def decoding(
+    pipeline: Pipeline, *names: str, num_prompt: int = 5, max_tokens: int = 400, **fields: Any
+) -> None:
     """Adds jobs and computes their prompts: each has one output token and nothing is in flight."""
     for name in names:
-        pipeline.add(request(name, num_prompt=num_prompt, max_tokens=max_tokens))
+        pipeline.add(request(name, num_prompt=num_prompt, max_tokens=max_tokens, **fields))
     while any(len(pipeline.outputs[name, 1]) == 0 for name in names):
         pipeline.schedule()
         pipeline.deliver()

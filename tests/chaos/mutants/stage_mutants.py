@@ -23,6 +23,7 @@ EXECUTED: Final = "tests/unit/stage/engine/test_executor.py"
 STRUCTURED: Final = "tests/unit/stage/engine/test_structured_output.py"
 GUESSED: Final = "tests/unit/scheduler/test_prompt_lookup.py"
 PREFILL: Final = "tests/unit/scheduler/test_prefill.py"
+NARROW: Final = "tests/unit/scheduler/test_narrow_steps.py"
 
 MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
@@ -157,6 +158,20 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         tests=(f"{PREFILL}::test_a_prefill_takes_half_of_what_is_left_while_others_wait_else_all",),
         hurt=Hurt(faults="prefill", counts=("broken",)),
+    ),
+    Mutant(
+        name="narrow steps: prompts without end stop the batch",
+        patches=(
+            Patch(
+                file=STEP_CUTTER,
+                within="StepCutter.cut",
+                old="not self._was_narrow and ",
+                new="",
+            ),
+        ),
+        tests=(
+            f"{NARROW}::test_interactive_prompts_without_end_let_others_have_every_second_step",
+        ),
     ),
     Mutant(
         name="prefill rule: those that have begun go first",

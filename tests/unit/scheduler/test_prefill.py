@@ -56,7 +56,7 @@ def test_an_urgent_prompt_has_its_first_token_in_three_steps_among_long_ones() -
         pipeline.schedule()
         pipeline.deliver()
 
-    pipeline.add(request("urgent", num_prompt=10, priority=3))
+    pipeline.add(request("urgent", num_prompt=10, priority=4))
 
     assert steps_to_first_token(pipeline, "urgent") <= 3
 
@@ -86,7 +86,7 @@ def test_the_better_rank_goes_first_also_among_those_that_have_begun() -> None:
     pipeline.schedule()
     pipeline.deliver()
 
-    pipeline.add(request("urgent", num_prompt=100, priority=0))
+    pipeline.add(request("urgent", num_prompt=100, priority=4))
 
     assert shape(pipeline.schedule()) == [(1, 0, 64), (0, 100, 36)]
 
