@@ -136,7 +136,9 @@ NO_ITEMS = {
     "services.standalone.readiness.ReadinessWatcher._watch": "ends when the stack is ready",
     "shardline.client.ends.Ends._listen": "nobody reads what a NOTIFY says",
     "shardline.client.ends.Ends._look": "ids alone",
-    "shardline_server.tokenize.grammar_load.GrammarLoad._read": "the model's own tokenizer, once",
+    "shardline_server.tokenize.grammars.grammar_load.GrammarLoad._read": (
+        "the model's own tokenizer, once"
+    ),
     "shardline_server.tracing.Tracer._processor.shutdown": "ends at a stop",
 }
 """By loop: why nothing bad can reach it from outside."""

@@ -102,10 +102,12 @@ OFF_THE_PATH = {
         shardline_server/host/duty_cycle
     """,
     "for a job with structured output": """
-        shardline/contract/argument_schema shardline/contract/structured_output
-        shardline_server/tokenize/grammar shardline_server/tokenize/grammar_judge
-        shardline_server/tokenize/grammar_load shardline_server/tokenize/grammar_trial
-        gateway/grammar_turns
+        shardline/contract/structured_output gateway/grammar_turns
+        shardline_server/tokenize/grammars/argument_schema
+        shardline_server/tokenize/grammars/grammar
+        shardline_server/tokenize/grammars/grammar_judge
+        shardline_server/tokenize/grammars/grammar_load
+        shardline_server/tokenize/grammars/grammar_trial
     """,
     "for a long answer": """gateway/http/event_loop""",
     "for a request that is refused": """gateway/field_names""",

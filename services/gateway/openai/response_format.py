@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from shardline.contract.structured_output import StructuredOutput
+from shardline.contract.structured_output import StructuredOutput, lenient
 
 
 class TextFormat(
@@ -34,7 +34,7 @@ class JsonObjectFormat(
 
 
 class NamedSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A JSON schema. It always holds, whether it is `strict` or not."""
+    """A JSON schema. Unless it is `strict`, keywords that no grammar holds do not count."""
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
     schema: dict[str, Any]
@@ -56,7 +56,7 @@ class JsonSchemaFormat(
 
     def structured(self) -> StructuredOutput | None:
         """Returns what the text must be."""
-        return StructuredOutput(json=self.json_schema.schema)
+        return schema_of(self.json_schema.schema, self.json_schema.strict)
 
 
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
@@ -65,3 +65,8 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 def object_of(schema: dict[str, Any] | None) -> StructuredOutput:
     """Returns JSON of the schema; any object where it says nothing."""
     return StructuredOutput(json=schema) if schema else StructuredOutput(json_object=True)
+
+
+def schema_of(schema: dict[str, Any], strict: bool | None) -> StructuredOutput:
+    """Returns JSON of the schema."""
+    return StructuredOutput(json=schema if strict else lenient(schema))

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from services.gateway.openai.response_format import object_of
+from services.gateway.openai.response_format import object_of, schema_of
 from services.gateway.openai.service_tier import ServiceTier
 from services.gateway.responses.input_items import Items
 from services.gateway.responses.tools import ResponseToolChoice, ResponseTools, namespaces_of
@@ -56,7 +56,7 @@ class SchemaFormat(
     tag_field="type",
     tag="json_schema",
 ):
-    """JSON of a schema, which always holds, whether it is `strict` or not."""
+    """JSON of a schema. Unless it is `strict`, keywords that no grammar holds do not count."""
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
     schema: dict[str, Any]
@@ -76,7 +76,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def structured(self) -> StructuredOutput | None:
         """Returns it as a job has it."""
         if isinstance(self.format, SchemaFormat):
-            return StructuredOutput(json=self.format.schema)
+            return schema_of(self.format.schema, self.format.strict)
         return object_of(self.format.schema) if isinstance(self.format, ObjectFormat) else None
 
 

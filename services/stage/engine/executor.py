@@ -49,8 +49,8 @@ from shardline.base.errors import ProtocolError
 from shardline_scheduler.open_sequences import OpenSequences
 from shardline_scheduler.scheduler import NOT_FINITE
 from shardline_scheduler.step_plan import StepPlan, StepResult
-from shardline_server.tokenize.grammar import Grammars
-from shardline_server.tokenize.grammar_load import GrammarLoad
+from shardline_server.tokenize.grammars.grammar import Grammars
+from shardline_server.tokenize.grammars.grammar_load import GrammarLoad
 
 log = structlog.get_logger(__name__)
 

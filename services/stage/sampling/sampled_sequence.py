@@ -17,7 +17,7 @@ from torch import Tensor
 from services.stage.sampling.token_limits import limits_of
 from shardline.contract.job import SamplingParams
 from shardline_scheduler.step_plan import MAX_DRAFTS, Open
-from shardline_server.tokenize.grammar import GrammarError, GrammarMatcher
+from shardline_server.tokenize.grammars.grammar import GrammarError, GrammarMatcher
 
 NONE_IS_LEFT = (
     "no token may be next: allowed_token_ids, bad_words, min_tokens and structured_outputs "

@@ -33,7 +33,7 @@ from shardline.contract.job import SamplingParams, TokenLogprob
 from shardline_scheduler.step_plan import Open, Refusal
 from shardline_server import failpoints
 from shardline_server.failpoints import Point, is_struck
-from shardline_server.tokenize.grammar import GrammarError, Grammars
+from shardline_server.tokenize.grammars.grammar import GrammarError, Grammars
 
 TILE = 128
 """Weights are summed by tiles, then tiles one by one in float64: ten times faster than a running

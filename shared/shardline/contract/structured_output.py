@@ -19,6 +19,9 @@ MAX_GRAMMAR_BYTES = 64 << 10
 
 MAX_SCHEMA_DEPTH = 64
 
+GUIDANCE = "x-guidance"
+"""The keyword of a schema that says how its JSON is written, and whether it is lenient."""
+
 Pattern = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_BYTES)]
 
 
@@ -67,3 +70,10 @@ def check_structured_output(output: StructuredOutput) -> None:
     if num_bytes > MAX_GRAMMAR_BYTES:
         problem = f"it has more than {MAX_GRAMMAR_BYTES} bytes as JSON"
         raise Invalid(f"{FIELD}.{output.kind}", problem, "Send a smaller one")
+
+
+def lenient(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a schema of which the keywords that no grammar holds are not refused: they do not
+    count."""
+    given = schema.get(GUIDANCE)
+    return {**schema, GUIDANCE: {"lenient": True, **(given if isinstance(given, dict) else {})}}

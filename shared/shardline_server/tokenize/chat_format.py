@@ -17,7 +17,7 @@ from shardline.contract.structured_output import StructuredOutput
 from shardline.contract.tool_choice import CallableTools, callable_tools
 from shardline_server.replies import FAMILIES, ReplyParser, family_of, joined
 from shardline_server.tokenize.chat import ChatTemplate
-from shardline_server.tokenize.reply_grammar import (
+from shardline_server.tokenize.grammars.reply_grammar import (
     CALL_FORMS,
     END_THINK,
     FORCED,

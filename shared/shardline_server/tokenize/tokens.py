@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from shardline.base.errors import ContextExceeded, Invalid
-from shardline.contract.argument_schema import arguments_schema
 from shardline.contract.chat import Message, Tool
 from shardline.contract.decision import FIELD as QUESTION
 from shardline.contract.decision import Question
@@ -29,8 +28,9 @@ from shardline_server.tokenize.completion import CompletionText
 from shardline_server.tokenize.continuation import up_to_end_mark, with_end_mark
 from shardline_server.tokenize.encoders.encoder_texts import EncoderTexts, check_generates
 from shardline_server.tokenize.folder import tokenizer_from
-from shardline_server.tokenize.grammar_judge import Question as GrammarQuestion
-from shardline_server.tokenize.grammar_trial import TRIAL, GrammarBudget
+from shardline_server.tokenize.grammars.argument_schema import arguments_schema
+from shardline_server.tokenize.grammars.grammar_judge import Question as GrammarQuestion
+from shardline_server.tokenize.grammars.grammar_trial import TRIAL, GrammarBudget
 from shardline_server.tokenize.prepared_prompt import PreparedPrompt
 from shardline_server.tokenize.questions import QuestionLabels
 from shardline_server.tokenize.token_texts import TokenTexts

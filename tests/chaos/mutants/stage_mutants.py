@@ -169,9 +169,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
                 new="",
             ),
         ),
-        tests=(
-            f"{NARROW}::test_interactive_prompts_without_end_let_others_have_every_second_step",
-        ),
+        tests=(f"{NARROW}::test_others_have_every_second_step",),
     ),
     Mutant(
         name="prefill rule: those that have begun go first",

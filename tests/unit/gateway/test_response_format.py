@@ -11,7 +11,7 @@ import pytest
 from services.gateway.openai.requests import chat_request
 from services.gateway.responses.requests import field_names, response_request
 from shardline.base.errors import Invalid
-from shardline.contract.structured_output import StructuredOutput
+from shardline.contract.structured_output import StructuredOutput, lenient
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
@@ -33,6 +33,21 @@ def test_a_json_object_is_held_to_its_schema_if_that_says_something(read: Any) -
     silent: list[dict[str, Any]] = [{}, {"schema": {}}, {"schema": None}]
     for more in silent:
         assert read({"type": "json_object", **more}) == StructuredOutput(json_object=True)
+
+
+@pytest.mark.parametrize(
+    ("strict", "expected"), [(True, SCHEMA), (False, lenient(SCHEMA)), (None, lenient(SCHEMA))]
+)
+def test_a_schema_is_lenient_unless_it_is_strict(
+    strict: bool | None, expected: dict[str, Any]
+) -> None:
+    named = {"name": "a", "schema": SCHEMA, "strict": strict}
+    for output in (
+        of_chat({"type": "json_schema", "json_schema": named}),
+        of_response({"type": "json_schema", **named}),
+    ):
+        assert output is not None
+        assert json.loads(str(output.json)) == expected
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_interactive_answers_go_on_beside_an_interactive_prompt() -> None:
     assert shape(pipeline.schedule()) == [(1, 6, 1), (2, 0, 20)]
 
 
-def test_interactive_prompts_without_end_let_others_have_every_second_step() -> None:
+def test_others_have_every_second_step() -> None:
     pipeline = Pipeline(config(num_lanes=1, token_budget=100, num_blocks=100))
     decoding(pipeline, "a")
     for number in range(8):

@@ -9,15 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema_rs import is_valid
 
-from shardline.contract.argument_schema import arguments_schema
 from shardline.contract.chat import FunctionDefinition
+from shardline_server.tokenize.grammars.argument_schema import arguments_schema
 
 NUMBER = {"type": "integer"}
 POINT = {"type": "object", "properties": {"x": NUMBER}}
 
 
-def closed(schema: dict[str, Any] | None) -> dict[str, Any]:
-    return arguments_schema(FunctionDefinition(name="tool", parameters=schema))
+def closed(schema: dict[str, Any] | None, *, strict: bool = True) -> dict[str, Any]:
+    return arguments_schema(FunctionDefinition(name="tool", parameters=schema, strict=strict))
+
+
+def test_what_no_grammar_holds_does_not_count_unless_the_tool_is_strict() -> None:
+    assert closed(POINT, strict=False) == {**closed(POINT), "x-guidance": {"lenient": True}}
 
 
 def test_a_tool_without_parameters_takes_none() -> None:

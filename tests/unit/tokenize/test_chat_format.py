@@ -16,7 +16,7 @@ from shardline.contract.job import JobRequest
 from shardline.contract.request_parsing import parse_request
 from shardline_server.replies import deepseek
 from shardline_server.tokenize import Tokens
-from shardline_server.tokenize.grammar import Grammars
+from shardline_server.tokenize.grammars.grammar import Grammars
 
 JOB_ID = UUID(int=7)
 END, THINK, END_THINK, CALL, END_CALL, START = range(256, 262)

@@ -11,8 +11,8 @@ import pytest
 
 from shardline.base.errors import Invalid
 from shardline.contract.structured_output import StructuredOutput
-from shardline_server.tokenize.grammar_judge import Question
-from shardline_server.tokenize.grammar_trial import GrammarBudget, GrammarTrial
+from shardline_server.tokenize.grammars.grammar_judge import Question
+from shardline_server.tokenize.grammars.grammar_trial import GrammarBudget, GrammarTrial
 
 GOOD = StructuredOutput(json={"type": "object", "properties": {"a": {"type": "string"}}})
 DEEP = 3000

@@ -22,7 +22,7 @@ from shardline.contract.job import FinishReason, SamplingParams
 from shardline.contract.structured_output import StructuredOutput
 from shardline_scheduler.step_plan import Open
 from shardline_server.tokenize.completion import CompletionText
-from shardline_server.tokenize.grammar import Grammars
+from shardline_server.tokenize.grammars.grammar import Grammars
 from shardline_server.tokenize.vocabulary import Vocabulary
 from tests.unit.tokenize.small_tokenizers import END, byte_fallback, byte_level, id_of
 

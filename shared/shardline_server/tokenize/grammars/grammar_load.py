@@ -12,7 +12,7 @@ from threading import Thread
 
 from shardline.base.errors import Invalid
 from shardline_server.tokenize.folder import tokenizer_json
-from shardline_server.tokenize.grammar import GrammarError, Grammars
+from shardline_server.tokenize.grammars.grammar import GrammarError, Grammars
 
 
 class GrammarLoad:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardline.contract.chat import FunctionDefinition
+from shardline.contract.structured_output import lenient
 
 COMBINING = frozenset({"allOf", "dependentSchemas", "if", "not", "oneOf", "unevaluatedProperties"})
 """Keywords by which one value obeys several schemas, or must not obey one: a schema that has one of
@@ -24,9 +25,12 @@ def arguments_schema(function: FunctionDefinition) -> dict[str, Any]:
     """Returns the JSON schema of a call's arguments, which are an object in any case.
 
     An object that names its properties, and says nothing of others, has no others: allowed any, a
-    small model writes them without end. What this accepts, the tool's own schema accepts too.
+    small model writes them without end. What this accepts, the tool's own schema accepts too, but
+    for what no grammar holds, unless it is strict.
     """
     schema = {"type": "object", **(function.schema or {"properties": {}})}
+    if not function.strict:
+        schema = lenient(schema)
     return schema if any(_combines(part) for part in _parts(schema)) else _closed(schema)
 
 

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from shardline.base.errors import Invalid
 from shardline.contract.structured_output import MAX_SCHEMA_DEPTH, StructuredOutput
-from shardline_server.tokenize.grammar import (
+from shardline_server.tokenize.grammars.grammar import (
     DOOR_STEP_FUEL,
     EMPTY,
     grammar_of,

@@ -13,11 +13,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from shardline.base.errors import Invalid
-from shardline.contract.argument_schema import arguments_schema
-from shardline.contract.structured_output import MAX_GRAMMAR_BYTES, StructuredOutput
+from shardline.contract.structured_output import (
+    GUIDANCE,
+    MAX_GRAMMAR_BYTES,
+    StructuredOutput,
+)
 from shardline.contract.tool_choice import CallableTools
 from shardline_server.replies import deepseek, harmony, hermes, kimi, mistral
-from shardline_server.tokenize.grammar import JSON_FORM, grammar_of
+from shardline_server.tokenize.grammars.argument_schema import arguments_schema
+from shardline_server.tokenize.grammars.grammar import JSON_FORM, grammar_of
+from shardline_server.tokenize.grammars.json_schema import readable
 
 MAX_FORCED_CALLS = 8
 """In one reply: a model at a high temperature would go on for ever."""
@@ -164,8 +169,9 @@ class ReplyGrammar:
             before, between, behind = form.call
             begin = self._literal(f"{before}{tool.function.name}{between}")
             yield f"call_{number}: {begin} arguments_{number} {self._literal(behind)}"
-            schema = {"x-guidance": JSON_FORM, **arguments_schema(tool.function)}
-            yield f"arguments_{number}: %json {json.dumps(schema)}"
+            schema = arguments_schema(tool.function)
+            schema[GUIDANCE] = {**JSON_FORM, **schema.get(GUIDANCE, {})}
+            yield f"arguments_{number}: %json {json.dumps(readable(schema))}"
 
     def _literal(self, text: str) -> str:
         """The text as terms: tokens by their ids, all else as it is."""

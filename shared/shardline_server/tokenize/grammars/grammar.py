@@ -15,6 +15,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from shardline.base.errors import Invalid
 from shardline.contract.structured_output import FIELD, StructuredOutput
+from shardline_server.tokenize.grammars.json_schema import readable
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -93,7 +94,7 @@ def grammar_of(output: StructuredOutput) -> str:
 
 def json_grammar(schema: dict[str, Any] | str) -> str:
     """Returns the grammar of a JSON schema, an object or its text. Raises ValueError."""
-    return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_FORM)
+    return LLMatcher.grammar_from_json_schema(readable(schema), defaults=JSON_FORM)
 
 
 def invalid(field: str, problem: str) -> Invalid:

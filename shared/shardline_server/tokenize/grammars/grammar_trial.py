@@ -17,7 +17,7 @@ import msgspec
 
 from shardline.base.errors import Invalid
 from shardline.contract.structured_output import FIELD
-from shardline_server.tokenize.grammar_judge import MAX_CPU_S, Question, Verdict, main
+from shardline_server.tokenize.grammars.grammar_judge import MAX_CPU_S, Question, Verdict, main
 
 MAX_VERDICTS = 4096
 """Kept, by digests of their grammars: jobs of one kind bring the same one."""

@@ -1,0 +1,1 @@
+"""What holds a completion to a form: schemas, forced calls. Knows no template."""

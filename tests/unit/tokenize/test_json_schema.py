@@ -1,0 +1,153 @@
+"""Schemas that pydantic and zod write, as grammars hold them."""
+
+from __future__ import annotations
+
+import json
+import re
+from enum import Enum
+from typing import Annotated, Any, Literal
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import UUID4, Base64Bytes, Field, SecretStr, TypeAdapter
+
+from shardline.base.errors import Invalid
+from shardline.contract.structured_output import StructuredOutput, lenient
+from shardline_server.tokenize.grammars.grammar import GrammarMatcher, Grammars
+from shardline_server.tokenize.grammars.grammar_judge import Question
+from shardline_server.tokenize.grammars.grammar_trial import GrammarTrial
+from shardline_server.tokenize.grammars.json_schema import PATTERNS, readable
+from tests.unit.tokenize.small_tokenizers import END, byte_level, id_of
+
+TOKENIZER = byte_level()
+END_ID = id_of(TOKENIZER, END)
+GRAMMARS = Grammars(TOKENIZER.to_str(), vocab_size=END_ID + 1, eos_ids=(END_ID,))
+TRIAL = GrammarTrial()
+
+(ZOD_EMAIL,) = PATTERNS
+EMAIL = {"type": "string", "format": "email", "pattern": ZOD_EMAIL}
+ID = "6f8e2c1a-7d1b-4e2f-9a3c-0123456789ab"
+
+
+class Color(Enum):
+    """Names of properties."""
+
+    RED = "red"
+    BLUE = "blue"
+
+
+def holds(schema: dict[str, Any], value: object) -> bool:
+    """Whether the value's JSON may be a completion."""
+    matcher = GRAMMARS.matcher(StructuredOutput(json=schema))
+    for token_id in TOKENIZER.encode(
+        json.dumps(value, ensure_ascii=False), add_special_tokens=False
+    ).ids:
+        if not matcher.allows(token_id):
+            return False
+        matcher.take([token_id])
+    return ends(matcher)
+
+
+def ends(matcher: GrammarMatcher) -> bool:
+    """Whether the completion may end here."""
+    return bool(int.from_bytes(matcher.allowed(), "little") >> END_ID & 1)
+
+
+def of_type(kind: Any) -> dict[str, Any]:
+    return TypeAdapter(kind).json_schema()
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (of_type(dict[Color, int]), {"red": 1, "blue": 2}, {"green": 1}),
+        (of_type(dict[Literal["a", "b"], int]), {"b": 1}, {"c": 1}),
+        (of_type(dict[UUID, int]), {ID: 1}, {"me": 1}),
+        (of_type(dict[Annotated[str, Field(min_length=2)], int]), {"ab": 1}, {"a": 1}),
+        ({"type": "object", "propertyNames": {"maxLength": 1}}, {"é": 1}, {"ab": 1}),
+        ({"type": "object", "propertyNames": {"pattern": "^[a-z]$"}}, {"b": None}, {"bb": None}),
+        ({"type": "object", "propertyNames": {"const": "a"}}, {"a": [1]}, {"b": [1]}),
+        (
+            {
+                "type": "object",
+                "propertyNames": {"type": "string"},
+                "additionalProperties": {"type": "number"},
+            },
+            {"any": 1.5},
+            {"any": "1.5"},
+        ),
+        (of_type(UUID4), ID, ID.replace("-4e2f", "-1e2f")),
+        (of_type(Base64Bytes), "YWI=", "YWI"),
+        (of_type(SecretStr), "anything", 1),
+        ({"type": "array", "uniqueItems": True, "maxItems": 1}, [1], [1, 2]),
+        ({"type": "array", "uniqueItems": False}, [1, 1], {}),
+        (EMAIL, "ann.lee@example.org", "ann..lee@example.org"),
+        ({"properties": {"a": {"items": EMAIL}}}, {"a": ["a@b.de"]}, {"a": [".a@b.de"]}),
+        (of_type(dict[str, Base64Bytes]), {"x": "YWI="}, {"x": "?"}),
+        (of_type(tuple[UUID4, int]), [ID, 1], ["", 1]),
+    ],
+)
+def test_what_pydantic_and_zod_write_is_held(
+    schema: dict[str, Any], good: object, bad: object
+) -> None:
+    assert holds(schema, good)
+    assert not holds(schema, bad)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"format": {"type": "string"}, "pattern": {}}},
+        {"enum": [{"uniqueItems": False, "format": "path"}]},
+        {"type": "string", "format": "date-time"},
+        {"type": "object", "propertyNames": {"enum": ["a"]}, "properties": {"b": {}}},
+        {"type": "object", "propertyNames": {"pattern": "a", "maxLength": 9}},
+        {"type": "object", "propertyNames": {"format": "date"}},
+        {"type": "object", "propertyNames": {"$ref": "#/$defs/none"}},
+        {"type": "array", "uniqueItems": True, "maxItems": 2},
+        {"type": "string", "pattern": "^(?!a)b"},
+        {"type": "string", "format": 5, "pattern": None},
+        {"type": "string", "format": "regex"},
+    ],
+)
+def test_what_needs_no_other_words_or_has_none_stays(schema: dict[str, Any]) -> None:
+    assert readable(schema) == readable(json.dumps(schema)) == schema
+
+
+def test_texts_that_are_no_schema_stay() -> None:
+    for text in ('{"format":', '"format"', '["format"]', '{"items":' * 3000 + '"format"'):
+        assert readable(text) == text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        of_type(set[str]),
+        {"type": "object", "properties": {"a": {"not": {"type": "string"}}}},
+        {"type": "string", "pattern": "^(?!a)b"},
+        {"type": "object", "propertyNames": {"format": "date"}},
+        {"type": "string", "format": "regex"},
+    ],
+)
+def test_what_no_grammar_holds_is_refused_unless_the_schema_is_lenient(
+    schema: dict[str, Any],
+) -> None:
+    TRIAL.check(Question(output=StructuredOutput(json=lenient(schema))))
+    with pytest.raises(Invalid):
+        TRIAL.check(Question(output=StructuredOutput(json=schema)))
+
+
+def test_a_lenient_schema_keeps_its_own_guidance() -> None:
+    schema = lenient({"x-guidance": {"item_separator": ","}, "uniqueItems": True})
+    matcher = GRAMMARS.matcher(StructuredOutput(json=schema))
+
+    matcher.take(TOKENIZER.encode("[1,1]", add_special_tokens=False).ids)
+    assert ends(matcher)
+
+
+@given(text=st.text("aZ0._'+-@", max_size=14), end=st.sampled_from(["", "@a.bc", "@a-.b.cd"]))
+def test_an_email_address_is_what_zods_pattern_matches(text: str, end: str) -> None:
+    ours = PATTERNS[ZOD_EMAIL]
+    assert bool(re.search(ours, text + end)) is bool(re.search(ZOD_EMAIL, text + end))
