@@ -3,11 +3,15 @@ not."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client import start_http_server
 
 from docker.kubernetes.compose import services
 from services.gateway.settings import GatewaySettings
@@ -158,3 +162,20 @@ def test_what_nobody_sets_has_the_default_of_the_service(
             assert getattr(settings, name) == field.default, name
     assert settings.redis_url == "redis://:sesame@redis:6379/0"
     assert "retention_days" not in settings.model_fields_set
+
+
+def test_health_checks_ask_no_proxy() -> None:
+    server, thread = start_http_server(0)
+    checks = {
+        name: check["test"][2:]
+        for name, service in yaml.safe_load(COMPOSE)["services"].items()
+        if (check := service.get("healthcheck")) and check["test"][1] == "python"
+    }
+    assert checks.keys() > {"gateway", "relay", "stage", "flower"}
+    for option, script in checks.values():
+        ours = re.sub(r"127\.0\.0\.1:\d+", f"127.0.0.1:{server.server_port}", script)
+        environment = os.environ | {"http_proxy": "http://127.0.0.1:1"}
+        subprocess.run([sys.executable, option, ours], env=environment, check=True)
+    server.shutdown()
+    server.server_close()
+    thread.join()
