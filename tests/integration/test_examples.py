@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from uuid import UUID
@@ -94,24 +95,30 @@ class Stack:
             "SHARDLINE_REDIS_URL": self.redis_url,
             "SHARDLINE_API_KEY": self.api_key,
         }
-        ran = await asyncio.to_thread(
-            subprocess.run,
+        process = await asyncio.to_thread(
+            partial(subprocess.run, timeout=2 * PATIENCE_S, capture_output=True, text=True),
             command,
             env=environment,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
         )
-        assert ran.returncode == 0, f"{command}\n{ran.stderr}"
-        return str(ran.stdout)
+        assert process.returncode == 0, f"{command}\n{process.stderr}\n{self._jobs()}"
+        return process.stdout
 
     async def until_succeeded(self, job_id: str) -> None:
         """A job that a relay may not have stored yet."""
-        async with asyncio.timeout(PATIENCE_S):
-            while not await self.client.get_many([UUID(job_id)]):
-                await asyncio.to_thread(self._wait_for_any_end)
-            job = await self.client.wait(UUID(job_id))
-        assert job.state is JobState.SUCCEEDED
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while not await self.client.get_many([UUID(job_id)]):
+                    await asyncio.to_thread(self._wait_for_any_end)
+                job = await self.client.wait(UUID(job_id))
+        except TimeoutError as error:
+            raise AssertionError(f"{job_id} has no end\n{self._jobs()}") from error
+        assert job.state is JobState.SUCCEEDED, self._jobs()
+
+    def _jobs(self) -> str:
+        """All rows, for who reads why a test failed."""
+        with psycopg.connect(self.database_url) as connection:
+            rows = connection.execute("SELECT row_to_json(jobs)::text FROM jobs").fetchall()
+        return "\n".join(row for (row,) in rows)
 
     def _wait_for_any_end(self) -> None:
         with psycopg.connect(self.database_url, autocommit=True) as connection:
