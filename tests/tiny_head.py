@@ -41,6 +41,7 @@ from shardline_server.store.claims import Claimant, ClaimedJob
 from shardline_server.store.ends import End
 from shardline_server.store.leases import Beat
 from shardline_server.tokenize import CompletionText, Tokens, model_row
+from tests.polling import until
 from tests.repository import REPOSITORY
 
 CLERK = REPOSITORY / "services/standalone/demo/clerk/model"
@@ -231,8 +232,7 @@ class TinyHead:
             result=None if failed else result,
             error={"code": "poison", "message": "it broke the engine"} if failed else None,
         )
-        with self.database.begin() as connection:
-            assert ends.end_running(connection, [end])
+        self._commit(end)
         if to_stream and self._writer is not None:
             last = Delta(
                 fence=claimed.fence,
@@ -250,10 +250,13 @@ class TinyHead:
 
     def give_back(self, sequence: Sequence) -> None:
         """The job waits again, with what was saved."""
-        with self.database.begin() as connection:
-            assert ends.release_running(
-                connection, [(sequence.claimed.job_id, sequence.claimed.fence)]
-            )
+        key = (sequence.claimed.job_id, sequence.claimed.fence)
+
+        def is_released() -> bool:
+            with self.database.begin() as connection:
+                return bool(ends.release_running(connection, [key]))
+
+        until(is_released)
 
     def resume_otherwise(self, sequence: Sequence) -> Sequence:
         """A head of another exactness goes on: its tokens differ from those that were streamed and
@@ -277,8 +280,7 @@ class TinyHead:
             state=JobState.FAILED,
             error=error,
         )
-        with self.database.begin() as connection:
-            assert ends.end_running(connection, [end])
+        self._commit(end)
 
     def wait_for_bell(self) -> None:
         """Until rows were inserted or cancelled; at most a moment, since a bell may have rung
@@ -308,6 +310,15 @@ class TinyHead:
                     self.finish(sequence)
                 for _ in listener.notifies(timeout=0.1, stop_after=1):
                     pass
+
+    def _commit(self, end: End) -> None:
+        """Ends a job. While a relay has its row locked, its head tries again."""
+
+        def is_ended() -> bool:
+            with self.database.begin() as connection:
+                return ends.end_running(connection, [end])[end.job_id] is not JobState.RUNNING
+
+        until(is_ended)
 
     def _sequence(self, claimed: ClaimedJob) -> Sequence:
         """The prompt without its first token, then the end of sequence, cut at max_tokens."""
