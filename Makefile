@@ -18,8 +18,8 @@ SOURCES := services shared tests migrations docker docs/generated
 TEST_OPTIONS ?=
 # Of `make test`: 1 leaves out the tests that `make check` has just run on the same files
 CHECKED ?=
-# Two processes with servers of their own. A file stays in one of them; tests/conftest.py says which come last.
-IN_PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
+# Processes with servers of their own: two that start stacks, one that computes (tests/filled_scheduling.py).
+IN_PARALLEL := -n 3 --dist loadgroup --no-loadscope-reorder
 # Of `make chaos` and `make chaos-compose`. Without SEED it draws one and prints it.
 SEED ?=
 MINUTES ?= 2

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import psutil
@@ -23,6 +24,7 @@ from hypothesis import HealthCheck, settings
 from psycopg import sql
 
 from services.standalone.servers import FAST, Postgres, Valkey
+from tests.filled_scheduling import FILLING, FilledScheduling, stand_back
 from tests.repository import REPOSITORY
 from tests.stack import no_foreign_settings
 
@@ -35,9 +37,6 @@ MAX_LOGS = 8
 LOG_LINES = 40
 """Shown of a process's log after its test failed: each of the newest logs, its last lines."""
 
-FILLING = ("tests/conformance/", "tests/simulation/", "tests/unit/")
-"""Files that start no stack, so that their waits for others are short; the longest come first."""
-
 LARGE_BYTES = 1 << 30
 """Of a test process that looks for memory to give back."""
 
@@ -45,6 +44,9 @@ LARGE_BYTES = 1 << 30
 # are compiled.
 if "SHARDLINE_TEST_DEVICE" not in os.environ:
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A thread for each process of tests, which are more than cores. Stages set their own number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Tests that compute beside a stack are no services: its stages do not stand back behind them.
 os.environ.setdefault("SHARDLINE_NICE", "0")
@@ -63,13 +65,23 @@ settings.register_profile(
 settings.load_profile("steady")
 
 
+def pytest_configure() -> None:
+    """Before a worker of pytest-xdist runs its first test."""
+    stand_back()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilledScheduling | None:
+    """The scheduler of `make test`; None: pytest-xdist has the one that was asked for."""
+    is_grouped = config.getoption("dist") == "loadgroup"
+    return FilledScheduling(config, log) if is_grouped else None
+
+
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One worker of pytest-xdist runs a file as a whole, and all files that share a stack; the
     tests of a long file may have groups of their own. Stacks whose leases are seconds come late,
-    the longest group first. Files that only compute are the last, whether `make test` runs unit
-    tests or not: all workers end together, and what computes fills the core beside a stack that
-    waits."""
+    the longest group first. Files that only compute are the last: see `filled_scheduling`."""
     sharing = {
         _file(item): name
         for item in items
