@@ -70,6 +70,12 @@ def pytest_configure() -> None:
     stand_back()
 
 
+def pytest_collection_finish() -> None:
+    """What tests import lives as long as the process: collections need not look through it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilledScheduling | None:
     """The scheduler of `make test`; None: pytest-xdist has the one that was asked for."""
