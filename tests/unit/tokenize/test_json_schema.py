@@ -11,6 +11,7 @@ from uuid import UUID
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema_rs import is_valid
 from pydantic import UUID4, Base64Bytes, Field, SecretStr, TypeAdapter
 
 from shardline.base.errors import Invalid
@@ -151,3 +152,74 @@ def test_a_lenient_schema_keeps_its_own_guidance() -> None:
 def test_an_email_address_is_what_zods_pattern_matches(text: str, end: str) -> None:
     ours = PATTERNS[ZOD_EMAIL]
     assert bool(re.search(ours, text + end)) is bool(re.search(ZOD_EMAIL, text + end))
+
+
+NAMES = st.sampled_from(["a", "b", "ab"])
+SIMPLE: st.SearchStrategy[Any] = st.one_of(
+    st.booleans(),
+    st.builds(dict),
+    st.fixed_dictionaries({"type": st.sampled_from(["string", "integer", "array"])}),
+    st.fixed_dictionaries({"uniqueItems": st.booleans(), "maxItems": st.integers(0, 2)}),
+    st.fixed_dictionaries({"format": st.just("password"), "maxLength": st.integers(0, 1)}),
+)
+RULES = st.one_of(
+    SIMPLE,
+    st.fixed_dictionaries(
+        {"enum": st.lists(NAMES | st.integers(0, 1), max_size=2)},
+        optional={"maxLength": st.just(1), "type": st.sampled_from(["string", "integer"])},
+    ),
+    st.fixed_dictionaries({"const": NAMES | st.none()}),
+    st.fixed_dictionaries({"pattern": st.sampled_from(["^a", "b"])}),
+    st.fixed_dictionaries({"minLength": st.integers(0, 2)}),
+    st.just({"$ref": "#/$defs/name"}),
+)
+VALUES = st.recursive(
+    st.one_of(st.integers(0, 2), NAMES),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(NAMES, values, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(
+    schema=st.fixed_dictionaries(
+        {"propertyNames": RULES},
+        optional={
+            "additionalProperties": SIMPLE,
+            "properties": st.dictionaries(NAMES, SIMPLE, max_size=2),
+            "required": st.lists(NAMES, max_size=1),
+        },
+    ),
+    values=st.lists(VALUES, min_size=1, max_size=8),
+)
+def test_a_rewritten_schema_accepts_what_the_first_one_accepts(
+    schema: dict[str, Any], values: list[object]
+) -> None:
+    whole = {"$defs": {"name": {"enum": ["a", "ab"]}}, "items": schema, "anyOf": [schema, {}]}
+    for value in values:
+        rewritten = readable(whole)
+        assert isinstance(rewritten, dict)
+        assert is_valid(rewritten, [value]) is is_valid(whole, [value])
+
+
+KEYWORDS = [
+    *("$defs", "$ref", "additionalProperties", "anyOf", "const", "enum", "format", "items"),
+    *("lenient", "maxItems", "minLength", "pattern", "patternProperties", "properties"),
+    *("propertyNames", "uniqueItems", "x-guidance"),
+]
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 3) | st.sampled_from(["a", "string", "#/a"]),
+    lambda values: (
+        st.lists(values, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(KEYWORDS),
+            values,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(document=ANYTHING)
+def test_no_document_is_too_odd_to_be_read(document: Any) -> None:
+    readable(json.dumps(document))

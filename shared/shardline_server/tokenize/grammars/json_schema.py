@@ -110,18 +110,22 @@ class _Rewriter:
         """Writes `propertyNames` as properties, or their pattern, where it is the only keyword that
         names any."""
         names = self._resolved(schema.get("propertyNames"))
-        if names is True or (isinstance(names, dict) and names.keys() <= NOTES):
+        if names is True:
+            names = {}
+        if not isinstance(names, dict) or names.get("type", "string") != "string":
+            return
+        rules = names.keys() - NOTES
+        if not rules:
             del schema["propertyNames"]
             return
-        if not isinstance(names, dict) or schema.keys() & {"properties", "patternProperties"}:
+        if schema.keys() & {"properties", "patternProperties"}:
             return
         value = schema.get("additionalProperties", {})
-        texts = names.get("enum", [names.get("const")])
-        if all(isinstance(text, str) for text in texts):
+        if (texts := _texts(names, rules)) is not None:
             if len(texts) * len(json.dumps(value)) > MAX_GRAMMAR_BYTES:
                 return
             schema["properties"] = dict.fromkeys(texts, value)
-        elif (pattern := _pattern(names)) is not None:
+        elif (pattern := _pattern(names, rules)) is not None:
             schema["patternProperties"] = {pattern: value}
         else:
             return
@@ -139,15 +143,20 @@ class _Rewriter:
         return found
 
 
-def _pattern(names: Mapping[str, Any]) -> str | None:
+def _texts(names: Mapping[str, Any], rules: set[str]) -> list[str] | None:
+    """Returns the names, where the only rule lists them."""
+    texts = [names["const"]] if rules == {"const"} else names["enum"] if rules == {"enum"} else None
+    is_list = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+    return texts if is_list else None
+
+
+def _pattern(names: Mapping[str, Any], rules: set[str]) -> str | None:
     """Returns the one pattern that the names have; None: there is none, or more than one."""
-    rules = names.keys() - NOTES
     if rules == {"pattern"}:
         pattern = names["pattern"]
         return PATTERNS.get(pattern, pattern) if isinstance(pattern, str) else None
     if rules == {"format"}:
-        form = names["format"]
-        return UUID % HEX if form == "uuid" else FORMATS.get(form)
+        return UUID % HEX if names["format"] == "uuid" else FORMATS.get(str(names["format"]))
     if rules <= {"minLength", "maxLength"}:
         least, most = names.get("minLength", 0), names.get("maxLength", "")
         return f"^(?s:.{{{least},{most}}})$"
