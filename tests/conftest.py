@@ -30,8 +30,9 @@ from tests.stack import no_foreign_settings
 
 TEMPLATE = "shardline_template"
 
-SHARED_STACKS = ("hurt", "real_stack")
-"""Fixtures of packages."""
+SHARED_STACKS = ("real_stack",)
+"""Fixtures of packages that one worker of pytest-xdist has. Tests of `hurt` take ten minutes: each
+worker that runs some of their files has its own."""
 
 MAX_LOGS = 8
 LOG_LINES = 40

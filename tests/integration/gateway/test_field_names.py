@@ -32,12 +32,12 @@ def formatted(**schema: Any) -> dict[str, Any]:
     [
         (
             "/v1/chat/completions",
-            {"response_format": formatted(schema=WRONG)},
+            {"response_format": formatted(schema=WRONG, strict=True)},
             "response_format.json_schema.schema.properties.a",
         ),
         (
             "/v1/completions",
-            {"response_format": formatted(schema=WRONG)},
+            {"response_format": formatted(schema=WRONG, strict=True)},
             "response_format.json_schema.schema.properties.a",
         ),
         (

@@ -323,7 +323,11 @@ DEEP = {"type": "object", "properties": {"a": {"not": {}}}}
         ({"input": [{"role": "assistant", "content": "a"}]}, "input"),
         ({"max_output_tokens": 600}, "max_output_tokens"),
         (
-            {"text": {"format": {"type": "json_schema", "name": "a", "schema": DEEP}}},
+            {
+                "text": {
+                    "format": {"type": "json_schema", "name": "a", "schema": DEEP, "strict": True}
+                }
+            },
             "text.format.schema.properties.a",
         ),
         ({"structured_outputs": {"json": DEEP}}, "structured_outputs.json.properties.a"),

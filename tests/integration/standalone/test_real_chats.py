@@ -156,7 +156,7 @@ def test_a_schema_that_cannot_be_held_is_refused_at_the_door(
             messages=messages("A number."),
             response_format={
                 "type": "json_schema",
-                "json_schema": {"name": "number", "schema": schema},
+                "json_schema": {"name": "number", "schema": schema, "strict": True},
             },
         )
 
