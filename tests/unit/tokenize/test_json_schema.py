@@ -80,6 +80,7 @@ def of_type(kind: Any) -> dict[str, Any]:
             {"any": "1.5"},
         ),
         (of_type(UUID4), ID, ID.replace("-4e2f", "-1e2f")),
+        (of_type(UUID4), ID.upper(), ID.replace("-9a3c", "-7a3c")),
         (of_type(Base64Bytes), "YWI=", "YWI"),
         (of_type(SecretStr), "anything", 1),
         ({"type": "array", "uniqueItems": True, "maxItems": 1}, [1], [1, 2]),

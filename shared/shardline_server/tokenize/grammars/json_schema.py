@@ -26,10 +26,12 @@ NOTES = frozenset({"default", "description", "examples", "title", "type"})
 """Keywords of a property's name that rule out none."""
 
 HEX = "[0-9a-fA-F]"
-UUID = f"^{HEX}{{8}}-{HEX}{{4}}-%s{HEX}{{3}}-{HEX}{{4}}-{HEX}{{12}}$"
+UUID = f"^{HEX}{{8}}-{HEX}{{4}}-%s{HEX}{{3}}-%s{HEX}{{3}}-{HEX}{{12}}$"
+VARIANT = "[89abAB]"
+"""Of a UUID that has a version."""
 BASE64 = "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 FORMATS: Mapping[str, str] = {
-    **{f"uuid{version}": UUID % version for version in range(1, 9)},
+    **{f"uuid{version}": UUID % (version, VARIANT) for version in range(1, 9)},
     "base64": BASE64,
     "byte": BASE64,
     "base64url": "^([A-Za-z0-9_-]{4})*([A-Za-z0-9_-]{2}==|[A-Za-z0-9_-]{3}=)?$",
@@ -156,7 +158,7 @@ def _pattern(names: Mapping[str, Any], rules: set[str]) -> str | None:
         pattern = names["pattern"]
         return PATTERNS.get(pattern, pattern) if isinstance(pattern, str) else None
     if rules == {"format"}:
-        return UUID % HEX if names["format"] == "uuid" else FORMATS.get(str(names["format"]))
+        return UUID % (HEX, HEX) if names["format"] == "uuid" else FORMATS.get(str(names["format"]))
     if rules <= {"minLength", "maxLength"}:
         least, most = names.get("minLength", 0), names.get("maxLength", "")
         return f"^(?s:.{{{least},{most}}})$"
