@@ -67,7 +67,7 @@ settings.load_profile("steady")
 
 
 def pytest_configure() -> None:
-    """Before a worker of pytest-xdist runs its first test."""
+    """Has the worker that computes beside stacks leave the cores to them."""
     stand_back()
 
 
@@ -87,8 +87,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilledSchedu
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One worker of pytest-xdist runs a file as a whole, and all files that share a stack; the
-    tests of a long file may have groups of their own. Stacks whose leases are seconds come late,
-    the longest group first. Files that only compute are the last: see `filled_scheduling`."""
+    tests of a long file may have groups of their own. Files that share a stack come first, stacks
+    whose leases are seconds late, and files that only compute last: see `filled_scheduling`."""
     sharing = {
         _file(item): name
         for item in items

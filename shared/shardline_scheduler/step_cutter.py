@@ -75,9 +75,11 @@ class StepCutter:
 
     def _has_interactive_prompt(self) -> bool:
         """Whether there are ids to compute of a sequence for which somebody waits."""
-        first = self._admissible()
         begun = self._batch.prefilling.values()
-        return any(each.is_interactive for each in (*begun, *((first,) if first else ())))
+        return (
+            any(each.is_interactive for each in begun)
+            or self._admissible(is_narrow=True) is not None
+        )
 
     def _add_decodes(self, builder: StepBuilder, config: SchedulerConfig, is_narrow: bool) -> None:
         """Adds the share of one lane: with all of them in one step, the other stages would have

@@ -1,5 +1,5 @@
-"""The small stack that the tests of single faults share. Each leaves it whole; it ends with the
-last of them."""
+"""The small stack that the tests of single faults share in one process. Each leaves it whole; it
+ends with the last of them."""
 
 from __future__ import annotations
 

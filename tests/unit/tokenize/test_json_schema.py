@@ -15,11 +15,14 @@ from jsonschema_rs import is_valid
 from pydantic import UUID4, Base64Bytes, Field, SecretStr, TypeAdapter
 
 from shardline.base.errors import Invalid
+from shardline.contract.chat import FunctionDefinition, Tool
 from shardline.contract.structured_output import StructuredOutput, lenient
+from shardline.contract.tool_choice import CallableTools
 from shardline_server.tokenize.grammars.grammar import GrammarMatcher, Grammars
 from shardline_server.tokenize.grammars.grammar_judge import Question
 from shardline_server.tokenize.grammars.grammar_trial import GrammarTrial
 from shardline_server.tokenize.grammars.json_schema import PATTERNS, readable
+from shardline_server.tokenize.grammars.reply_grammar import ReplyGrammar, Thinking
 from tests.unit.tokenize.small_tokenizers import END, byte_level, id_of
 
 TOKENIZER = byte_level()
@@ -41,10 +44,13 @@ class Color(Enum):
 
 def holds(schema: dict[str, Any], value: object) -> bool:
     """Whether the value's JSON may be a completion."""
-    matcher = GRAMMARS.matcher(StructuredOutput(json=schema))
-    for token_id in TOKENIZER.encode(
-        json.dumps(value, ensure_ascii=False), add_special_tokens=False
-    ).ids:
+    return may_be(StructuredOutput(json=schema), json.dumps(value, ensure_ascii=False))
+
+
+def may_be(output: StructuredOutput, text: str) -> bool:
+    """Whether this may be a completion."""
+    matcher = GRAMMARS.matcher(output)
+    for token_id in TOKENIZER.encode(text, add_special_tokens=False).ids:
         if not matcher.allows(token_id):
             return False
         matcher.take([token_id])
@@ -139,6 +145,26 @@ def test_what_no_grammar_holds_is_refused_unless_the_schema_is_lenient(
     TRIAL.check(Question(output=StructuredOutput(json=lenient(schema))))
     with pytest.raises(Invalid):
         TRIAL.check(Question(output=StructuredOutput(json=schema)))
+
+
+def test_a_call_is_held_to_what_a_grammar_holds_of_its_tools_schema() -> None:
+    properties = {
+        "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+        "votes": {"type": "object", "propertyNames": {"enum": ["yes"]}},
+    }
+    schema = {"type": "object", "properties": properties, "required": [*properties]}
+    tool = Tool(function=FunctionDefinition(name="vote", parameters=schema))
+    output = ReplyGrammar({}).of(
+        family="hermes",
+        called=CallableTools(tools=(tool,), is_required=True, is_single=True),
+        answer=None,
+        thinking=Thinking(is_open=False, may_begin=False),
+    )
+    assert output is not None
+    call = '<tool_call>\n{"name": "vote", "arguments": {"tags": ["a", "a"], "votes": {"%s": 1}}}'
+    for name, is_held in (("yes", True), ("no", False)):
+        text = f"{call % name}\n</tool_call>"
+        assert may_be(output, text) is is_held
 
 
 def test_a_lenient_schema_keeps_its_own_guidance() -> None:
