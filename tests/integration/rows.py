@@ -16,6 +16,7 @@ from shardline.store.connection.database import connect
 from shardline_server.store import claims, ends
 from shardline_server.store.claims import Claimant, ClaimedJob
 from shardline_server.store.ends import End
+from tests.polling import until
 
 MODEL = "m"
 LONG_S = 3600.0
@@ -76,10 +77,16 @@ def claim(
         return claims.claim(connection, ids, head, **{**times, **values})
 
 
+def claim_one(engine: Engine, job_id: UUID, **values: Any) -> ClaimedJob:
+    """Beside a relay: claims skip a row while another transaction has it locked."""
+    (claimed,) = until(lambda: claim(engine, [job_id], **values))
+    return claimed
+
+
 def running(engine: Engine, **values: Any) -> ClaimedJob:
     """One job, submitted and claimed."""
-    (claimed,) = claim(engine, submit(engine), **values)
-    return claimed
+    (job_id,) = submit(engine)
+    return claim_one(engine, job_id, **values)
 
 
 def success(claimed: ClaimedJob, *ids: int) -> End:
@@ -101,6 +108,11 @@ def end(engine: Engine, *each: End) -> dict[UUID, JobState]:
     """In a transaction of its own."""
     with engine.begin() as connection:
         return ends.end_running(connection, each)
+
+
+def end_one(engine: Engine, last: End) -> None:
+    """Beside a relay: ends skip a row while another transaction has it locked."""
+    until(lambda: end(engine, last)[last.job_id] is last.state)
 
 
 def release(engine: Engine, claimed: ClaimedJob) -> bool:

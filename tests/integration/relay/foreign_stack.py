@@ -20,7 +20,7 @@ from tests.forked import ForkedProgram
 from tests.integration.relay import foreign_app
 from tests.integration.relay.foreign_app import CALLS
 from tests.integration.relay.relay_stack import PATIENCE_S, RelayStack, relay_stack
-from tests.integration.rows import cell, claim, end, success
+from tests.integration.rows import cell, claim_one, end_one, success
 from tests.polling import until
 
 
@@ -72,14 +72,14 @@ class ForeignStack:
 
     def finish(self, job_id: UUID, state: JobState = JobState.SUCCEEDED) -> UUID:
         """A job that was sent is claimed and ends."""
-        (claimed,) = claim(self.relays.engine, [job_id])
+        claimed = claim_one(self.relays.engine, job_id)
         failure = End(
             job_id=claimed.job_id,
             fence=claimed.fence,
             state=state,
             error={"code": "engine", "problem": "it broke"},
         )
-        end(self.relays.engine, success(claimed) if state is JobState.SUCCEEDED else failure)
+        end_one(self.relays.engine, success(claimed) if state is JobState.SUCCEEDED else failure)
         return claimed.job_id
 
 

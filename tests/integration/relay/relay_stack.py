@@ -22,14 +22,14 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from shardline.base.config import Settings
-from shardline.contract.job import Job
+from shardline.contract.job import Job, JobState
 from shardline.contract.keys import INTAKE_DEAD
 from shardline.contract.queues import INTAKE_QUEUE, SUBMIT_TASK, celery_settings, generate_queue
 from shardline.contract.tables import DONE_CHANNEL
 from shardline.store import jobs, models
 from shardline.store.connection.notify import listening
 from tests.forked import ForkedProgram
-from tests.integration.rows import MODEL, claim, database_with_head, model_row
+from tests.integration.rows import MODEL, claim, database_with_head, model_row, state
 from tests.polling import until
 from tests.repository import REPOSITORY
 
@@ -164,8 +164,13 @@ class RelayStack:
         return taken
 
     def claim(self, job_id: UUID | str) -> bool:
-        """By head `p`."""
-        return bool(claim(self.engine, [UUID(str(job_id))]))
+        """By head `p`. False: it is queued no more."""
+        wanted = UUID(str(job_id))
+
+        def answer() -> object:
+            return claim(self.engine, [wanted]) or state(self.engine, wanted) is not JobState.QUEUED
+
+        return isinstance(until(answer), list)
 
 
 def _started(

@@ -21,7 +21,7 @@ from shardline_server.store.ends import End
 from tests.integration.relay.foreign_stack import ForeignStack, foreign_stack
 from tests.integration.relay.relay_stack import PATIENCE_S
 from tests.integration.relay.test_canvas import TEXT, foreign, submit
-from tests.integration.rows import cell, change, claim, end, request
+from tests.integration.rows import cell, change, claim_one, end_one, request
 from tests.polling import until
 
 CANCELLED = r"cancelled|revoked"
@@ -191,10 +191,10 @@ def test_a_task_that_expires_does_not_begin_and_one_that_began_goes_on(here: For
 def test_a_cancelled_running_job_is_revoked_for_its_producer(here: ForeignStack) -> None:
     result = send(here)
     (sent,) = here.relays.take_messages(1)
-    (claimed,) = claim(here.relays.engine, [UUID(sent)])
+    claimed = claim_one(here.relays.engine, UUID(sent))
     here.app.control.revoke(result.id, terminate=True)
     here.relays.wait_for(sent, lambda job: job.cancel_requested)
-    end(
+    end_one(
         here.relays.engine,
         End(job_id=claimed.job_id, fence=claimed.fence, state=JobState.CANCELLED),
     )

@@ -16,7 +16,7 @@ from shardline.contract.keys import INTAKE, INTAKE_GROUP, OUTBOX_MARK
 from shardline.store import jobs
 from shardline_server.store.leases import Beat, heartbeat
 from tests.integration.relay.relay_stack import RelayStack, relay_stack
-from tests.integration.rows import LONG_S, MODEL, cell, change, claim, pass_time, request
+from tests.integration.rows import LONG_S, MODEL, cell, change, claim_one, pass_time, request
 from tests.polling import until
 
 NUM_JOBS = 40
@@ -213,15 +213,15 @@ def test_two_relays_with_a_backlog_send_every_job_and_it_is_claimed_once(here: R
 
 def test_a_job_whose_lease_expired_is_requeued_and_sent_again(here: RelayStack) -> None:
     here.start_relay()
-    ids = insert(here, 1)
+    (job_id,) = insert(here, 1)
     here.take_messages(1)
-    (claimed,) = claim(here.engine, [UUID(job_id) for job_id in ids])
+    claimed = claim_one(here.engine, UUID(job_id))
     with here.engine.begin() as connection:
         beat = Beat(job_id=claimed.job_id, fence=claimed.fence, start=0, ids=(2, 3))
         heartbeat(connection, [beat], lease_s=LONG_S)
         pass_time(connection, claimed.job_id, "lease_until")
     assert here.take_messages(1) == [str(claimed.job_id)]
-    (again,) = claim(here.engine, [claimed.job_id])
+    again = claim_one(here.engine, claimed.job_id)
     assert (again.output_ids, again.crashes) == ((2, 3), 0)
     with here.engine.begin() as connection:
         jobs.request_cancel(connection, [again.job_id])

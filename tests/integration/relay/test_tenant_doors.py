@@ -27,7 +27,7 @@ from tests.chaos.faults.arming import arm
 from tests.integration.relay.door_tenant import DoorTenant, door_tenant, shardline
 from tests.integration.relay.foreign_app import CALLS
 from tests.integration.relay.relay_stack import PATIENCE_S, RelayStack, relay_stack
-from tests.integration.rows import MODEL, cell, claim, end, success
+from tests.integration.rows import MODEL, cell, claim_one, end_one, success
 from tests.polling import until
 
 BOB = TenantDoor.of("bob")
@@ -99,8 +99,8 @@ def job_of(here: RelayStack, prompt: str) -> Job:
 def complete(here: RelayStack, job_id: UUID) -> None:
     here.wait_for(job_id, lambda job: job.state is JobState.QUEUED)
     until(lambda: cell(here.engine, "SELECT prepared_at FROM jobs WHERE id = :id", id=job_id))
-    (claimed,) = claim(here.engine, [job_id])
-    end(here.engine, success(claimed))
+    claimed = claim_one(here.engine, job_id)
+    end_one(here.engine, success(claimed))
 
 
 def forge(tenant: DoorTenant, change: Callable[[dict[str, Any]], None], **fields: Any) -> str:

@@ -26,9 +26,9 @@ from tests.integration.relay.relay_stack import words_tokenizer
 from tests.integration.rows import (
     MODEL,
     change,
-    claim,
+    claim_one,
     database_with_head,
-    end,
+    end_one,
     model_row,
     request,
     submit,
@@ -70,10 +70,10 @@ def child_of(engine: Engine, prompt: str, names: dict[UUID, str | None], **field
 
 def run(engine: Engine, job_id: UUID, said: str) -> None:
     """A head claims it, and it says this."""
-    (claimed,) = claim(engine, [job_id])
+    claimed = claim_one(engine, job_id)
     ended = success(claimed)
     assert ended.result is not None
-    end(engine, dataclasses.replace(ended, result=replace(ended.result, text=said)))
+    end_one(engine, dataclasses.replace(ended, result=replace(ended.result, text=said)))
 
 
 def found(engine: Engine, job_id: UUID) -> Job:

@@ -25,7 +25,7 @@ from shardline.store.webhooks import endpoints
 from shardline.store.webhooks.endpoints import EndpointSecret, NewEndpoint
 from tests.integration.relay.relay_stack import RelayStack, relay_stack
 from tests.integration.relay.webhook_receiver import Webhook, WebhookReceiver, webhook_receiver
-from tests.integration.rows import cell, change, end, running, success
+from tests.integration.rows import cell, change, end_one, running, success
 from tests.polling import until
 
 REACH = WebhookReach.parse("0.0.0.0/0")
@@ -68,7 +68,7 @@ def endpoint(engine: Engine, url: str, *names: str) -> EndpointSecret:
 def ended_job(engine: Engine) -> UUID:
     """A job of now that has just succeeded."""
     claimed = running(engine)
-    assert end(engine, success(claimed))
+    end_one(engine, success(claimed))
     return claimed.job_id
 
 
