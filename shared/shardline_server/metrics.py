@@ -111,7 +111,8 @@ class RelayMetrics:
         )
         self.schedules = counter(
             "shardline_schedules_due",
-            "Schedules that were due; `refused` and `missed` ones have no job, `invalid` ones wait",
+            "Schedules that were due; `refused` and `missed` ones have no job, `invalid` and "
+            "`held_up` ones wait",
             ["outcome"],
         )
         self.errors = counter("shardline_relay_errors", "Turns cut short by a server", ["server"])

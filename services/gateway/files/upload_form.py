@@ -3,7 +3,9 @@ Knows no server."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -17,6 +19,9 @@ MAX_HEADER_BYTES = 4 << 10
 MAX_FIELD_BYTES = 1 << 10
 MAX_BOUNDARY_BYTES = 256
 REMEDY = "Send multipart/form-data with file and purpose"
+
+ENCODED_NAME = re.compile(rb"filename\*=utf-8'[^']*'([^;\s]+)", re.IGNORECASE)
+"""Of RFC 5987. RFC 7578 forbids it in forms, and .NET sends it beside a name in plain letters."""
 
 
 def boundary_of(content_type: str) -> bytes | None:
@@ -104,7 +109,9 @@ class UploadForm:
         if self._name == FILE:
             if self.filename is not None:
                 raise Invalid(FILE, "the form has it twice", "Send one file in a request")
-            self.filename = options.get(b"filename", b"file").decode("utf-8", "replace")
+            encoded = ENCODED_NAME.search(self._disposition)
+            name = unquote_to_bytes(encoded[1]) if encoded else options.get(b"filename", b"file")
+            self.filename = name.decode("utf-8", "replace")
             self._value = None
         elif not self._name or self._name in self.fields:
             problem = "a part has no name" if not self._name else "the form has it twice"

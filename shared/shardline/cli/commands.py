@@ -3,6 +3,7 @@ logic."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -84,7 +85,8 @@ def main() -> None:
     escape_unencodable()
     log.configure(service="cli", level="WARNING")
     try:
-        use_local_stack(Path.cwd())
+        if "--help" not in sys.argv:
+            use_local_stack(Path.cwd())
     except Invalid as error:
         typer.echo(show.printable(str(error)), err=True)
         raise SystemExit(2) from error

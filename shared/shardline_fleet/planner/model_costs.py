@@ -100,7 +100,7 @@ class ModelCosts:
             least = WEIGHT_BYTES["int4"]
             int4_bytes = least + in_8_bits * (GROUPED_INT8_BYTES - least)
             costs = replace(cls.of(config), int4_bytes=int4_bytes)
-            method = (config.get("quantization_config") or {}).get("quant_method")
+            method = _quantization(config).get("quant_method")
             # But for attention, less than 3 % of the weights
             return replace(costs, int8_bytes=GROUPED_INT8_BYTES) if method == "mxfp4" else costs
         except (OSError, ValueError) as error:
@@ -260,9 +260,15 @@ def _num_experts(scope: Mapping[str, Any], number: int) -> int:
     return 0 if is_dense else num
 
 
+def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config says of quantized weights, also that of a container's text."""
+    scopes = (config, config.get("text_config") or {})
+    return next(filter(None, (each.get("quantization_config") for each in scopes)), {})
+
+
 def _is_packed_in_8_bits(config: Mapping[str, Any]) -> bool:
     """Whether a checkpoint's own integers have 8 bits, which int4 keeps, in some layers."""
-    said = config.get("quantization_config") or {}
+    said = _quantization(config)
     groups = (said.get("config_groups") or {}).values()
     weights = [group.get("weights") or {} for group in groups]
     bits = {

@@ -156,6 +156,13 @@ async def test_files_are_bounded_each_and_together_and_broken_ones_leave_nothing
     assert not await reader.read()
 
 
+def test_a_name_may_come_in_the_form_of_rfc_5987() -> None:
+    read = UploadForm(b"b")
+    encoded = b"filename=\"=?utf-8?B?w6k=?=\"; filename*=utf-8''%C3%A9%3B.jsonl"
+    read.push(b'--b\r\nContent-Disposition: form-data; name="file"; ' + encoded + b"\r\n\r\n{}")
+    assert read.filename == "\N{LATIN SMALL LETTER E WITH ACUTE};.jsonl"
+
+
 def test_a_form_is_the_same_however_it_is_cut() -> None:
     content = b"{}\r\n--c\r\n\r\n--\r\n-" * 3
     form = (

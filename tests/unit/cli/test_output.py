@@ -12,13 +12,15 @@ import pytest
 
 from tests.repository import REPOSITORY
 
+MAIN = "from shardline.cli import main; main()"
 
-def ran(code: str, cwd: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+
+def ran(code: str, cwd: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
     """A program of the command line, which has ended."""
     environment = {name: value for name, value in os.environ.items() if "SHARDLINE" not in name}
     paths = os.pathsep.join((str(REPOSITORY / "shared"), str(REPOSITORY)))
     return subprocess.run(
-        [sys.executable, "-c", code, "models"],
+        [sys.executable, "-c", code, "models", *arguments],
         env={**environment, "PYTHONPATH": paths, **settings},
         cwd=cwd,
         capture_output=True,
@@ -30,11 +32,16 @@ def ran(code: str, cwd: Path, **settings: str) -> subprocess.CompletedProcess[st
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"urls": {}}'])
 def test_a_damaged_up_json_is_named_in_one_line(tmp_path: Path, content: str) -> None:
     (tmp_path / "up.json").write_text(content)
-    program = "from shardline.cli import main; main()"
-    ended = ran(program, tmp_path, SHARDLINE_HOME=str(tmp_path))
+    ended = ran(MAIN, tmp_path, SHARDLINE_HOME=str(tmp_path))
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith(f"{tmp_path / 'up.json'}: it is damaged")
     assert ended.stderr.count("\n") == 1
+
+
+def test_help_needs_no_up_json(tmp_path: Path) -> None:
+    (tmp_path / "up.json").write_text("{")
+    ended = ran(MAIN, tmp_path, "--help", SHARDLINE_HOME=str(tmp_path))
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("text", ["ф", "\N{GRINNING FACE}"])

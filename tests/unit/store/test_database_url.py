@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from sqlalchemy import event
 
@@ -13,7 +14,7 @@ from shardline.base.errors import Invalid
 from shardline.store.connection.database import connect, connect_arguments
 from shardline.store.connection.database_url import libpq_parameters, normalize
 
-OURS = set(connect_arguments({}))
+OURS = set(connect_arguments({"host": "/run"})) - {"host"}
 
 
 def sent(url: str) -> dict[str, Any]:
@@ -133,6 +134,19 @@ def test_options_of_the_environment_are_kept_as_well(monkeypatch: pytest.MonkeyP
     assert "-c geqo=off" not in sent_options("postgresql://h/d?options=-cx.y%3D1"), (
         "libpq's own order"
     )
+
+
+async def test_pghostaddr_does_not_lead_away_from_a_socket(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGHOSTADDR", "192.0.2.1")
+    arguments = connect_arguments(libpq_parameters(database_url))
+    with psycopg.connect(**arguments) as connection:
+        assert connection.info.host.startswith("/")
+    async with await psycopg.AsyncConnection.connect(**arguments) as asynchronous:
+        assert asynchronous.info.host.startswith("/")
+    arguments = connect_arguments(libpq_parameters("postgresql://db.internal/d"))
+    assert "hostaddr" not in arguments, "a name may have its address there"
 
 
 def test_a_time_limit_that_a_caller_needs_comes_last() -> None:

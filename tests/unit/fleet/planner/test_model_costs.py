@@ -98,9 +98,10 @@ def test_plans_know_the_bits_of_a_packed_checkpoint(
     quantization: dict[str, Any], weight_bytes: float, tmp_path: Path
 ) -> None:
     config = {**CONFIGS["llama"]().to_dict(), "quantization_config": quantization}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    for each in (config, {"text_config": config}):
+        (tmp_path / "config.json").write_text(json.dumps(each))
 
-    assert ModelCosts.read(tmp_path).weight_bytes("int4") == weight_bytes
+        assert ModelCosts.read(tmp_path).weight_bytes("int4") == weight_bytes
 
 
 def test_plans_know_that_experts_in_mxfp4_keep_their_scales_in_int8(tmp_path: Path) -> None:

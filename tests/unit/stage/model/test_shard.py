@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
+from transformers.quantizers import quantizer_finegrained_fp8
 
 from services.stage.attention.paged_kv import KvShape
 from services.stage.model.kv_shapes import probe_kv_shapes
@@ -294,7 +295,10 @@ def test_tensors_of_another_shape_than_the_config_are_named(tmp_path: Path) -> N
         load(path, range(1))
 
 
-def test_a_library_that_transformers_lacks_is_named(tmp_path: Path) -> None:
+def test_a_library_that_transformers_lacks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: False)
     path = save_model(tmp_path)
     edit_config(path, quantization_config={"quant_method": "fp8"})
 
