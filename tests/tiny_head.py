@@ -222,7 +222,7 @@ class TinyHead:
             logprobs=sequence.logprobs[:num_said] or None,
             decision=_decision(claimed) if num_said else None,
             timings={"running_s": 0.1},
-            provenance={"fingerprint": "f1"},
+            provenance={"weights": "f1"},
         )
         failed = state is JobState.FAILED
         end = End(

@@ -81,10 +81,3 @@ class ModelCatalog:
         self._read_s = time.monotonic()
         if row is not None:
             self._cache.add(await asyncio.to_thread(RegisteredModel.from_row, dict(row)))
-
-
-def system_fingerprint(model: RegisteredModel) -> str:
-    """OpenAI's field, which changes with the backend: ours changes with the weights, those of an
-    adapter included."""
-    found = (model.fingerprint, model.adapter_fingerprint)
-    return "_".join(["fp", *(each[:16] for each in found if each is not None)])

@@ -16,7 +16,6 @@ from msgspec import UNSET
 from msgspec.structs import asdict
 
 from services.gateway.batches.line_requests import CHATS, COMPLETIONS, EMBEDDINGS, RESPONSES
-from services.gateway.catalog import system_fingerprint
 from services.gateway.context import Gateway
 from services.gateway.decisions.answers import decision_document
 from services.gateway.encoders.answers import vector_list
@@ -33,6 +32,7 @@ from services.gateway.openai.choice_answers import whole_choices
 from services.gateway.openai.completion_response import result_of, whole
 from services.gateway.openai.responses import ChatResponses, CompletionResponses
 from services.gateway.openai.stored_answers import UNKNOWN, as_written
+from services.gateway.openai.system_fingerprint import system_fingerprint
 from services.gateway.responses.answers import ResponseAnswers, response_id
 from shardline.base.errors import (
     Invalid,

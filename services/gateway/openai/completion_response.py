@@ -18,7 +18,6 @@ from fastapi import Request, Response
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from services.gateway.catalog import system_fingerprint
 from services.gateway.context import Gateway
 from services.gateway.errors import (
     CLIENT_CLOSED_REQUEST,
@@ -34,6 +33,7 @@ from services.gateway.openai.bodies import AnswerHead, ChatCompletion, Completio
 from services.gateway.openai.reply_reader import NOTHING
 from services.gateway.openai.responses import OpenAiResponses
 from services.gateway.openai.service_tier import tier_used
+from services.gateway.openai.system_fingerprint import system_fingerprint
 from services.gateway.submit import AcceptedJob
 from shardline.base.aio import cancel_and_wait
 from shardline.base.errors import JobEnded, ShardlineError, Unavailable

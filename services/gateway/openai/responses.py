@@ -21,6 +21,7 @@ from services.gateway.openai.prompt_logprobs import (
     ranked_logprobs,
 )
 from services.gateway.openai.reply_reader import ReplyReader
+from services.gateway.openai.system_fingerprint import fingerprint_of
 from shardline.contract.chat import Reply, ReplyDelta, ToolCallDelta
 from shardline.contract.job import FinishReason, Result, TokenLogprob, Usage
 from shardline.contract.wire import Delta
@@ -113,6 +114,11 @@ class ResponseParts:
     def _head(self) -> dict[str, Any]:
         return msgspec.structs.asdict(self.head)
 
+    def _head_of(self, result: Result) -> dict[str, Any]:
+        head = self._head()
+        fingerprint = fingerprint_of(result)
+        return head if fingerprint is None else {**head, "system_fingerprint": fingerprint}
+
     def _asked(self, token_ids: tuple[int, ...]) -> bodies.TokenIds:
         return token_ids if self.request.return_token_ids else UNSET
 
@@ -143,7 +149,7 @@ class CompletionResponses(ResponseParts):
             prompt_logprobs=self._prompt_logprobs(result),
         )
         usage = CompletionUsage.of(result.usage)
-        return bodies.Completion(**self._head(), choices=[choice], usage=usage)
+        return bodies.Completion(**self._head_of(result), choices=[choice], usage=usage)
 
     def _logprobs(self, result: Result) -> bodies.TextLogprobs | None:
         """Those of the completion, behind those of the prompt if that is echoed."""
@@ -202,7 +208,7 @@ class ChatResponses(ResponseParts):
         usage = CompletionUsage.of(result.usage)
         ids = self._asked(self.prompt_ids)
         scores = self._prompt_logprobs(result)
-        head = {**self._head(), "prompt_token_ids": ids, "prompt_logprobs": scores}
+        head = {**self._head_of(result), "prompt_token_ids": ids, "prompt_logprobs": scores}
         return bodies.ChatCompletion(**head, choices=[choice], usage=usage)
 
     def _message(self, reply: Reply) -> bodies.AssistantMessage:

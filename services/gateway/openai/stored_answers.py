@@ -10,7 +10,6 @@ from msgspec import UNSET
 from msgspec.structs import asdict
 
 from services.gateway.bodies import CompletionUsage
-from services.gateway.catalog import system_fingerprint
 from services.gateway.context import Gateway
 from services.gateway.http.event_loop import num_named_of, off_loop
 from services.gateway.openai.bodies import (
@@ -24,6 +23,7 @@ from services.gateway.openai.choice_answers import Answer, total_usage, whole_ch
 from services.gateway.openai.completion_response import result_of
 from services.gateway.openai.responses import ChatResponses
 from services.gateway.openai.stored_bodies import MessageList, StoredChatCompletion, StoredMessage
+from services.gateway.openai.system_fingerprint import fingerprint_of, system_fingerprint
 from shardline.base.errors import Invalid
 from shardline.contract.job import FinishReason, Job, address_of
 from shardline.store.stored_completions import StoredCompletion
@@ -90,7 +90,9 @@ def as_written(head: AnswerHead, jobs: Sequence[Job]) -> ChatCompletion:
         for index, result in enumerate(results)
     ]
     usage = CompletionUsage.of(total_usage([result.usage for result in results], len(jobs)))
-    return ChatCompletion(**asdict(head), choices=choices, usage=usage)
+    fingerprint = fingerprint_of(results[0]) or head.system_fingerprint
+    fields = {**asdict(head), "system_fingerprint": fingerprint}
+    return ChatCompletion(**fields, choices=choices, usage=usage)
 
 
 def message_page(

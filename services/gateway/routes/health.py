@@ -15,10 +15,10 @@ from services.gateway.bodies import (
     Readiness,
     Version,
 )
-from services.gateway.catalog import system_fingerprint
 from services.gateway.context import GatewayDep
 from services.gateway.errors import json_response
 from services.gateway.guard import SCHEME, AdminCaller, ReadCaller
+from services.gateway.openai.system_fingerprint import system_fingerprint
 from services.gateway.schemas import GUARDED, TEXT, Content, answer, errors
 from shardline import __version__
 from shardline.base.errors import Unavailable

@@ -45,7 +45,7 @@ async def test_submitting_answers_at_once_with_the_row_stored(
     assert (result["exact"], result["timings"], result["provenance"]) == (
         True,
         {"running_s": 0.1},
-        {"fingerprint": "f1"},
+        {"weights": "f1"},
     )
 
 

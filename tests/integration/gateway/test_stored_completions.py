@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,8 +13,9 @@ from openai import AsyncOpenAI
 from sqlalchemy import text
 
 from shardline.contract.api_key import bearer
+from shardline.store import models
 from tests.integration.gateway.running_gateway import PROMPT, make_key
-from tests.tiny_head import TinyHead
+from tests.tiny_head import TinyHead, clerk_row
 
 MESSAGES: Any = [
     {"role": "system", "content": "Be brief."},
@@ -50,7 +52,10 @@ async def test_a_stored_completion_is_what_was_answered_until_it_is_deleted(
     # What was answered comes back, with its metadata
     for answer in answers:
         found = await chats.retrieve(answer.id)
-        assert found.model_dump() == {**answer.model_dump(), "metadata": {"order": "7"}}
+        # The row is a moment older than its answer
+        assert 0 <= answer.created - found.created <= 1
+        expected = {"created": found.created, "metadata": {"order": "7"}}
+        assert found.model_dump() == {**answer.model_dump(), **expected}
     # In pages, by model and by metadata
     first_page = await chats.list(limit=1)
     assert [one.id for one in first_page.data] == [answers[0].id]
@@ -86,6 +91,25 @@ async def test_a_stored_completion_is_what_was_answered_until_it_is_deleted(
     assert (await http.get(f"/v1/jobs/{answers[0].id}")).status_code == 200
 
 
+async def test_an_answer_names_the_weights_that_made_it_when_its_model_has_others(
+    client: AsyncOpenAI, http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    chats = client.chat.completions
+    fields: Any = {"model": "clerk", "messages": MESSAGES, "store": True}
+    with head.serving():
+        answer = await chats.create(**fields, extra_headers={"Idempotency-Key": "k"})
+        assert answer.system_fingerprint == "fp_f1"
+        with head.database.begin() as connection:
+            models.register_model(connection, {**clerk_row(), "fingerprint": "f2"})
+        async with asyncio.timeout(30):
+            while '"fp_f2"' not in (await http.get("/v1/models")).text:
+                pass
+        again = await chats.create(**fields, extra_headers={"Idempotency-Key": "k"})
+    assert again.id == answer.id
+    for found in (again, await chats.retrieve(answer.id)):
+        assert found.system_fingerprint == "fp_f1"
+
+
 async def test_a_model_that_is_gone_hides_no_completion(
     client: AsyncOpenAI, head: TinyHead
 ) -> None:
@@ -103,6 +127,7 @@ async def test_a_model_that_is_gone_hides_no_completion(
     (choice,) = listed[0].choices
     assert (listed[0].model, listed[0].usage) == ("gone", gone.usage)
     assert choice.message.content == gone.choices[0].message.content
+    assert listed[0].system_fingerprint == gone.system_fingerprint
     assert choice.logprobs is None
     changed = await chats.update(gone.id, metadata={"order": "8"})
     assert changed.choices == [choice]
