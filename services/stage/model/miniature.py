@@ -55,6 +55,7 @@ LIMITS = (
     (re.compile(r"(intermediate|ffn|ffn_hidden)_size$|ffn_dim$"), 48),
     (re.compile(r"^(moe_)?n(um)?_(local_|routed_)?experts$"), 32),
     (re.compile(r"window$"), SHORT),
+    (re.compile(r"^rotary_dim$"), HEAD_DIM // 2),
 )
 """Sizes by their names in a config, at most. Few tokens are enough to see such a window; the
 largest groups and choices of experts decide the number of experts."""
