@@ -251,7 +251,8 @@ def _fuse_rotary(module: nn.Module, parts: ElementwiseParts) -> int:
     object runs with a copy of its globals in which this one name differs. A name that is rebound in
     the modeling file after this call is not seen.
     """
-    forward = type(module).forward
+    # Some wrap it, to rename arguments that nobody gives here.
+    forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType) or _ROTARY not in forward.__code__.co_names:
         return 0
     original = forward.__globals__[_ROTARY]

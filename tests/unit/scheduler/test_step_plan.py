@@ -77,7 +77,7 @@ def test_a_step_that_no_header_holds_is_refused(
 
 
 def test_text_that_is_no_utf_8_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="not a StepPlan: 'utf-8'"):
+    with pytest.raises(ProtocolError, match=r"not a StepPlan: .*(?i:utf-8)"):
         decode_plan(encode(PLAN).replace(b"stop", b"st\xffp"))
 
 
