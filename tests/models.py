@@ -145,11 +145,31 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         mamba_d_state=24,
         mamba_n_groups=2,
     ),
+    # Factors as published
+    "falcon-h1": lambda: tf.FalconH1Config(
+        **COMMON,
+        mamba_d_ssm=64,
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_d_state=24,
+        mamba_n_groups=2,
+        embedding_multiplier=5.656854249492381,
+        lm_head_multiplier=0.0390625,
+        key_multiplier=0.390625,
+        attention_out_multiplier=0.9375,
+        mlp_multipliers=[0.8838834764831844, 0.5859375],
+        ssm_in_multiplier=1.25,
+        ssm_out_multiplier=0.23570226039551587,
+        ssm_multipliers=[0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+    ),
     "granitemoe": lambda: tf.GraniteMoeConfig(**MIXTURE, num_local_experts=4),
 }
 
 RECURRENT = frozenset(
-    {"lfm2", "granitemoehybrid", "qwen3-next", "qwen3.5", "olmo-hybrid", "nemotron-h", "bamba"}
+    {
+        *("lfm2", "granitemoehybrid", "qwen3-next", "qwen3.5", "olmo-hybrid", "nemotron-h"),
+        *("bamba", "falcon-h1"),
+    }
 )
 """Of these, models with layers that keep a state, in the first half and in the second."""
 

@@ -51,12 +51,26 @@ class NoEmbedding(nn.Module):
 
 def stub_of_layer(layer: nn.Module, num_outputs: int | None) -> nn.Module:
     """Returns what replaces a layer that another stage computes, with the words by which a model
-    may ask its layers of what type they are."""
+    may ask its layers of what type they are, and the buffers that no checkpoint has: a model may
+    compute those of all its layers at once."""
     stub = PassThrough(num_outputs)
     for name, value in vars(layer).items():
         if isinstance(value, str):
             setattr(stub, name, value)
+    stored = layer.state_dict().keys()
+    for path, buffer in layer.named_buffers():
+        if path not in stored:
+            _add_buffer(stub, path, buffer)
     return stub
+
+
+def _add_buffer(module: nn.Module, path: str, buffer: Tensor) -> None:
+    *parents, name = path.split(".")
+    for each in parents:
+        if not hasattr(module, each):
+            module.add_module(each, nn.Module())
+        module = module.get_submodule(each)
+    module.register_buffer(name, buffer, persistent=False)
 
 
 def stub_of(piece: nn.Module) -> nn.Module:
