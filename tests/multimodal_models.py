@@ -71,6 +71,18 @@ GEMMA4_VISION = {
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
+GEMMA3N: dict[str, Any] = {
+    **COMMON,
+    **JOINED,
+    "head_dim": 16,
+    "sliding_window": WINDOW,
+    "vocab_size_per_layer_input": 96,
+    "laurel_rank": 4,
+    "altup_num_inputs": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+}
+
 CONTAINERS: dict[str, Callable[[], Any]] = {
     "gemma3-vision": of(
         "Gemma3",
@@ -171,16 +183,19 @@ CONTAINERS: dict[str, Callable[[], Any]] = {
         image_token_id=90,
     ),
     "gemma4-joined": of("Gemma4", sized(**GEMMA4, **JOINED), GEMMA4_VISION),
-    "gemma3n-text": lambda: tf.Gemma3nTextConfig(
-        **COMMON,
-        **JOINED,
-        head_dim=16,
-        sliding_window=WINDOW,
-        vocab_size_per_layer_input=96,
-        laurel_rank=4,
-        altup_num_inputs=2,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+    "gemma3n-text": lambda: tf.Gemma3nTextConfig(**GEMMA3N),
+    "gemma3n": lambda: tf.Gemma3nConfig(
+        text_config=GEMMA3N,
+        vision_config={"hidden_size": 16, "vocab_size": 4, "vocab_offset": 96},
+        audio_config={
+            "hidden_size": 16,
+            "vocab_size": 2,
+            "vocab_offset": 100,
+            "conf_num_attention_heads": 2,
+            "conf_num_hidden_layers": 1,
+            "input_feat_size": 16,
+            "sscp_conv_channel_size": (4, 4),
+        },
     ),
     "phi4-multimodal": lambda: tf.Phi4MultimodalConfig(
         **COMMON,

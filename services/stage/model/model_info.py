@@ -50,7 +50,6 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embe
 CACHE = Path.home() / ".cache" / "shardline"
 """The default of SHARDLINE_CACHE_DIR."""
 SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
-OF_TIMM = frozenset({"gemma3n_vision", "timm_wrapper"})
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
 RECURRENT_TYPES = frozenset({"conv", "linear_attention", "hybrid"})
 """Layers of these types are recognized by their parts, or refused by the trial of the miniature."""
@@ -229,12 +228,6 @@ def check_can_be_sharded(config: Any) -> None:
         refuse(
             f"it was saved as {config.architectures[0]}, not as {name}",
             f"Give a checkpoint with a language-model head, or an encoder with {MODULES}",
-        )
-    others = [getattr(config, name, None) for name in config.sub_configs]
-    if any(getattr(other, "model_type", None) in OF_TIMM for other in others):
-        refuse(
-            f"{kind!r} has a tower that the library timm builds",
-            "Save its language model alone, as a causal LM",
         )
     text = text_config(config)
     if text is config and is_container(config) and not config.base_model_pp_plan:

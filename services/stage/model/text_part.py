@@ -28,11 +28,37 @@ CONTAINERS: tuple[Any, ...] = (
 
 
 class OtherInput(nn.Module):
-    """Replaces what reads images, sound or video: it has no weights, and adds nothing to a text."""
+    """Replaces what reads images, sound or video: it has the numbers of the part that it replaces
+    and no weights, and adds nothing to a text."""
 
-    def forward(self, *args: object, **_: object) -> Tensor:
-        """Returns the embeddings that it is given, [...] of a float dtype, unchanged."""
-        return next(x for x in args if isinstance(x, Tensor) and x.is_floating_point())
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(part).items():
+            if type(value) is int:
+                setattr(self, name, value)
+
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
+        """Returns the embeddings that it is given, [...] of a float dtype, unchanged; for ids,
+        which are none of a text, a zero, []."""
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        zero = given[0].new_zeros((), dtype=torch.float32)
+        return next((x for x in given if x.is_floating_point()), zero)
+
+
+class TimmTower(tf.PreTrainedModel):
+    """Stands for a tower that the library timm would build, which a text does not need. It has a
+    weight, as any tower."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.weight = nn.Parameter(torch.empty(1))
+
+
+for kind in (tf.Gemma3nVisionConfig, tf.TimmWrapperConfig):
+    # For the whole process, in which nothing looks at images. In 5.17 `AutoModel.register` left
+    # transformers' own configs as they were.
+    tower = type(TimmTower.__name__, (TimmTower,), {"config_class": kind})
+    tf.MODEL_MAPPING._extra_content[kind] = tower  # noqa: SLF001 (there is no public way)
 
 
 class TextOutput(BaseModelOutputWithPast):
@@ -94,7 +120,7 @@ def text_class(config: Any) -> Any:
         with META:
             kind.__init__(self, config, *args, **kwargs)
         for parent, name in list(_other_parts(self)):
-            setattr(parent, name, OtherInput())
+            setattr(parent, name, OtherInput(getattr(parent, name)))
         _drop_loose_parameters(self)
         if target != META:
             self.to_empty(device=target)

@@ -19,7 +19,7 @@ from tests.models import edit_config
 from tests.multimodal_models import save_container
 
 CPU = torch.device("cpu")
-CONTAINERS = ["gemma3-vision", "qwen2-vl", "llava-next", "phi4-multimodal"]
+CONTAINERS = ["gemma3-vision", "qwen2-vl", "llava-next", "phi4-multimodal", "gemma3n"]
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
