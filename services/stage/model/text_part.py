@@ -54,11 +54,14 @@ class TimmTower(tf.PreTrainedModel):
         self.weight = nn.Parameter(torch.empty(1))
 
 
-for kind in (tf.Gemma3nVisionConfig, tf.TimmWrapperConfig):
-    # For the whole process, in which nothing looks at images. In 5.17 `AutoModel.register` left
-    # transformers' own configs as they were.
-    tower = type(TimmTower.__name__, (TimmTower,), {"config_class": kind})
-    tf.MODEL_MAPPING._extra_content[kind] = tower  # noqa: SLF001 (there is no public way)
+# For the whole process, in which nothing looks at images. `AutoModel.register` of 5.17 leaves
+# transformers' own configs as they are.
+tf.MODEL_MAPPING._extra_content.update(  # noqa: SLF001 (there is no public way)
+    {
+        config: type(TimmTower.__name__, (TimmTower,), {"config_class": config})
+        for config in (tf.Gemma3nVisionConfig, tf.TimmWrapperConfig)
+    }
+)
 
 
 class TextOutput(BaseModelOutputWithPast):
