@@ -145,7 +145,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         mamba_d_state=24,
         mamba_n_groups=2,
     ),
-    # Factors as published
+    # Every factor is another one, so that none can stand for another
     "falcon-h1": lambda: tf.FalconH1Config(
         **COMMON,
         mamba_d_ssm=64,
@@ -153,14 +153,15 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         mamba_d_head=16,
         mamba_d_state=24,
         mamba_n_groups=2,
-        embedding_multiplier=5.656854249492381,
-        lm_head_multiplier=0.0390625,
-        key_multiplier=0.390625,
-        attention_out_multiplier=0.9375,
-        mlp_multipliers=[0.8838834764831844, 0.5859375],
-        ssm_in_multiplier=1.25,
-        ssm_out_multiplier=0.23570226039551587,
-        ssm_multipliers=[0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+        embedding_multiplier=5.7,
+        lm_head_multiplier=0.4,
+        key_multiplier=0.6,
+        attention_in_multiplier=1.2,
+        attention_out_multiplier=0.95,
+        mlp_multipliers=[0.8, 1.4],
+        ssm_in_multiplier=1.5,
+        ssm_out_multiplier=0.65,
+        ssm_multipliers=[0.5, 0.7, 0.9, 1.1, 1.3],
     ),
     "granitemoe": lambda: tf.GraniteMoeConfig(**MIXTURE, num_local_experts=4),
 }

@@ -179,7 +179,7 @@ def connect_arguments(
         "keepalives_count": 3,
         "tcp_user_timeout": 30_000,
         # PGHOSTADDR would lead from the socket that the URL names to another server.
-        **({"hostaddr": ""} if str(given.get("host", "")).startswith("/") else {}),
+        **({"hostaddr": ""} if str(given.get("host", "")).startswith(("/", "@")) else {}),
         **given,
         "client_encoding": "UTF8",
         "options": " ".join(each for each in options if each),

@@ -17,20 +17,11 @@ from services.stage.recurrent.mixers import use_mixers
 from services.stage.recurrent.recurrence import Recurrence
 from services.stage.recurrent.states import RecurrentStates
 from shardline.base.errors import ProtocolError
-from tests.models import COMMON, CONFIGS
+from tests.models import CONFIGS
 
 MODELS: dict[str, Callable[[], Any]] = {
-    **{name: CONFIGS[name] for name in ("lfm2", "granitemoehybrid", "qwen3-next", "olmo-hybrid")},
-    "falcon-h1": lambda: tf.FalconH1Config(
-        **COMMON,
-        mamba_d_ssm=64,
-        mamba_n_heads=4,
-        mamba_d_head=16,
-        mamba_d_state=24,
-        mamba_n_groups=2,
-        ssm_multipliers=[0.5, 0.7, 0.9, 1.1, 1.3],
-        ssm_in_multiplier=1.5,
-    ),
+    name: CONFIGS[name]
+    for name in ("lfm2", "granitemoehybrid", "qwen3-next", "olmo-hybrid", "falcon-h1")
 }
 LENGTHS = (29, 1, 12)
 SLOTS = (2, 0, 4)
