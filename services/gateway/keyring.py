@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shardline.base.aio import cancel_and_wait
 from shardline.base.errors import Overloaded, Unavailable
-from shardline.client.database import reachable, told
+from shardline.client.database import outage_of, reachable
 from shardline.store import api_keys
 from shardline.store.api_keys import KeyRecord
 
@@ -174,4 +174,4 @@ class Keyring:
                     await connection.run_sync(api_keys.note_use, ids)
         except (Unavailable, DBAPIError) as error:
             self._used |= ids
-            log.warning("last use of API keys not recorded", error=told(error))
+            log.warning("last use of API keys not recorded", error=outage_of(error))

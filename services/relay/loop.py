@@ -121,12 +121,12 @@ class Loop(threading.Thread, ABC):
         self._errors.labels(server=server or "none").inc()
         failure = failure_of(error) if isinstance(error, DBAPIError) else None
         if failure and not failure.is_lost:
-            said = {
+            details = {
                 "sqlstate": failure.sqlstate,
                 "error": failure.problem,
                 "tries": num_tries,
             }
-            log.warning("Postgres refuses a statement", loop=self.name, **said)
+            log.warning("Postgres refuses a statement", loop=self.name, **details)
         elif server:
             cause = getattr(error, "orig", None) or error
             event = f"{server} unreachable"

@@ -119,8 +119,8 @@ def _with_known_ids(database: Engine, submissions: Sequence[Submission]) -> list
 
 def _tenant_of(submission: Submission) -> str:
     document = submission.document
-    told = document.get("tenant") if isinstance(document, dict) else None
-    return submission.tenant or (told if isinstance(told, str) else DEFAULT_TENANT)
+    named = document.get("tenant") if isinstance(document, dict) else None
+    return submission.tenant or (named if isinstance(named, str) else DEFAULT_TENANT)
 
 
 @contextmanager
@@ -278,11 +278,11 @@ def _kept_metadata(metadata: object) -> dict[str, Any] | None:
 
 def _told_id(document: dict[str, Any], default: UUID) -> UUID | None:
     """None when the request names an id that it may not have."""
-    told = document.get("id")
-    if told is None:
+    named = document.get("id")
+    if named is None:
         return default
     try:
-        given = parse_id(str(told))
+        given = parse_id(str(named))
         check_given_id(given)
     except Invalid:
         return None

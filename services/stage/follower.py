@@ -54,7 +54,7 @@ class Follower:
         self._backends = backends
         self.worker = loaded.worker
         self.drain_s = times.drain_s
-        self.hurries = False
+        self.skips_drain = False
         self.interactive_seats = 0
         self.subscription = None
         self.hub = HubCalls(loaded.sockets.wakeup())

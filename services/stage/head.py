@@ -81,7 +81,7 @@ class Head:
         self._settings = settings
         self.worker = loaded.worker
         self.drain_s = settings.times.drain_s
-        self.hurries = False
+        self.skips_drain = False
         self.interactive_seats = settings.interactive_seats
         self.hub = HubCalls(loaded.sockets.wakeup())
         self.meter = StageMeter(loaded)

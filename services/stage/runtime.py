@@ -59,7 +59,7 @@ class Stage(Protocol):
 
     worker: str
     drain_s: float
-    hurries: bool
+    skips_drain: bool
     """When it stops it gives its jobs back at once: another stage waits for it to go."""
     interactive_seats: int
     hub: HubCalls

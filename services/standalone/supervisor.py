@@ -288,7 +288,7 @@ class Supervisor:
             canary_timeout_s=60.0,
         )
         watcher = ReadinessWatcher(criteria)
-        begun = said = time.monotonic()
+        begun = reported_at = time.monotonic()
         try:
             while not watcher.ready.is_set():
                 self._group.watch(max_deaths=MAX_DEATHS_BEFORE_READY)
@@ -299,8 +299,8 @@ class Supervisor:
                     raise StartFailed(
                         f"not ready after {self._settings.start_s:g} s: {watcher.missing}"
                     )
-                if now - said > SAY_MISSING_EVERY_S:
-                    said = now
+                if now - reported_at > SAY_MISSING_EVERY_S:
+                    reported_at = now
                     self._say(
                         f"still starting: {watcher.missing}. "
                         f"Logs: {self._state_dir.folder / 'logs'}"

@@ -62,11 +62,11 @@ class WarmParent(Child):
         `problem`."""
         if self._link is not None and not self._is_ready and not self.problem:
             try:
-                said = self._link.recv(MAX_BYTES)
+                received = self._link.recv(MAX_BYTES)
             except BlockingIOError:
-                said = b""
-            self._is_ready = said == READY
-            self.problem = "" if self._is_ready else said.decode()
+                received = b""
+            self._is_ready = received == READY
+            self.problem = "" if self._is_ready else received.decode()
         return self._is_ready or bool(self.problem)
 
     def fork(self, name: str, environment: Mapping[str, str], log: Path) -> AdoptedProcess | None:

@@ -213,10 +213,10 @@ def _digest(sequence: Sequence, index: int) -> bytes:
     were asked for: tokens never change."""
     digests = sequence.digests
     request = sequence.request
-    whose = (request.tenant, request.adapter, request.params.adapter or "")
+    owner = (request.tenant, request.adapter, request.params.adapter or "")
     while len(digests) <= index:
         first = len(digests) * BLOCK_TOKENS
-        before = digests[-1] if digests else _hash("\0".join(whose).encode())
+        before = digests[-1] if digests else _hash("\0".join(owner).encode())
         digests.append(
             _hash(before + array("q", sequence.ids[first : first + BLOCK_TOKENS]).tobytes())
         )

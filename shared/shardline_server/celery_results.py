@@ -86,7 +86,7 @@ def error_of(state: JobState, reason: str) -> Exception:
     return JobFailed(reason) if state is JobState.FAILED else TaskRevokedError(str(state))
 
 
-def told(error: Mapping[str, Any] | None) -> str:
+def failure_text(error: Mapping[str, Any] | None) -> str:
     """The recorded reason of a failure, in words."""
     if not error:
         return "see the job's row"

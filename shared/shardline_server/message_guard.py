@@ -129,14 +129,14 @@ class MessageGuard:
 
 def _refused(headers: object, body: str, problem: object, queue: str = "") -> RefusedMessage:
     task_id = headers.get("id", "") if isinstance(headers, dict) else ""
-    said = str(problem)
+    text = str(problem)
     if isinstance(problem, Exception):
-        said = f"Celery cannot read it: {type(problem).__name__}: {problem}"
-    said = said.replace("\n", " ")[:MAX_TOLD]
+        text = f"Celery cannot read it: {type(problem).__name__}: {problem}"
+    text = text.replace("\n", " ")[:MAX_TOLD]
     return RefusedMessage(
         task_id=storable(str(task_id)[:MAX_ID]),
         body=storable(body),
-        problem=storable(said),
+        problem=storable(text),
         queue=queue,
     )
 

@@ -25,10 +25,10 @@ def refusing() -> Iterator[None]:
     except Invalid as error:
         _refuse(f"{_variable(error.field)}: {error.problem}. {error.remedy}", error)
     except ValidationError as error:
-        said = error.errors(include_url=False, include_input=False)
+        problems = error.errors(include_url=False, include_input=False)
         _refuse(
             "\n".join(
-                f"{_variable('_'.join(map(str, each['loc'])))}: {each['msg']}" for each in said
+                f"{_variable('_'.join(map(str, each['loc'])))}: {each['msg']}" for each in problems
             ),
             error,
         )
@@ -38,6 +38,6 @@ def _variable(field: str) -> str:
     return f"{ENV_PREFIX}{field.upper()}"
 
 
-def _refuse(told: str, error: Exception) -> None:
-    sys.stderr.write(f"{told}\n")
+def _refuse(message: str, error: Exception) -> None:
+    sys.stderr.write(f"{message}\n")
     raise SystemExit(REFUSED_STATUS) from error

@@ -56,16 +56,16 @@ def echoed_logprobs(
 ) -> bodies.TextLogprobs:
     """Returns those of a prompt's tokens with at most `num_top` alternatives each; `texts` has had
     no token yet."""
-    told = texts.push(prompt_ids, is_end=True)
-    pairs = list(zip(entries, told, strict=True))
+    tokens = texts.push(prompt_ids, is_end=True)
+    pairs = list(zip(entries, tokens, strict=True))
     return bodies.TextLogprobs(
-        tokens=[token.text for token in told],
+        tokens=[token.text for token in tokens],
         token_logprobs=[None if entry is None else entry.logprob for entry in entries],
         top_logprobs=[
             None if entry is None else likeliest(_with_top(entry, num_top), token.text, texts)
             for entry, token in pairs
         ],
-        text_offset=[token.offset for token in told],
+        text_offset=[token.offset for token in tokens],
     )
 
 

@@ -153,14 +153,14 @@ class CompletionResponses(ResponseParts):
 
     def _logprobs(self, result: Result) -> bodies.TextLogprobs | None:
         """Those of the completion, behind those of the prompt if that is echoed."""
-        told = _text_logprobs(result.logprobs, self.logprob_texts())
+        own = _text_logprobs(result.logprobs, self.logprob_texts())
         request = self.request
-        if told is None or not isinstance(request, bodies.CompletionRequest) or not request.echo:
-            return told
+        if own is None or not isinstance(request, bodies.CompletionRequest) or not request.echo:
+            return own
         texts = self.tokens.token_texts(request.params(), ())
         entries = result.prompt_logprobs or (None,) * len(self.prompt_ids)
         prompt = echoed_logprobs(self.prompt_ids, entries, texts, request.logprobs or 0)
-        return joined_logprobs(prompt, told, len(self._echoed()))
+        return joined_logprobs(prompt, own, len(self._echoed()))
 
     def opening_chunk(self) -> msgspec.Struct | None:
         """The chunk before the first token: the prompt's text or ids, or nothing."""

@@ -139,8 +139,8 @@ class AtomicChannel(redis.Channel):
         tag = str(uuid4())
         with self.conn_or_acquire() as client:
             noted = (self.unacked_index_key, self.unacked_key)
-            said = (wall_clock_s(), tag, *queues)
-            taken = client.eval(TAKE, len(noted) + len(keys), *noted, *keys, *said)
+            arguments = (wall_clock_s(), tag, *queues)
+            taken = client.eval(TAKE, len(noted) + len(keys), *noted, *keys, *arguments)
         if not taken:
             return None
         queue, message = map(bytes_to_str, taken)

@@ -23,7 +23,13 @@ from shardline.contract.job import JobState
 from shardline.contract.keys import task_sends
 from shardline.contract.queues import INTAKE_QUEUE, SUBMIT_TASK
 from shardline.contract.tenants.tenant_door import TenantDoor
-from shardline_server.celery_results import TIMEOUT_S, completion, error_of, results_app, told
+from shardline_server.celery_results import (
+    TIMEOUT_S,
+    completion,
+    error_of,
+    failure_text,
+    results_app,
+)
 from shardline_server.store.celery_tasks import EndedTask
 
 CALLBACK_QUEUE = "celery"
@@ -113,7 +119,7 @@ class TaskEnds:
                 return
             backend.mark_as_failure(
                 context.id,
-                error_of(ended.state, told(ended.error)),
+                error_of(ended.state, failure_text(ended.error)),
                 request=context,
                 store_result=is_stored,
                 state="FAILURE" if ended.state is JobState.FAILED else "REVOKED",

@@ -131,11 +131,11 @@ class TaskFinisher(Loop):
         with self._database.begin() as connection:
             num_late = celery_tasks.expire(connection)
         with self._database.begin() as connection:
-            lent = celery_tasks.lend(connection, lease_s=LEASE_S)
-        self._finish(lent)
+            leased = celery_tasks.lend(connection, lease_s=LEASE_S)
+        self._finish(leased)
         self._num_turns += 1
         num_old = self._forget()
-        return 0.0 if celery_tasks.MAX_BATCH in (len(lent), num_late, num_old) else self._poll_s
+        return 0.0 if celery_tasks.MAX_BATCH in (len(leased), num_late, num_old) else self._poll_s
 
     def _forget(self) -> int:
         """One batch now and then, and the next one at once while there are more."""
@@ -148,10 +148,10 @@ class TaskFinisher(Loop):
         self._may_forget = num_old == celery_tasks.MAX_BATCH
         return num_old
 
-    def _finish(self, lent: Sequence[EndedTask]) -> None:
+    def _finish(self, leased: Sequence[EndedTask]) -> None:
         done: list[str] = []
         try:
-            for ended in lent:
+            for ended in leased:
                 self._finish_one(ended, done)
         finally:
             if done:

@@ -124,7 +124,7 @@ class EnginePool(BasePool):
         """Warm shutdown. Celery's hub no longer polls, so verdicts are settled here, up to the
         drain time."""
         self._handler.close()
-        if not self.app.shardline.hurries:
+        if not self.app.shardline.skips_drain:
             self._settle_until(monotonic_s() + self._drain_s)
         if self._deliveries:
             log.info("leases are given back", jobs=len(self._deliveries))

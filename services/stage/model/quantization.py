@@ -315,30 +315,30 @@ def quantization_of(config: Any) -> Quantization | None:
     )
     if found is None:
         return None
-    said: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
-    method = str(said.get("quant_method")).lower()
+    spec: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
+    method = str(spec.get("quant_method")).lower()
     if method not in METHODS:
         refuse(f"it is quantized by {method}", REMEDY)
     if method == "gptq":
-        _known("bits", said.get("bits"), BITS)
-        is_second = said.get("checkpoint_format") == "gptq_v2"
-        _known("checkpoint_format", said.get("checkpoint_format") or "gptq", ("gptq", "gptq_v2"))
+        _known("bits", spec.get("bits"), BITS)
+        is_second = spec.get("checkpoint_format") == "gptq_v2"
+        _known("checkpoint_format", spec.get("checkpoint_format") or "gptq", ("gptq", "gptq_v2"))
         return Gptq(zeros_are_less=0 if is_second else 1)
     if method == "awq":
-        _known("bits", said.get("bits", said.get("w_bit")), (4,))
-        _known("version", str(said.get("version") or "gemm").lower(), ("gemm",))
+        _known("bits", spec.get("bits", spec.get("w_bit")), (4,))
+        _known("version", str(spec.get("version") or "gemm").lower(), ("gemm",))
         return Awq()
     if method in ("fp8", "mxfp4"):
         is_fp8 = method == "fp8"
-        return ScaledQuantization(_block(said.get("weight_block_size"))) if is_fp8 else Mxfp4()
-    if said.get("transform_config"):
+        return ScaledQuantization(_block(spec.get("weight_block_size"))) if is_fp8 else Mxfp4()
+    if spec.get("transform_config"):
         refuse(
             "its quantization_config has a transform_config, and no transform is applied", REMEDY
         )
-    name = _known("format", said.get("format"), (*SCALED, "pack-quantized"))
+    name = _known("format", spec.get("format"), (*SCALED, "pack-quantized"))
     if name not in SCALED:
         return PackedIntegers()
-    groups = [group.get("weights") or {} for group in (said.get("config_groups") or {}).values()]
+    groups = [group.get("weights") or {} for group in (spec.get("config_groups") or {}).values()]
     return ScaledQuantization(
         next(
             (_block(group["block_structure"]) for group in groups if group.get("block_structure")),

@@ -115,8 +115,8 @@ def check_file(path: Path) -> WeightFile:
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
         if not 2 <= header_bytes <= min(HEADER_MAX_BYTES, size_bytes - LENGTH_BYTES):
-            says = f"its header would have {header_bytes:,} of its {size_bytes:,} bytes"
-            refuse(f"{path} is not a safetensors file: {says}", COPY_AGAIN)
+            problem = f"its header would have {header_bytes:,} of its {size_bytes:,} bytes"
+            refuse(f"{path} is not a safetensors file: {problem}", COPY_AGAIN)
         header = file.read(header_bytes)
     try:
         tensors = json.loads(header)

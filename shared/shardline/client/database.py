@@ -72,7 +72,7 @@ def _refusal(sqlstate: str) -> str:
     return f"Postgres refuses a statement (SQLSTATE {sqlstate})"
 
 
-def told(error: BaseException) -> str:
+def outage_of(error: BaseException) -> str:
     """Returns what is wrong with Postgres, for a log line of a caller that goes on without it."""
     return (
         str(failure_of(error))

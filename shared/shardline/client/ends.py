@@ -22,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from shardline.base.aio import cancel_and_wait, is_cancelled
 from shardline.base.errors import Unavailable
 from shardline.client import questions
-from shardline.client.database import AWAY, told
+from shardline.client.database import AWAY, outage_of
 from shardline.contract.tables import DONE_CHANNEL
 from shardline.store.connection.notify import Listener, rings
 from shardline.streams import DeltaBuffer
@@ -92,7 +92,8 @@ class Ends:
             try:
                 await self._find_ended()
             except (DBAPIError, *AWAY) as error:
-                log.warning("ends of jobs cannot be looked for: waiting goes on", error=told(error))
+                outage = outage_of(error)
+                log.warning("ends of jobs cannot be looked for: waiting goes on", error=outage)
                 await asyncio.sleep(RETRY_S)
             await asyncio.sleep(PAUSE_S + PAUSE_FACTOR * (time.monotonic() - began_s))
 

@@ -150,8 +150,8 @@ def next_page(connection: Connection, act: BulkAct, progress: BulkProgress) -> B
     num_changed = progress.num_changed + num_more
     audit_id = progress.audit_id
     if num_more:
-        said = {"priority": act.priority, "known": audit_id}
-        audit_id = audit.note_jobs(connection, act.act, act.where, num_changed, **said)
+        details = {"priority": act.priority, "known": audit_id}
+        audit_id = audit.note_jobs(connection, act.act, act.where, num_changed, **details)
     return BulkProgress(
         num_changed=num_changed,
         has_more=len(rows) == PAGE_ROWS,

@@ -215,17 +215,17 @@ class Cursor:
         ):
             self._skip_to_after()
         first = min(self._next, len(self._ids))
-        said = self._say(len(self._ids)) if text is None else text[self._num_chars :]
+        new_text = self._say(len(self._ids)) if text is None else text[self._num_chars :]
         # of less than the reader has, text included
         if is_end and self._after.num_tokens > len(self._ids):
-            said = ""
-        self._lost_text = said is None
+            new_text = ""
+        self._lost_text = new_text is None
         self._accept(
             Delta(
                 fence=self._fence,
                 start=self._next,
                 ids=tuple(self._ids[first:]),
-                text=said or "",
+                text=new_text or "",
                 logprobs=logprobs[first - progress.start :] if logprobs else None,
                 state=progress.state,
                 finish_reason=progress.finish_reason,

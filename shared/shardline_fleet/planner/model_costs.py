@@ -268,15 +268,15 @@ def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _is_packed_in_8_bits(config: Mapping[str, Any]) -> bool:
     """Whether a checkpoint's own integers have 8 bits, which int4 keeps, in some layers."""
-    said = _quantization(config)
-    groups = (said.get("config_groups") or {}).values()
+    settings = _quantization(config)
+    groups = (settings.get("config_groups") or {}).values()
     weights = [group.get("weights") or {} for group in groups]
     bits = {
-        "gptq": [said.get("bits")],
+        "gptq": [settings.get("bits")],
         "compressed-tensors": [each.get("num_bits") for each in weights],
     }
-    is_packed = said.get("format", "pack-quantized") == "pack-quantized"
-    return is_packed and 8 in bits.get(str(said.get("quant_method")), [])
+    is_packed = settings.get("format", "pack-quantized") == "pack-quantized"
+    return is_packed and 8 in bits.get(str(settings.get("quant_method")), [])
 
 
 def _volume(shapes: tuple[Shape, ...]) -> int:

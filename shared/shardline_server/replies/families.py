@@ -143,8 +143,8 @@ def named(chat_template: str, name: str) -> str:
 def family_of(chat_template: str) -> str:
     """Returns the family that a comment names, `{# replies: hermes #}`, else the one whose signs
     the template has; `plain` if none is known: then all text is content."""
-    if (said := _NAMED.search(chat_template)) and said[1] in FAMILIES:
-        return said[1]
+    if (named := _NAMED.search(chat_template)) and named[1] in FAMILIES:
+        return named[1]
     for family in FAMILIES.values():
         if any(all(sign in chat_template for sign in signs) for signs in family.signs):
             return family.name

@@ -207,10 +207,10 @@ def _ends(connection: Connection, rows: Sequence[Row[Any]], decode: Decode) -> l
         result = None
         if row.has_tokens:
             partial = partials.get(row.id)
-            said = None if partial is None else decode(partial)
-            if partial is None or said is None:
+            decoded = None if partial is None else decode(partial)
+            if partial is None or decoded is None:
                 continue
-            result = _result(partial, said, reason)
+            result = _result(partial, decoded, reason)
         ends.append(End(job_id=row.id, fence=row.fence, state=state, result=result))
     return ends
 
@@ -234,10 +234,10 @@ def _partials(connection: Connection, ids: Sequence[UUID]) -> dict[UUID, Partial
     }
 
 
-def _result(partial: Partial, said: str, reason: FinishReason) -> Result:
+def _result(partial: Partial, decoded: str, reason: FinishReason) -> Result:
     return Result(
         job_id=partial.job_id,
-        text=said,
+        text=decoded,
         token_ids=partial.ids,
         usage=Usage(prompt_tokens=partial.num_prompt, completion_tokens=len(partial.ids)),
         finish_reason=reason,

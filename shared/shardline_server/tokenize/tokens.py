@@ -265,8 +265,8 @@ class Tokens:
     def text_of(self, ids: Sequence[int], params: SamplingParams) -> str:
         """The text of tokens that begin a text, such as a prompt's."""
         with_special = not params.skip_special_tokens
-        told = [each for each in ids if self.vocabulary.has_text(each, with_special=with_special)]
-        return str(self.vocabulary.decode(told)) if told else ""
+        shown = [each for each in ids if self.vocabulary.has_text(each, with_special=with_special)]
+        return str(self.vocabulary.decode(shown)) if shown else ""
 
     def token_texts(self, params: SamplingParams, prompt_ids: Sequence[int]) -> TokenTexts:
         """A completion's tokens one by one, for log-probabilities."""

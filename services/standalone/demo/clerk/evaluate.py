@@ -59,9 +59,9 @@ def evaluate(clerk: Clerk, asked: Sequence[Example]) -> list[Score]:
         batch = in_order[start : start + _BATCH]
         answers = clerk.answer([example.prompt for example in batch])
         wrong += [
-            (example, said)
-            for example, said in zip(batch, answers, strict=True)
-            if said != example.answer
+            (example, reply)
+            for example, reply in zip(batch, answers, strict=True)
+            if reply != example.answer
         ]
     num_asked = Counter(example.task for example in asked)
     num_wrong = Counter(example.task for example, _ in wrong)
@@ -102,8 +102,8 @@ def main() -> None:
     scores = evaluate(Clerk(given.folder, given.dtype), examples(given.seed, given.num, "unseen"))
     print(table(scores))
     for score in scores:
-        for example, said in score.wrong[: given.show]:
-            print(f"{example.prompt!r}: {said!r} instead of {example.answer!r}")
+        for example, reply in score.wrong[: given.show]:
+            print(f"{example.prompt!r}: {reply!r} instead of {example.answer!r}")
 
 
 if __name__ == "__main__":

@@ -41,14 +41,14 @@ _WORDINGS: Final = (
 
 def write_order(rng: Random) -> tuple[str, str]:
     """One order line and the JSON text it means."""
-    quantity, said = _quantity(rng)
+    quantity, wording = _quantity(rng)
     unit = rng.choice(["piece", *_UNITS])
     item = f"{rng.choice(_KINDS)} {rng.choice(_ITEMS)}"
     day = rng.choice([None, *_DAYS])
     customer = rng.choice(_CUSTOMERS)
     packed = "" if unit == "piece" else f"{unit if quantity == 1 else _UNITS[unit]} of "
     line = rng.choice(_WORDINGS).format(
-        goods=f"{said} {packed}{item}", customer=customer, due=f" by {day}" if day else ""
+        goods=f"{wording} {packed}{item}", customer=customer, due=f" by {day}" if day else ""
     )
     meaning = {"customer": customer, "quantity": quantity, "unit": unit, "item": item, "due": day}
     return line, json.dumps(meaning)

@@ -80,7 +80,7 @@ def app(redis_url: str) -> Celery:
         delivery_handler=HoldingHandler(),
         hub=HubCalls(Wakeup()),
         drain_s=5.0,
-        hurries=False,
+        skips_drain=False,
         interactive_seats=INTERACTIVE_SEATS,
     )
     app.conf.broker_connection_retry_on_startup = True

@@ -341,7 +341,7 @@ def sender_and_head(
             delivery_handler=head.lease_manager,
             hub=HubCalls(Wakeup()),
             drain_s=5.0,
-            hurries=False,
+            skips_drain=False,
             interactive_seats=0,
         )
         with start_worker(

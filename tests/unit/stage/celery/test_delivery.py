@@ -57,7 +57,7 @@ def pool(handler: NotingHandler) -> EnginePool:
         delivery_handler=handler,
         hub=HubCalls(Wakeup()),
         drain_s=0.0,
-        hurries=False,
+        skips_drain=False,
         interactive_seats=2,
     )
     pool = EnginePool(limit=4, app=SimpleNamespace(shardline=stage))
@@ -171,7 +171,7 @@ def test_a_stopping_pool_gives_back_jobs_that_outlast_the_drain(
 
 def test_a_pool_that_hurries_does_not_drain(pool: EnginePool, handler: NotingHandler) -> None:
     pool._drain_s = 30.0
-    pool.app.shardline.hurries = True
+    pool.app.shardline.skips_drain = True
     job_id = str(uuid4())
     told = deliver(pool, job_id, job_id)
 
