@@ -113,7 +113,7 @@ class Admission:
 
     def take_places(self, request: Request, tenant: str, num: int, *, field: str) -> None:
         """Count a request as `num`, which has one place, until its answer has been sent. Raises
-        Overloaded, and Invalid, naming `field`, for one that never finds so many places."""
+        Overloaded, and Invalid, naming `field`, for one over the tenant's limit."""
         most = self.requests.max_of_tenant
         if num > most:
             problem = f"it stands for {num} jobs; this gateway answers {most} at a time"

@@ -86,8 +86,8 @@ class GatewayClient(AsyncClient):
         return self._database
 
     async def ask(self, question: Question[Answer], *, key_id: str | None = None) -> Answer:
-        """Asks in a transaction of its own, on the pool that submits; what changes is noted as an
-        act of `key_id`. Raises Unavailable."""
+        """Asks in a separate transaction, on the pool for submits. The audit log notes changes as
+        acts of `key_id`. Raises Unavailable."""
         return await self._ask(question if key_id is None else _acting(key_id, question))
 
     async def insert(
@@ -114,8 +114,8 @@ class GatewayClient(AsyncClient):
         return questions.existing(job if tenant in (None, job.tenant) else None, job.id)
 
     async def response(self, job_id: UUID) -> ResponseRow | None:
-        """The response of a job, whoever's it is and whether it is stored or not; None where there
-        is none. Raises Unavailable."""
+        """Returns a job's response, of any tenant and stored or not; None where there is none.
+        Raises Unavailable."""
         return await self._responses.read(job_id)
 
     async def referenced(self, wanted: Referenced, *, tenant: str) -> dict[UUID, ResponseRow]:

@@ -217,7 +217,7 @@ def respond(error: ShardlineError) -> Response:
 
 
 def advice(error: ShardlineError) -> dict[str, str]:
-    """Returns the headers that say whether to send a request again, and when."""
+    """Returns the headers that advise whether to send a request again, and when."""
     if isinstance(error, LimitExceeded):
         return limit_headers(error)
     if isinstance(error, Overloaded):

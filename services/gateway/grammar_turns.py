@@ -1,4 +1,4 @@
-"""Turns of tenants whose grammars are new here and have to be judged, by one process for all: a
+"""Turns of tenants with grammars that are new here, which one process judges for all: a
 tenant with slow ones waits for itself. Knows no body."""
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def host_name(host: str) -> str:
 
 
 def _authorization(headers: Headers) -> str | None:
-    """The caller's key as a bearer token; Anthropic's clients send it in a header of their own."""
+    """The caller's key as a bearer token; Anthropic's clients send it in another header."""
     key = headers.get(ANTHROPICS_KEY)
     given = headers.get("authorization")
     return f"Bearer {key}" if given is None and key is not None else given

@@ -82,8 +82,8 @@ def json_body(kind: Kind) -> dict[str, Any]:
 
 
 def body_beside(own: Kind, *, without: Collection[str]) -> dict[str, Any]:
-    """The `openapi_extra` of a route that takes a job with fields of its own, which come first, and
-    without some of the job's."""
+    """Returns the `openapi_extra` of a route that takes a job without some fields and with
+    additional ones."""
     (schema, _), schemas = _schemas(own, JobRequest)
     described = body(JobRequest)
     inherited = schemas.pop(JobRequest.__name__)
@@ -122,7 +122,7 @@ def chunks(kind: Kind) -> Content:
 
 
 def typed_events(kinds: Sequence[Kind]) -> Content:
-    """Each event of a stream whose events say their name in their data too, as `type`."""
+    """Returns the events of a stream that also has their names in their data, as `type`."""
     described, schemas = _schemas(*kinds)
     named = zip(kinds, described, strict=True)
     found = [_event(one, event={"const": kind.__struct_config__.tag}) for kind, one in named]

@@ -72,7 +72,7 @@ class Canceller(Loop):
         return self._times.poll_s
 
     def _cancel(self, batch: Mapping[str, PendingCancel], *, running: bool) -> set[str]:
-        """Returns those with existing jobs that nobody has locked: the others are tried again. Two
+        """Returns those with existing jobs that are not locked: the others are tried again. Two
         transactions: a task's row must not be locked before its job's."""
         tasks = {task_id: job_id_of(task_id) for task_id in batch}
         with self._database.begin() as connection:

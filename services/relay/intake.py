@@ -1,7 +1,7 @@
 """The Redis door: stores entries of the intake streams as rows, and acknowledges them after COMMIT.
 
 Delivery is at least once; an entry's job id is made from the entry, so that a second delivery
-inserts nothing. Each tenant with a door has its own stream, which says whose its entries are.
+inserts nothing. Each tenant with a door has its own stream, which determines its entries' tenant.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_BYTES = 8 << 20
 """Size of a batch, which its last entry may exceed."""
 
 NO_STREAM = ("NOGROUP", "WRONGTYPE")
-"""What Redis says of a key that is no stream with our group."""
+"""Errors of Redis for a key that is no stream with our group."""
 
 
 class Intake(Loop):
@@ -56,13 +56,13 @@ class Intake(Loop):
 
     @property
     def doors(self) -> Collection[TenantDoor]:
-        """Returns those of tenants, as Postgres last said; callable from any thread."""
+        """Returns those of tenants, as last read from Postgres; callable from any thread."""
         return tuple(self._tenants)
 
     def turn(self) -> float:
         """Store one batch of each stream, bounded in entries and bytes together: those of dead
-        relays, and new ones, for which it waits up to `poll_s` if there are no others. A stream
-        whose rows are not stored holds up no other; its entries come back after a lease."""
+        relays, and new ones, for which it waits up to `poll_s` if there are no others. Where
+        rows cannot be stored, the stream's entries come back after a lease, and no other waits."""
         try:
             batches = self._abandoned()
             batches += self._new(wait_s=0.0 if batches else self._times.poll_s)
@@ -104,7 +104,7 @@ class Intake(Loop):
         self._next_look_s = now_s + self._times.poll_s
 
     def _create_groups(self) -> None:
-        """A key that is no stream, which no tenant can make of its own, holds up no other."""
+        """Creates the group of each stream. A key that is no stream stops no other."""
         self._common.create_group()
         for door, stream in list(self._tenants.items()):
             try:

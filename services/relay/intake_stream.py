@@ -36,7 +36,7 @@ Entry = tuple[str, str | None]
 
 
 class IntakeStream:
-    """`door`: the tenant whose stream it is; None: that of everybody who may use Redis."""
+    """`door`: that of the stream's tenant; None: the stream for all clients that may use Redis."""
 
     def __init__(
         self, redis: Redis, consumer: str, *, lease_s: float, door: TenantDoor | None = None
@@ -71,7 +71,7 @@ class IntakeStream:
                 raise
 
     def more(self, entries: list[Any], *, num: int, num_bytes: int) -> list[Entry]:
-        """These new entries and those behind them, up to so many; the last may exceed the bytes."""
+        """Returns these entries and further ones within `num`; the last may exceed `num_bytes`."""
         left = num - len(entries), num_bytes - sum(map(_num_bytes, entries))
         args: list[Any] = [INTAKE_GROUP, self._consumer, *left]
         found: Any = self._read_new(keys=[self.key], args=args)
@@ -96,7 +96,7 @@ class IntakeStream:
         return _decoded(entries)
 
     def acknowledge(self, ids: list[str]) -> None:
-        """Takes entries out, whose rows are committed."""
+        """Removes entries after the COMMIT of their rows."""
         with self._redis.pipeline(transaction=False) as pipeline:
             pipeline.xack(self.key, INTAKE_GROUP, *ids)
             pipeline.xdel(self.key, *ids)

@@ -10,8 +10,8 @@ from shardline.store.connection.notify import listening
 
 
 class NotifyListener(Loop):
-    """Keeps one separate connection. `wakes` are the loops by the word that a ring says: those of
-    any other word are of a later release."""
+    """Keeps one separate connection. `wakes` maps the payload of a notification to its loops: any
+    other payload is of a later release."""
 
     def __init__(
         self,

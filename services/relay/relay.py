@@ -219,13 +219,13 @@ class Relay:
 
     @property
     def poll_s(self) -> float:
-        """Seconds between two looks at what nobody tells of."""
+        """Returns the seconds between two polls for changes without a notification."""
         return self._settings.times.poll_s
 
     @property
     def doors(self) -> Collection[TenantDoor]:
-        """Returns those of tenants whose queues are read now: as Postgres last said, without those
-        that rest; callable from any thread."""
+        """Returns those of tenants, as last read from Postgres, without those that rest; callable
+        from any thread."""
         now_s = monotonic_s()
         return [door for door in self._intake.doors if self._rests.get(door, 0.0) <= now_s]
 

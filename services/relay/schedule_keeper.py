@@ -11,11 +11,11 @@ from shardline_server.store import due_schedules
 log = structlog.get_logger(__name__)
 
 MAX_FIRED = 128
-"""In a turn, each in a transaction of its own."""
+"""In a turn, each in a separate transaction."""
 
 
 class ScheduleKeeper(Loop):
-    """Every relay looks once in a poll; they pass over each other's rows."""
+    """Every relay looks once in a poll, and skips rows that another one has locked."""
 
     def __init__(self, context: LoopContext) -> None:
         super().__init__("schedules", context.metrics.errors)

@@ -57,7 +57,7 @@ class Submission:
     refused: Invalid | None = None
     """Why it is no request, where its door knows."""
     tenant: str | None = None
-    """Whose door it came by; None: the request says whose it is."""
+    """The tenant of its door; None: the request names its tenant."""
     former_id: UUID | None = None
     """What a relay of the release before took for `id`, if another: its row may be there."""
 
@@ -102,8 +102,8 @@ def store_submissions(
 
 
 def _with_known_ids(database: Engine, submissions: Sequence[Submission]) -> list[Submission]:
-    """Returns them with the ids under which the release before has stored them: rows of their own
-    tenants, for others may know those ids."""
+    """Returns them with the ids under which the previous release has stored them. The row must have
+    the same tenant, because other tenants may know those ids."""
     former = [one.former_id for one in submissions if one.former_id is not None]
     if not former:
         return list(submissions)

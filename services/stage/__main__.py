@@ -61,7 +61,7 @@ COMMANDS = {"devices": listing.main, "profile": profiling.main}
 
 
 SWITCH_S = 0.0005
-"""How long a thread may keep the interpreter beside an accelerator while others wait. The engine's
+"""How long a thread may keep the interpreter while others wait, on an accelerator. The engine's
 gives it up in every operator of torch, dozens of times in a step of 2 ms, and with Python's own
 5 ms gets it back after a multiple of the step. On cores it gains nothing."""
 

@@ -32,6 +32,6 @@ def _curve(settings: StageSettings) -> CurveKeys | None:
             "SHARDLINE_HOP_SECRET_KEY",
             "hops over tcp need a key",
             "Make one (openssl rand -hex 32) and give the same one to all stages; "
-            "or set SHARDLINE_HOP_INSECURE=true where nobody else reaches them",
+            "or set SHARDLINE_HOP_INSECURE=true where no other host reaches them",
         )
     return CurveKeys.of(settings.hop_secret_key.get_secret_value())

@@ -60,7 +60,7 @@ class Stage(Protocol):
     worker: str
     drain_s: float
     skips_drain: bool
-    """When it stops it gives its jobs back at once: another stage waits for it to go."""
+    """When it stops it gives its jobs back at once, because another stage waits for its exit."""
     interactive_seats: int
     hub: HubCalls
 

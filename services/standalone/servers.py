@@ -38,7 +38,7 @@ SOCKET_PATH_MAX = 80
 SEPARATORS = frozenset(",:")
 """A path with these is a list of folders to Postgres and libpq, host and port to SQLAlchemy."""
 SOCKET_PORT = 5432
-"""In the name of the socket. Said wherever it counts: PGPORT is else the default of both ends."""
+"""In the name of the socket. Set explicitly wherever it counts: both ends default to PGPORT."""
 
 TIGHT_LIPPED = {"log_error_verbosity": "terse", "log_min_error_statement": "panic"}
 """Postgres would log the row that it refuses, and the statement, with the prompt in either."""

@@ -15,7 +15,7 @@ StopReason = Literal[
 
 
 class TextBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="text"):
-    """What the model says."""
+    """A part of the model's content."""
 
     text: str
 

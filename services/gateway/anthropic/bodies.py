@@ -59,7 +59,7 @@ class TextInput(InputBlock, frozen=True, kw_only=True, tag="text"):
 
 
 class ThinkingInput(InputBlock, frozen=True, kw_only=True, tag="thinking"):
-    """What the model thought in an answer before, with a signature that nobody checks."""
+    """What the model thought in an answer before, with a signature that is not checked."""
 
     thinking: str
     signature: str = ""
@@ -92,7 +92,7 @@ AnyInput = TextInput | ThinkingInput | RedactedThinkingInput | ToolUseInput | To
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one side says. Turns of one side that follow each other are one."""
+    """The messages of one role. Consecutive turns of one role are merged."""
 
     role: Literal["user", "assistant", "system"]
     content: str | tuple[AnyInput, ...]
@@ -178,7 +178,7 @@ class ThinkingDisabled(
     tag_field="type",
     tag="disabled",
 ):
-    """The model answers at once, where its chat template can say so."""
+    """The model answers without thinking, where its chat template has a switch for that."""
 
 
 Thinking = ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled

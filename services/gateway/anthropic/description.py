@@ -1,5 +1,5 @@
-"""What the OpenAPI description says of Anthropic's routes: bodies with our own fields beside
-theirs, errors in their form."""
+"""The OpenAPI description of Anthropic's routes: bodies with their fields and our own, errors in
+their form."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Anthropic's requests as jobs: the one place where a field of theirs becomes one of ours.
 
-Knows no server. Our own fields beside theirs (`priority`, `seed`, …) are taken as they are.
+Knows no server. Bodies may have our own fields too (`priority`, `seed`, …), which become the job's.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ ELSEWHERE = frozenset(
         *("depends_on", "on_parent_failure"),
     }
 )
-"""Fields of a job that these requests say otherwise, or that no answer of theirs could show."""
+"""Fields of a job that these requests express otherwise, or that their answers cannot show."""
 
 OWN = frozenset(JobRequest.__struct_fields__) - ELSEWHERE
-"""Fields of a job that are taken beside Anthropic's."""
+"""Our own fields that a body may have in addition to Anthropic's."""
 
 OWN_COUNTED = frozenset({"adapter", "chat_template_kwargs"})
 """Those of them that change the prompt."""
@@ -148,7 +148,7 @@ def _chat(body: bodies.CountTokensBody) -> Document:
         fields |= {"tools": [_tool(tool) for tool in body.tools], **_choice(body.tool_choice)}
     elif isinstance(body.tool_choice, bodies.AnyChoice | bodies.ToolChoiceByName):
         raise Invalid("tool_choice", "there are no tools", "Send tools, or leave it out")
-    # A call that must be made is all that the model says.
+    # A required call leaves no content.
     is_text = not isinstance(body.tool_choice, bodies.AnyChoice | bodies.ToolChoiceByName)
     if is_text and (form := body.output_config.format or body.output_format) is not None:
         fields["structured_outputs"] = {"json": form.schema}
@@ -180,7 +180,7 @@ def _messages(body: bodies.CountTokensBody) -> Iterator[Document]:
 
 
 def _merged(first: Document, second: Document) -> Document:
-    """One message that says what both do."""
+    """Returns one message with the content of both."""
     whole = {**first, **second}
     for name in ("content", "reasoning"):
         if texts := [one[name] for one in (first, second) if one.get(name)]:
@@ -191,7 +191,7 @@ def _merged(first: Document, second: Document) -> Document:
 
 
 def _of_turn(turn: bodies.Turn) -> Iterator[Document]:
-    """A turn's messages: each result of a call is one of its own, in the order of the blocks."""
+    """Yields a turn's messages in the order of its blocks; each result of a call is one message."""
     if isinstance(turn.content, str):
         yield {"role": turn.role, "content": turn.content}
         return

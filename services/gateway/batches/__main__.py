@@ -1,5 +1,5 @@
-"""`python -m services.gateway.batches`: goes on with batches without a door, until SIGTERM. For
-installations without a gateway, whose producers reach Postgres alone."""
+"""`python -m services.gateway.batches`: processes batches without a door, until SIGTERM. It is
+for installations without a gateway, in which producers connect to Postgres only."""
 
 from __future__ import annotations
 

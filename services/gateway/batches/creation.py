@@ -1,4 +1,4 @@
-"""From a body to a batch, whose file a keeper then reads."""
+"""Makes a batch from a body. A keeper then reads its file."""
 
 from __future__ import annotations
 

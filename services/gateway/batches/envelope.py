@@ -19,7 +19,7 @@ POST = "POST"
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
-    """A line as far as a batch looks at it. `error` says why it cannot be a request."""
+    """The fields of a line that a batch reads. `error`: why the line cannot be a request."""
 
     custom_id: str | None = None
     url: str | None = None

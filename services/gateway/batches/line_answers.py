@@ -98,7 +98,7 @@ def over(code_and_message: tuple[str, str]) -> Mapping[str, str]:
 
 
 def refusal(error: ShardlineError) -> Mapping[str, Any]:
-    """What the row of a line has whose request is none."""
+    """Returns the answer for a line that is no valid request."""
     return {"status_code": status_of(error), "body": msgspec.to_builtins(body_of(error))}
 
 

@@ -1,6 +1,6 @@
 """Requests of lines as jobs, by the code of the routes that they name. Knows no row.
 
-A line's request has no id and no key of its own: its job's id follows from the batch and the line.
+A line's request has no id and no idempotency key: the batch and the line determine its job's id.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ OWN: Mapping[str, str] = MappingProxyType(
 """Fields that a line has not, and why."""
 
 SHOWN = ("return_token_ids", "echo")
-"""Fields of completions that their answers show and their jobs do not have, beside the tier."""
+"""Fields of completions, except the tier, that their answers show and their jobs lack."""
 
 FAILED = "the gateway failed on it: see its log"
 """Of a line that met a bug. It asked no server, so it would again, and hold up those behind it."""
@@ -80,7 +80,7 @@ class LineRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinePlace:
-    """Whose line it is, and the seconds that it has."""
+    """The batch of a line, its tenant, and the seconds that are left."""
 
     batch_id: UUID
     endpoint: str
@@ -134,8 +134,8 @@ PARSERS: Mapping[str, Callable[[Document], LineRequest]] = MappingProxyType(
 async def encoded_lines(
     gateway: Gateway, place: LinePlace, bodies: Sequence[tuple[int, bytes]]
 ) -> list[Outcome]:
-    """The requests of numbered lines as the statements take them, or why they are none. Raises what
-    says nothing of a line: Overloaded, Unavailable."""
+    """Returns the encoded requests of numbered lines, or their errors. Raises errors that no line
+    has caused: Overloaded, Unavailable."""
     parsed = await asyncio.to_thread(_parse_all, gateway, place, bodies)
     models = await _models(gateway, parsed)
     found: list[Outcome | None] = await asyncio.to_thread(_encode_simple, parsed, models)

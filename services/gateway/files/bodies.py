@@ -76,7 +76,7 @@ class FileQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fields of an upload, beside its file."""
+    """The fields of an upload, without its file."""
 
     purpose: Literal["batch"]
     anchor: Literal["created_at"] | None = msgspec.field(default=None, name="expires_after[anchor]")

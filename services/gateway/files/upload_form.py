@@ -21,7 +21,7 @@ MAX_BOUNDARY_BYTES = 256
 REMEDY = "Send multipart/form-data with file and purpose"
 
 ENCODED_NAME = re.compile(rb"filename\*=utf-8'[^']*'([^;\s]+)", re.IGNORECASE)
-"""Of RFC 5987. RFC 7578 forbids it in forms, and .NET sends it beside a name in plain letters."""
+"""Of RFC 5987. RFC 7578 forbids it in forms, and .NET sends it together with a plain name."""
 
 
 def boundary_of(content_type: str) -> bytes | None:

@@ -124,7 +124,7 @@ async def _end(gateway: Gateway, form: UploadForm, file_id: UUID) -> FileRow:
 
 
 def _fields(sent: dict[str, str]) -> FileFields:
-    """The fields of a form, whose values are all texts. Raises Invalid."""
+    """Returns the fields of a form from their texts. Raises Invalid."""
     known = FileFields.__struct_encode_fields__
     for name in sent:
         if name not in known:

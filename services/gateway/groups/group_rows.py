@@ -22,7 +22,7 @@ def encoded_group(
     jobs: Iterable[tuple[AbstractContextManager[None], JobRequest]],
     too_many_tokens: Callable[[int], Invalid],
 ) -> EncodedRequest:
-    """Returns the rows of jobs, each beside what names its fields in errors. Raises Invalid, and
+    """Returns the rows of jobs, each with the names of its fields in errors. Raises Invalid, and
     what `too_many_tokens` makes of the number of jobs that are over MAX_PROMPT_TOKENS together."""
     rows: list[JobRequest] = []
     tokenized: list[Tokenized] = []

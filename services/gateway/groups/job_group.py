@@ -1,5 +1,5 @@
-"""The jobs that one request stands for: waits for all of them, or cancels those that nobody waits
-for. Knows no route.
+"""The jobs that one request stands for: waits for all of them, or cancels those that have no
+waiter left. Knows no route.
 
 A caller who disconnects cancels them, unless the request can be repeated: with an id or a key of
 the caller's own the repeat finds the same jobs.

@@ -48,7 +48,7 @@ PROMPTS = {
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a stream has beside its chunks."""
+    """Usage that a stream reports with its chunks."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -66,7 +66,7 @@ class OpenAiRequest(JobRequest, frozen=True, kw_only=True):
     max_completion_tokens: Length | None = None
     """Another name of `max_tokens`."""
     n: NumChoices = 1
-    """Completions of each prompt; each is a job of its own."""
+    """Completions of each prompt; each is a separate job."""
     priority: Priority = INTERACTIVE_PRIORITY
     service_tier: ServiceTier | None = None
     """A priority by OpenAI's names."""
@@ -77,7 +77,7 @@ class OpenAiRequest(JobRequest, frozen=True, kw_only=True):
     question: None = None
     """`/v1/decisions` and `/v1/jobs` take them."""
     depends_on: None = None
-    """`/v1/jobs` takes them: nobody keeps a connection open for jobs of others."""
+    """`/v1/jobs` takes them: here a caller would keep its connection open while other jobs run."""
     # `/v1/embeddings`, `/v1/score` and `/v1/jobs` take these.
     document: None = None
     dimensions: None = None
@@ -85,7 +85,7 @@ class OpenAiRequest(JobRequest, frozen=True, kw_only=True):
 
     @property
     def stored(self) -> Mapping[str, Any] | None:
-        """What a stored completion shows beside its row; None: it is not stored."""
+        """What a stored completion shows and its row lacks; None: it is not stored."""
         return None
 
     @property
@@ -114,7 +114,7 @@ class OpenAiRequest(JobRequest, frozen=True, kw_only=True):
         output = self.structured_outputs
         if self.response_format is not None:
             called = callable_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
-            # A call that must be made is all that the model says.
+            # A required call leaves no content.
             output = None if called.is_required else self.response_format.structured()
         return msgspec.structs.replace(
             super().params(), max_tokens=max_tokens, structured_outputs=output
@@ -145,7 +145,7 @@ class ChatCompletionRequest(OpenAiRequest, frozen=True, kw_only=True):
 
     @property
     def stored(self) -> Mapping[str, Any] | None:
-        """What a stored completion shows beside its row; None: it is not stored."""
+        """What a stored completion shows and its row lacks; None: it is not stored."""
         if not self.store:
             return None
         return {} if self.service_tier is None else {"service_tier": tier_used(self.service_tier)}
@@ -255,7 +255,7 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Literal["assistant"]
     content: str | None
-    """None beside calls, if the model says nothing else."""
+    """None if the model has made calls and written nothing else."""
     refusal: None
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET

@@ -159,7 +159,7 @@ async def _merged(
 
 
 def _is_due(gateway: Gateway, sent_s: float) -> bool:
-    """Whether nothing was sent for a while: each silent choice has a sign of life of its own."""
+    """Whether nothing was sent for a while: each silent choice gets a separate keep-alive."""
     return time.monotonic() - sent_s >= gateway.settings.http_keep_alive_s / 2
 
 
@@ -179,6 +179,6 @@ async def _hear(
 
 
 def _placed(error: JobEnded, index: int, num: int) -> JobEnded:
-    """Says which choice it is of; the reason names its job."""
+    """Adds the choice to the error's text; the reason names its job."""
     error.args = (f"choice {index} of {num}: {error}",)
     return error

@@ -18,7 +18,7 @@ from shardline.contract.request_parsing import invalid_from
 
 
 def completion_choices(document: Document) -> tuple[CompletionRequest, ...]:
-    """Parse the body of `POST /v1/completions`: prompt after prompt, each as often as `n` says. The
+    """Parse the body of `POST /v1/completions`: prompt after prompt, each `n` times. The
     first one has the request's id and key, all have its seed or, after the first of a prompt, one
     that follows from it. Raises Invalid."""
     prompts = _prompts(document.get("prompt"))
@@ -34,7 +34,7 @@ def completion_choices(document: Document) -> tuple[CompletionRequest, ...]:
 
 
 def chat_choices(document: Document) -> tuple[ChatCompletionRequest, ...]:
-    """Parse the body of `POST /v1/chat/completions`, as often as `n` says. Raises Invalid."""
+    """Parse the body of `POST /v1/chat/completions`, `n` times. Raises Invalid."""
     request = chat_request(document)
     return choices_of(request, request.n)
 

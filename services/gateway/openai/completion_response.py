@@ -252,7 +252,7 @@ async def abandon(gateway: Gateway, choices: Sequence[AcceptedJob[JobRequest]]) 
 
 def whole(responses: OpenAiResponses, job: Job) -> Completion | ChatCompletion:
     """The answer for a job that has ended. Raises the reason why it has no completion."""
-    # As the row says, so that a repeat gets the same answer.
+    # From the row, so that a repeat gets the same answer.
     created = int(job.created_at.timestamp())
     return replace(responses.whole(result_of(job)), created=created)
 

@@ -20,7 +20,7 @@ ON = (True,)
 ANY_TEXT = "any text"
 ANY_OBJECT = "any object"
 ANY_NUMBER = "any number"
-"""Of a setting whose own switch is off."""
+"""Of a setting with its switch off."""
 
 COMMON_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     # OpenAI's.

@@ -77,7 +77,7 @@ def _parse(fields: Document, kind: type[RequestT]) -> RequestT:
         remedy = "Set stream to true, or leave it out"
         raise Invalid("stream_options", "it is only for streams", remedy)
     if request.response_format is not None and request.structured_outputs is not None:
-        problem = "structured_outputs says what the text must be"
+        problem = "structured_outputs sets the form of the text"
         raise Invalid("response_format", problem, "Send one of the two")
     _check_scores_whole(request, "prompt_logprobs")
     with renaming(request.field_names):

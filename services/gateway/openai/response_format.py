@@ -1,5 +1,5 @@
-"""OpenAI's `response_format`, and what it means for a job. Knows no grammar: what a schema says is
-checked with the prompt."""
+"""Translates OpenAI's `response_format` for a job. Knows no grammar: schemas are checked with the
+prompt."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 def object_of(schema: dict[str, Any] | None) -> StructuredOutput:
-    """Returns JSON of the schema; any object where it says nothing."""
+    """Returns JSON of the schema; any object where the schema is empty."""
     return StructuredOutput(json=schema) if schema else StructuredOutput(json_object=True)
 
 

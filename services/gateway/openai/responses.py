@@ -49,7 +49,7 @@ class LogprobTexts:
         return [(self._waiting.popleft(), token) for token in settled]
 
     def new(self, delta: Delta) -> Sequence[TokenLogprob] | None:
-        """Those of this delta's chunk beside what waits; None if the chunk has none at all."""
+        """Returns the delta's new entries for its chunk; None if the chunk has none at all."""
         is_last = delta.state is not None and bool(self._waiting)
         return delta.logprobs or (() if is_last else None)
 

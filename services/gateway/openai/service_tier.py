@@ -20,7 +20,7 @@ PRIORITIES: Mapping[str, int] = MappingProxyType(
         "scale": INTERACTIVE_PRIORITY,
     }
 )
-"""Of a request that names no `priority`. `flex` waits with the jobs that nobody waits for."""
+"""Of a request that names no `priority`. `flex` gets the default priority of jobs."""
 
 STANDS_FOR: Mapping[ServiceTier, ServiceTier] = MappingProxyType(
     {"auto": "default", "fast": "priority"}
@@ -28,6 +28,5 @@ STANDS_FOR: Mapping[ServiceTier, ServiceTier] = MappingProxyType(
 
 
 def tier_used(asked: ServiceTier) -> ServiceTier:
-    """Returns what the answer says: the tier itself, of `auto` and `fast` the one that they stand
-    for."""
+    """Returns the tier that the answer shows; for `auto` and `fast` the one that they stand for."""
     return STANDS_FOR.get(asked, asked)

@@ -17,7 +17,7 @@ Order = Literal["asc", "desc"]
 
 
 class CompletionQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """The query of `GET /v1/chat/completions`, beside `metadata[key]=value`."""
+    """The query of `GET /v1/chat/completions`, without `metadata[key]=value`."""
 
     model: str | None = None
     limit: Limit = 20

@@ -1,1 +1,1 @@
-"""OpenAI's responses: jobs whose every event can be read again, from Postgres alone."""
+"""OpenAI's responses: jobs with a stream of events that Postgres alone can replay."""

@@ -48,7 +48,7 @@ class ResponseAnswers:
 
     @property
     def options(self) -> KeptOptions:
-        """What was asked for and the job does not say. A later release may have written more."""
+        """Returns the options that the job lacks. A later release may have written more."""
         return msgspec.convert(self.row.options, KeptOptions)
 
     def output(self, first_number: int = 0) -> ResponseOutput:

@@ -44,8 +44,8 @@ AnyItem = InputItem | OutputItem
 def messages_of(
     items: Iterable[AnyItem], *, instructions: str | None = None
 ) -> tuple[Message, ...]:
-    """The conversation that items are, instructions first. What a model thinks, says and calls
-    without a break is one message. A reference is something of the model's until its item is
+    """Returns the items as a conversation, instructions first. Consecutive reasoning, content and
+    calls of the model are one message. A reference is something of the model's until its item is
     read."""
     found = [] if instructions is None else [Message(role=SYSTEM, content=instructions)]
     turn: list[AnyItem] = []

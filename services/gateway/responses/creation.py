@@ -1,4 +1,4 @@
-"""From a body to a response: its conversation, its row beside the job's, its answer.
+"""Makes a response from a body: its conversation, its row, its job's row, its answer.
 
 A caller who disconnects cancels the job, unless the request runs in the background or can be
 repeated, as with completions.

@@ -32,7 +32,7 @@ class ResponseQueued(StateEvent, frozen=True, kw_only=True, tag="response.queued
 
 
 class ResponseInProgress(StateEvent, frozen=True, kw_only=True, tag="response.in_progress"):
-    """The model reads, or says something."""
+    """The model reads its prompt, or generates."""
 
 
 class ResponseCompleted(StateEvent, frozen=True, kw_only=True, tag="response.completed"):

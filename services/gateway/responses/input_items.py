@@ -25,13 +25,13 @@ class InputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
 
 
 class SaidText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
-    """A part of what a model has said."""
+    """A part of a model's content."""
 
     text: str
 
 
 class SaidRefusal(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="refusal"):
-    """What a model has said in place of an answer."""
+    """A refusal, in place of an answer."""
 
     refusal: str
 
@@ -66,7 +66,7 @@ class ReasoningText(
 
 
 class InputReasoning(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
-    """What a model thought before it said the item behind."""
+    """The reasoning before the model's next item."""
 
     summary: tuple[SummaryText, ...] = ()
     content: tuple[ReasoningText, ...] | None = None

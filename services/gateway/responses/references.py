@@ -49,8 +49,8 @@ async def with_referenced(gateway: Gateway, request: ResponseRequest) -> Respons
 
 
 def _places(items: Iterable[InputItem]) -> dict[str, int]:
-    """Where each item that is referred to stands. One that came twice would make a short request as
-    long as it likes."""
+    """Maps the id of each referenced item to its place. Raises Invalid for an id that comes twice:
+    a short request could grow without limit."""
     places: dict[str, int] = {}
     for place, item in enumerate(items):
         if not isinstance(item, InputReference):

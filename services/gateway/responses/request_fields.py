@@ -91,13 +91,13 @@ class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class StreamedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of a stream: nothing here is obfuscated."""
+    """OpenAI's options of a stream. Chunks have no obfuscation."""
 
     include_obfuscation: bool = False
 
 
 class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the answer repeats and the job does not say. Kept with the response."""
+    """Fields that the answer repeats and the job lacks. The response's row keeps them."""
 
     background: bool = False
     include: tuple[Includable, ...] = ()
@@ -116,7 +116,7 @@ class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeptOptions(StoredOptions, frozen=True, kw_only=True):
-    """All that is kept beside a job."""
+    """All options in the response's row, which the job lacks."""
 
     namespaces: dict[str, str] = {}
     """Of functions that have one, by their names in the job."""

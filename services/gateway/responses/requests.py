@@ -47,14 +47,14 @@ FIELD_NAMES: Mapping[str, str] = {
 
 
 class ResponseRequest(JobRequest, frozen=True, kw_only=True):
-    """A job of this door. Its messages are those of its own input until the conversation that it
-    goes on with is read."""
+    """A job of this door. Its messages are its input alone until the gateway reads the earlier
+    conversation."""
 
     asked: ResponseFields
 
 
 NULLABLE = frozenset((*FIELDS, "text", "reasoning"))
-"""Fields whose objects clients send back with nulls."""
+"""Fields with objects that clients send back with nulls."""
 
 
 def response_request(document: Document) -> ResponseRequest:
@@ -68,7 +68,7 @@ def response_request(document: Document) -> ResponseRequest:
     fields.setdefault("priority", PRIORITIES[asked.service_tier])
     job = parse_fields({**fields, **_renamed(asked)}, JobRequest)
     if job.structured_outputs is not None and asked.text.structured() is not None:
-        problem = "structured_outputs says what the text must be"
+        problem = "structured_outputs sets the form of the text"
         raise Invalid("text.format", problem, "Send one of the two")
     messages = messages_of(items_of(asked), instructions=asked.instructions)
     values = {name: getattr(job, name) for name in JobRequest.__struct_fields__}
@@ -84,7 +84,7 @@ def response_request(document: Document) -> ResponseRequest:
         values["tools"], values["tool_choice"], parallel=asked.parallel_tool_calls
     )
     if called.is_required:
-        # A call that must be made is all that the model says.
+        # A required call leaves no content.
         values["structured_outputs"] = job.structured_outputs
     request = ResponseRequest(**values, asked=asked)
     with renaming(field_names(asked)):

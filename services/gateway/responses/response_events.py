@@ -35,7 +35,7 @@ BEFORE_ALL = -1
 ENDS: dict[Status, type[StateEvent]] = {
     "completed": events.ResponseCompleted,
     "incomplete": events.ResponseIncomplete,
-    # OpenAI's events have no name of their own for it.
+    # OpenAI has no event for it.
     "cancelled": events.ResponseIncomplete,
     "failed": events.ResponseFailed,
 }

@@ -48,7 +48,7 @@ class ResponseTool(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
 
 
 class NamespaceTool(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="namespace"):
-    """Functions under one name. The model is told of each alone."""
+    """A group of functions under one name. The prompt lists each function separately."""
 
     name: Name
     description: str | None = None
@@ -64,7 +64,7 @@ class ChosenFunction(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"
 class AllowedFunctions(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="allowed_tools"
 ):
-    """As if the request had these tools alone."""
+    """The model may call only these of the request's tools."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[tuple[ChosenFunction, ...], Meta(min_length=1, max_length=MAX_TOOLS)]

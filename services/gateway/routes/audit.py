@@ -34,7 +34,7 @@ class ActsQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ActDocument(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="act"):
-    """An administrative act. Of secrets, URLs and requests `change` says only that they changed."""
+    """An administrative act. `change` names changed secrets, URLs and requests without values."""
 
     id: int
     at: int

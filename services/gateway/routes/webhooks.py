@@ -68,8 +68,8 @@ async def list_event_types(caller: ReadCaller) -> Response:  # noqa: ARG001 (ask
     },
 )
 async def create_endpoint(request: Request, gateway: GatewayDep, caller: SubmitCaller) -> Response:
-    """Have a URL told of the ends of the tenant's jobs, responses and batches. The secret that
-    signs is shown this once."""
+    """Send events to a URL when jobs, responses and batches of the tenant end. The answer shows the
+    signing secret, this once."""
     asked = await read_body(gateway, request, EndpointRequest)
     new = NewEndpoint(
         url=asked.url, name=asked.name, event_types=asked.event_types, tenant=caller.tenant
@@ -92,7 +92,7 @@ async def list_endpoints(request: Request, gateway: GatewayDep, caller: ReadCall
     found = await gateway.client.ask(partial(endpoints.list_endpoints, tenant=caller.tenant))
     ids = [row.id for row in found]
     if after is not None and after not in ids:
-        raise Invalid("after", f"there is no endpoint {ENDPOINT}{after}", "Begin anew")
+        raise Invalid("after", f"there is no endpoint {ENDPOINT}{after}", "List from the start")
     behind = found[0 if after is None else ids.index(after) + 1 :]
     data = [EndpointDocument.of(row) for row in behind[: asked.limit]]
     return json_response(
@@ -170,7 +170,7 @@ async def rotate_secret(
     gateway: GatewayDep,
     caller: SubmitCaller,
 ) -> Response:
-    """Give an endpoint a new secret. The old one ends, or signs beside it for a day."""
+    """Give an endpoint a new secret. The old one ends at once, or signs too for a day."""
     asked = await read_body(gateway, request, RotateRequest)
     work = partial(
         endpoints.rotate,
@@ -193,7 +193,7 @@ async def test_endpoint(
     gateway: GatewayDep,
     caller: SubmitCaller,
 ) -> Response:
-    """Have a relay send a sample now, once, and say what the endpoint answered."""
+    """Have a relay send a sample now, once, and return the endpoint's answer."""
     asked = await read_body(gateway, request, EndpointTestRequest)
     endpoint_id = endpoint_id_of(webhook_endpoint_id)
     begin = partial(
@@ -252,7 +252,7 @@ async def list_deliveries(
     f"{ONE}/replay",
     openapi_extra=json_body(ReplayRequest),
     responses={
-        200: answer("So many are sent again", DeliveriesReplayed),
+        200: answer("The number of events that are sent again", DeliveriesReplayed),
         **errors(404, 408, 409, 413, 415),
     },
 )

@@ -41,7 +41,7 @@ class PauseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PauseDocument(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="pause"):
-    """Something whose jobs wait."""
+    """A pause, which keeps the jobs of its target waiting."""
 
     kind: PauseKind
     target: str

@@ -89,7 +89,7 @@ class AtomicChannel(redis.Channel):
         if queues:
             self._in_poll = self.client.connection
             self._brpop_sent_at = monotonic_s()
-            # The queue of the last message: an empty one would be waited for beside full ones.
+            # The queue of the last message: a wait on an empty one would ignore the full ones.
             queue = self._q_for_pri(queues[-1], self.priority_steps[0])
             command = self._prefixed(["BLMOVE", queue, queue, "RIGHT", "RIGHT", WAIT_S])
             self.client.connection.send_command(*command)
@@ -153,8 +153,8 @@ class AtomicChannel(redis.Channel):
 
 
 def _addressed(message: str, queue: str, tag: str) -> Any:
-    """Returns the message with what we know of it, in place of what its sender says. One without
-    such words is none of kombu's: its consumer refuses it, before it acts on any of them."""
+    """Returns the message with our tag and queue in place of its sender's. A message without these
+    properties is not kombu's: its consumer refuses it before it acts on any."""
     envelope = loads(message)
     if not isinstance(envelope, dict):
         return envelope

@@ -48,7 +48,7 @@ KEPT = (
 HEADERS_OF_TENANT = frozenset(
     ("id", "task", "eta", "expires", "ignore_result", "argsrepr", "kwargsrepr")
 )
-"""Celery makes attributes of all headers, in place of its own and of its methods."""
+"""Celery makes attributes of all headers, which overwrite its attributes and methods."""
 
 REMEDY = (
     "Send a text, messages, token ids, a completion or a request's fields "
@@ -82,8 +82,8 @@ def _uuid(task_id: str) -> UUID | None:
 
 
 def task_key(task_id: object, door: TenantDoor | None = None) -> str:
-    """The id as a row can hold it. Tenants with doors may use each other's ids: theirs begin with
-    the door's name."""
+    """Returns the id as a row can hold it. Two tenants with doors may use one id, so that theirs
+    begin with the door's name."""
     own = storable(str(task_id)) or "-"
     if door is None:
         return own[:MAX_TASK_ID]
@@ -97,8 +97,8 @@ def _digest(text: str) -> str:
 
 def check_of_tenant(headers: object, payload: object) -> None:
     """Raises ValueError for a message of a tenant's own queue with an id that no result can have,
-    or that is more than a request: another task, such as Celery's own, which call others, a body
-    whose options replace what we know of the message, or a task that others follow: relays would
+    or that is more than a request: another task, such as those of Celery, which call others, a body
+    with options that overwrite fields of the message, or a task that others follow: relays would
     send them, with their own rights, into any queue."""
     if not isinstance(headers, dict) or headers.get("task") != SUBMIT_TASK:
         raise ValueError(f"it is no task {SUBMIT_TASK}")
@@ -244,7 +244,7 @@ def _positional(args: Sequence[Any], fields: Mapping[str, Any]) -> dict[str, Any
         )
     given = [name for name in ("prompt", "messages") if fields.get(name) is not None]
     if given and meant.keys() & {"prompt", "messages"}:
-        problem = f"a positional value and {given[0]!r} both say what to complete"
+        problem = f"a positional value and {given[0]!r} both set the prompt"
         raise Invalid(
             "args",
             problem,

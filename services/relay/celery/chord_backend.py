@@ -1,9 +1,9 @@
 """Celery's Redis backend, with chords that outlive their servers. Knows no task.
 
 Celery ends a chord when its body cannot be published, deletes its keys, and counts a chord as done
-while another process has claimed it. Here an error of a server leaves the chord as it is: whoever
-repeats the end of its last part sends the body then. Keys and scripts are Celery's, so that its
-own workers may count parts of the same chord.
+while another process has claimed it. Here an error of a server leaves the chord as it is: a
+repeated end of its last part sends the body. Keys and scripts are Celery's, so that its own workers
+may count parts of the same chord.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ChordClaimed(Exception):
 
 
 class ChordBackend(RedisBackend):
-    """Serves under the schemes of Celery's own, as `BACKENDS` says."""
+    """Replaces Celery's backend for the URL schemes in `BACKENDS`."""
 
     def on_chord_part_return(
         self, request: Any, state: str, result: Any, propagate: Any = None, **options: Any

@@ -1,1 +1,1 @@
-"""Who is told of ended jobs: webhooks, and a stream in Redis. Touches no job."""
+"""Notices of ended jobs: webhooks, and a stream in Redis. Touches no job."""

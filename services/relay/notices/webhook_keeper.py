@@ -1,4 +1,4 @@
-"""Gives up webhooks that nobody takes, and forgets those that have ended. Sends none."""
+"""Gives up webhooks that no endpoint accepts, and deletes those that have ended. Sends none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TURNS_APART = 60
 
 
 class WebhookKeeper(Loop):
-    """Works in small transactions. Relays pass over each other's rows."""
+    """Works in small transactions. A relay skips rows that another one has locked."""
 
     def __init__(self, context: LoopContext, settings: RelaySettings) -> None:
         super().__init__("webhook-keeper", context.metrics.errors)

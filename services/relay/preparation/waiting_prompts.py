@@ -1,5 +1,5 @@
 """The prompts of jobs that waited for others: their texts with those of their parents. A function
-of rows alone, so that whoever prepares a job again gets the same. Changes no row."""
+of rows alone, so that a second preparation gives the same. Changes no row."""
 
 from __future__ import annotations
 

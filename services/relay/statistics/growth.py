@@ -1,6 +1,6 @@
 """Warns of growth: ended jobs without retention, dead letters, dead rows. Deletes nothing.
 
-Also folds what has changed of quotas, of which nobody else may know for long."""
+Also folds changes of quotas, which would pile up without submits."""
 
 from __future__ import annotations
 

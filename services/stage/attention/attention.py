@@ -55,8 +55,8 @@ class Attention:
     )
 
     def __init__(self, kernel: Kernel | TritonBackend | None, *, both_ways: bool = False) -> None:
-        """With `both_ways` rows see later ones of their sequence too, as encoders' do: all rows of
-        a sequence are in one micro-batch."""
+        """`both_ways`: rows attend to later ones of their sequence too, as in encoders, which needs
+        all rows of a sequence in one micro-batch."""
         assert not (both_ways and isinstance(kernel, TritonBackend)), "its kernels look back only"
         self._backend: Backend
         self.both_ways = both_ways
@@ -142,7 +142,7 @@ def _weakly(method: Callable[..., Attended]) -> Callable[..., Attended]:
 
     def attend(*arguments: Any, **options: Any) -> Attended:
         method = held()
-        assert method is not None, "whoever attends holds its attention"
+        assert method is not None, "the caller of a layer holds its attention"
         return method(*arguments, **options)
 
     return attend

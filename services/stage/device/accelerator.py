@@ -141,7 +141,7 @@ class Accelerator(Device):
         if self._found.type != "cuda" or torch.version.hip:
             return None
         try:
-            # Opened once: torch.cuda.power_draw starts the library anew at each call
+            # Opened once: torch.cuda.power_draw initializes the library at each call
             nvml: Any = importlib.import_module("pynvml")
             nvml.nvmlInit()
             handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{self._found.uuid}")

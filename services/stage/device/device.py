@@ -126,8 +126,8 @@ class Device(ABC):
 
     def stand_back(self) -> None:
         """Gives the calling thread, which computes from now on, the nice value of those that do. So
-        services with little to do have these cores at once: where steps take milliseconds their
-        waits for a time slice were 0.4 of the time to a first token beside a full batch."""
+        services with little to do get these cores at once: where steps take milliseconds their
+        waits for a time slice were 0.4 of the time to a first token during a full batch."""
         stand_back(self.nice)
 
     def staging(

@@ -391,5 +391,5 @@ def _packing(load: ForwardLoad, loaded: LoadedForward) -> str:
 
 
 def _grammars(info: ModelInfo) -> Callable[[], Grammars]:
-    """Begins to read the vocabulary, beside the weights."""
+    """Starts to read the vocabulary in parallel with the weights."""
     return GrammarLoad(info.path, vocab_size=info.vocab_size, eos_ids=info.eos_ids).result

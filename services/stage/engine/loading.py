@@ -201,7 +201,7 @@ def load_forward(load: ForwardLoad) -> LoadedForward:
 
 
 def _stored(load: ForwardLoad, attention: Attention) -> Mapping[str, StoredWeight]:
-    """Returns the weights whose numbers are read from the model's own files, by their names."""
+    """Maps names to the weights that are read from the model's own files."""
     skeleton = partial(_skeleton, load, load.info, attention)
     if load.packing.integers is Weights.INT8:
         return mxfp4_experts(load.info, skeleton)

@@ -287,7 +287,7 @@ def num_slots(slot_bytes: int, kv_bytes: int, *, max_open: int) -> int:
 def _promised(device: Device) -> str:
     others = device.reservations.others()
     return (
-        f" beside the {mib(others)} that other stages of this host are about to take"
+        f" in addition to the {mib(others)} that other stages of this host are about to take"
         if others
         else ""
     )

@@ -62,8 +62,8 @@ class Pooling:
     ) -> Iterator[bytes]:
         """Yields each text's vector as a tail's answer has it, float32 in little-endian order;
         nothing for one that is not finite. A score is a vector of one number. `states` [T, H] are
-        those behind the last layer; `dimensions` says to how many numbers each vector is cut, None:
-        it is not."""
+        those behind the last layer; each vector is cut to its number in `dimensions`, None:
+        not at all."""
         begin = 0
         scores = self._files.encoder.task is EncoderTask.SCORE
         for span, num in zip(spans, dimensions, strict=True):

@@ -43,7 +43,7 @@ class Runner(Protocol):
 
     @property
     def forward(self) -> Forward:
-        """Returns what this process computes; whoever calls it runs no other rank."""
+        """Returns what this process computes. A direct call runs no other rank."""
 
     @property
     def area(self) -> OffloadArea:

@@ -56,7 +56,7 @@ TRIES = 3
 """Of other tokens: in a mixture two experts may be so near to each other that a rounding decides
 which is chosen."""
 NO_STRUCTURE = ("_name_or_path", "architectures")
-"""Fields of a config that say where a model is and what its class may be, not which code runs."""
+"""Fields of a config that name a model's folder and possible classes, not the code that runs."""
 CPU = torch.device("cpu")
 
 
@@ -171,7 +171,7 @@ def shard_of(whole: Any, layers: range, attention: Attention) -> Shard:
     )
     model = shard_class(info, layers)(copy.deepcopy(whole.config)).eval()
     missing = model.load_state_dict(whole.state_dict(), strict=False, assign=True).missing_keys
-    assert not missing, f"parts have weights of their own: {missing}"
+    assert not missing, f"parts have weights that the whole lacks: {missing}"
     model.set_attn_implementation(attention.name)
     model.set_experts_implementation(EXPERTS)
     return Shard(model, info, layers, CPU)

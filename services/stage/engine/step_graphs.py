@@ -37,8 +37,8 @@ class Recorder(Protocol):
         """Runs `run`, which gives a tensor [R, ...] of any dtype, some times; returns what does the
         same again.
 
-        Both read and write the same memory each time, the result's included: whoever records keeps
-        all that `run` reads. Raises Invalid if it cannot be recorded.
+        Both read and write the same memory each time, the result's included: the caller keeps all
+        that `run` reads. Raises Invalid if it cannot be recorded.
         """
 
 
@@ -162,7 +162,7 @@ class StepGraph:
         self._replay = recorder.record(run)
 
     def holds(self, num_rows: int, num_sampled: int) -> bool:
-        """Whether a step of so many rows fits, so many of them sampled."""
+        """Whether a step of `num_rows` rows fits, of which `num_sampled` are sampled."""
         return num_rows <= self.num_rows and (
             not self._samples or num_sampled <= len(self._sampled_rows)
         )

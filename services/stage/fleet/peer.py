@@ -64,7 +64,7 @@ class Peer:
                 return
             piece = self._answer(PIECE_S)
             if len(piece) != asked.popleft():
-                raise LinkLost(f"{self.address} has a shorter {name} than it said")
+                raise LinkLost(f"{self.address} sent a shorter {name} than announced")
             yield piece
 
     def round_trip_s(self, load: bytes, num_runs: int, end_s: float) -> float:

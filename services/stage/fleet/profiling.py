@@ -163,7 +163,7 @@ class _Measuring:
             on_accelerator=AcceleratorOptions(
                 cpu_parts=parse_parts(settings.cpu_parts),
                 products=settings.gpu_products,
-                cuda_graphs=False,  # passes that leave layers out have graphs of their own
+                cuda_graphs=False,  # passes that leave layers out need other graphs
             ),
         )
 
@@ -318,7 +318,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--together",
         action="store_true",
-        help="say `ready` when loaded, and begin at a line on standard input",
+        help="print `ready` when loaded, and begin at a line on standard input",
     )
     options = parser.parse_args(arguments)
     try:

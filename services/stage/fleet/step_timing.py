@@ -1,4 +1,4 @@
-"""Times steps of loaded layers on a device: what a profile says of kinds of layers and of the tail.
+"""Times steps of loaded layers on a device, for a profile: kinds of layers, and the tail.
 Loads nothing and stores nothing."""
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class FirstLayers:
     def __init__(
         self, executor: Executor, model: ModelCosts, clock: Clock, recorder: Recorder | None = None
     ) -> None:
-        """With a recorder steps are timed as graphs, as they will run."""
+        """`recorder`: records steps as graphs, so that they are timed as they will run."""
         self._executor = executor
         self._clock = clock
         self._recorder = recorder

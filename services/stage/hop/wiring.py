@@ -64,8 +64,8 @@ class Wiring:
     num_slots: int = 0
     """On the head: the slots for offloaded KV that every stage has."""
     num_states: int = 0
-    """On the head: the sequences whose recurrent state every stage that has such layers holds; 0:
-    none has."""
+    """On the head: sequences with recurrent state on every stage that has such layers; 0: no stage
+    has."""
     move_s: float = 0.0
     """On the head: seconds in which the slowest stage copies a KV block to a slot and back."""
 

@@ -1,4 +1,4 @@
-"""What the text of a chat says, for the columns of its result. Knows no job's life."""
+"""Parses the text of a chat for the columns of its result. Knows no job's state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ChatReplies:
         self._format = tokens.chat
 
     def read(self, row: ClaimedJob, text: str, output_ids: Sequence[int]) -> ReplyColumns:
-        """Returns what a completion says, whole or partial."""
+        """Returns the parsed parts of a completion, whole or partial."""
         if not row.is_chat or row.params.question is not None:
             return ReplyColumns()
         reply = self._format.reply(text, row.params, row.job_id, row.prompt_ids)

@@ -37,7 +37,7 @@ log = structlog.get_logger(__name__)
 CLAIM_BATCH = 64
 """Rows of one transaction."""
 LOCKED_BEATS = 2
-"""For so many heartbeats a row that is locked is asked for again."""
+"""The number of heartbeats in which a claim of a locked row is tried again."""
 
 
 class Claimer:

@@ -121,7 +121,7 @@ class Finisher:
         return len(outcomes) > len(kept)
 
     def _kept(self, connection: Connection, held_up: Sequence[JobOutcome]) -> list[JobOutcome]:
-        """Those whose leases are not over yet. The others are given up: that is no crash."""
+        """Returns the outcomes with a current lease. The others are given up, which is no crash."""
         now_s = lease_clock_s()
         kept = [outcome for outcome in held_up if now_s < outcome.job.lease_ends_s]
         if given_up := [outcome.job.attempt for outcome in held_up if outcome not in kept]:
@@ -131,8 +131,8 @@ class Finisher:
     def _try_again(
         self, connection: Connection, outcomes: Iterable[JobOutcome]
     ) -> dict[UUID, bool]:
-        """Requeues those that failed here and whose policies have an attempt left. Returns whether
-        each was requeued, or is to end; one that is locked or lost is missing."""
+        """Requeues failed jobs with an attempt left in their policies. Returns whether each was
+        requeued, or is to end; one that is locked or lost is missing."""
         judged = {one.job.job_id: False for one in outcomes if not one.may_try_again}
         failed = [one.job for one in outcomes if one.may_try_again]
         if not failed:

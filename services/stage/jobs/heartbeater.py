@@ -114,7 +114,7 @@ class Heartbeater:
                 claims.park(connection, innocent)
 
     def _drop_held_up(self, sent_s: float) -> list[LiveJob]:
-        """Drops jobs whose leases nobody could renew, before they would stop all others. Another
+        """Drops jobs without a renewed lease, before they would stop all others. Another
         transaction has their rows locked: a relay requeues them once it ends."""
         held_up = [
             job for job in self._jobs if job.lease_ends_s < sent_s + 2 * self._times.heartbeat_s

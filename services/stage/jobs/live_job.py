@@ -19,8 +19,8 @@ from shardline_server.store.claims import ClaimedJob
 from shardline_server.store.leases import Beat
 
 FORGIVEN_CLAIMS = 32
-"""A job whose every attempt ends with a broken link ends all the same: its crashes count from the
-claim of this number on."""
+"""A job ends even if each of its attempts ends with a broken link: its crashes count from the claim
+of this number on."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -47,7 +47,7 @@ class LiveJob:
     num_saved: int
     """Output tokens that are in Postgres."""
     lease_ends_s: float
-    """Until when it may run, by the lease clock: less than its row says, by the margin."""
+    """Until when it may run, by the lease clock: the end in its row, less the margin."""
     parked: bool = False
     """It waits for KV: nothing of it is computed."""
     is_held_up: bool = False

@@ -1,5 +1,5 @@
-"""Reads config.json and generation_config.json of a model's folder, and refuses by name what says
-nothing.
+"""Reads config.json and generation_config.json of a model's folder, and refuses by name values
+without a meaning.
 
 Knows no rule by which a model can be sharded.
 """

@@ -1,4 +1,4 @@
-"""Dense modules of sentence-transformers: products of a pooled vector, in folders of their own.
+"""Dense modules of sentence-transformers: products of a pooled vector, each in a separate folder.
 Their headers are read with the model, their weights by its last stage."""
 
 from __future__ import annotations

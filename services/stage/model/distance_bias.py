@@ -21,7 +21,7 @@ WEIGHT = "relative_attention_bias"
 """The part with a number for each bucket of distances and each head."""
 PRODUCTS = ("q", "k", "v", "o")
 PADDING = 1
-"""The id behind which such models count positions, whatever their config says."""
+"""The id behind which such models count positions; their config's value has no effect."""
 
 
 def biases_by_distance(kind: Any) -> bool:

@@ -16,7 +16,7 @@ POOLS = "shardline_pools"
 """The mark in the config of a model that pools."""
 SCORES = "ForSequenceClassification"
 CREATES_POSITIONS = "create_position_ids_from_input_ids"
-"""The function of modeling files whose positions begin behind the padding's."""
+"""The function of modeling files in which positions begin behind the padding's."""
 
 
 def mark(config: Any) -> None:

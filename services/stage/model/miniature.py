@@ -29,7 +29,7 @@ SHARED = "num_kv_shared_layers"
 SHORT = 8
 """Tokens that the two sequences of a trial pass."""
 WIDTH = "mamba_d_ssm"
-"""How wide state-space layers are, if not as `mamba_expand` says."""
+"""The width of state-space layers, where it is not `mamba_expand` times the hidden size."""
 NUMBERED = ("attn_layer_indices",)
 """Lists of the layers of one kind by their numbers."""
 SECTIONS = "mrope_section"
@@ -130,8 +130,8 @@ def build_miniature(config: Any) -> Any:
 
 
 def _state_space_sizes(config: Any, hidden: int) -> dict[str, int]:
-    """Returns the heads of state-space layers that are as wide as the hidden size says, as many for
-    each group as make a difference."""
+    """Returns the number of heads of state-space layers for a hidden size: enough in each group to
+    make a difference."""
     names = next((names for names in STATE_SPACES if hasattr(config, names.expand)), None)
     if names is None or not isinstance(getattr(config, names.heads, None), int):
         return {}

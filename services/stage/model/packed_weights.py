@@ -47,7 +47,7 @@ from services.stage.products.groups import (
 log = structlog.get_logger(__name__)
 
 CHUNK_NUMBERS = 1 << 22
-"""Unpacked at a time: int32 numbers of 16 MiB, and about as many bytes beside them."""
+"""Unpacked at a time: int32 numbers of 16 MiB, with about another 16 MiB of buffers."""
 BROKEN = (SafetensorError, KeyError, RuntimeError, ValueError, IndexError)
 """Errors raised by tensors that do not belong together."""
 

@@ -261,7 +261,7 @@ class Mxfp4(Quantization):
 
     def weight(self, parts: Parts) -> Tensor:
         """Returns the weights [experts, I, O] in bfloat16, which holds each: the model has them
-        transposed. Beside them memory holds one expert."""
+        transposed. While it runs memory holds one more expert."""
         shape = self.shape(parts)
         blocks, scales = parts["blocks"], parts["scales"]
         powers = e8m0_powers().bfloat16()

@@ -124,7 +124,7 @@ def shard_layers(model: Any, layers: range) -> dict[int, nn.Module]:
 
 def row_lengths(layers: Iterable[nn.Module]) -> frozenset[int]:
     """Returns the outputs of the linear layers in these layers, and their halves, where two may be
-    fused. Convolutions, whose channels have one row each, are no linear layers."""
+    fused. Convolutions have one row for each channel and are no linear layers."""
     weights = [p for layer in layers for p in layer.parameters() if p.dim() > 1]
     sizes = {int(p.shape[-2]) for p in weights if p.dim() == 2 or p.shape[-2] > 1}
     return frozenset(sizes | {size // 2 for size in sizes if size % 2 == 0})

@@ -147,8 +147,8 @@ def other_parts(config: Any) -> frozenset[str]:
 
 
 def use_text_alone(model: Any) -> None:
-    """Makes a container's forward call its language model at once: what it does before, with
-    images and with positions of its own, is not for packed rows."""
+    """Makes a container's forward call its language model at once: its steps before that,
+    for images and positions, do not fit packed rows."""
     inner = language_model(model)
     if not is_container(model.config) or inner is model.base_model:
         return

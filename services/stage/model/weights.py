@@ -24,7 +24,7 @@ from shardline_gguf import is_gguf, read_header
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DENSE = "*_Dense"
-"""The folders of modules that have weights of their own, in ONE_FILE."""
+"""The folders of modules with separate weights, in ONE_FILE."""
 MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 DECIDING = (
     "config.json",
@@ -64,7 +64,7 @@ DTYPE_BITS |= {"F64": 64, "I64": 64, "U64": 64, "F8_E4M3": 8, "F8_E5M2": 8}
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 """Errors raised by malformed JSON, and by JSON of an unexpected form."""
 UNEXPLAINED = frozenset({"I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"})
-"""Dtypes of 8 bits, whose numbers mean a weight only with a scale."""
+"""Dtypes of 8 bits: a number is a weight only together with a scale."""
 COPY_AGAIN = "Copy the model again, with all its files"
 
 
@@ -107,8 +107,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_file(path: Path) -> WeightFile:
-    """Checks a weight file by its header alone. Raises Invalid if it is cut short, too long or of
-    another format than its name says."""
+    """Checks a weight file by its header alone. Raises Invalid if it is cut short, too long or
+    not in the format of its name."""
     if is_gguf(path):
         return _check_gguf(path)
     size_bytes = path.stat().st_size
@@ -136,8 +136,8 @@ def check_file(path: Path) -> WeightFile:
 
 
 def refuse_8_bits(files: list[Path], others: Set[str]) -> None:
-    """Raises Invalid for a tensor in 8 bits: no scale is read where nothing says that weights are
-    quantized. Names with a part of `others` are not read at all."""
+    """Raises Invalid for a tensor in 8 bits: no scale is read where no config declares quantized
+    weights. Names with a part of `others` are not read at all."""
     for file in files:
         for name, tensor in check_file(file).tensors.items():
             dtype, is_matrix = tensor["dtype"], len(tensor["shape"]) > 1

@@ -58,7 +58,7 @@ class Epochs:
             raise Unavailable(str(failure_of(error))) from error
         if epoch is None:
             raise Conflict(
-                f"the pipeline {self._name!r} is held by the head {holder}, whose lease runs. "
+                f"the pipeline {self._name!r} is held by the head {holder} with a current lease. "
                 "Two heads cannot share a name: give each its own SHARDLINE_PIPELINE, or stop one. "
                 f"If that head is dead, this one goes on within {self._lease_s:g} s"
             )

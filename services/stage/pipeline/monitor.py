@@ -33,7 +33,7 @@ class StageHealth:
 
     client: ControlClient
     status: StageStatus | None = None
-    """As it last told; None before its first answer."""
+    """Its last answer; None before the first one."""
     round_trip_us: int = 0
     seq: int = 0
     asked_s: float = 0.0

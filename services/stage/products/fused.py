@@ -251,7 +251,7 @@ def _fuse_rotary(module: nn.Module, parts: ElementwiseParts) -> int:
     object runs with a copy of its globals in which this one name differs. A name that is rebound in
     the modeling file after this call is not seen.
     """
-    # Some wrap it, to rename arguments that nobody gives here.
+    # Some wrap it, to rename arguments that are not used here.
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType) or _ROTARY not in forward.__code__.co_names:
         return 0

@@ -185,7 +185,7 @@ def in_8_bits(weight: Groups) -> Int8Groups:
 
 def tiled(parts: Sequence[Groups]) -> Tiles:
     """Returns weights [.., K] as one [N, K]. One in 4 bits behind one in 8 is rounded to 8, as is
-    one that ends within a column of outputs; zero points beside minimums become such."""
+    one that ends within a column of outputs; zero points become minimums if a part has these."""
     in_4_bits = [*takewhile(lambda part: not isinstance(part, Int8Groups), parts)]
     first_int8 = sum(len(part.numbers) for part in in_4_bits)
     if len(in_4_bits) < len(parts) and first_int8 % COLUMN_OUTPUTS:

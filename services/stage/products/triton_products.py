@@ -47,7 +47,7 @@ LARGER = (
 enough. On an H200 they take 1.0 to 1.7 times as long as cuBLAS at 96 to 1,024 rows, where FEW_ROWS
 takes up to 3.6."""
 MANY_PROGRAMS = 128
-"""About as many as a large GPU has multiprocessors."""
+"""About the number of multiprocessors of a large GPU."""
 WIDE = Tile(rows=16, outputs=64, num_warps=4, num_stages=3)
 """Of float32: few GPUs have matrix units that keep its precision."""
 INPUT_BYTES = 128
@@ -190,7 +190,7 @@ class TritonParts:
 
 
 def tile_of(num_rows: int, num_outputs: int, element_bytes: int) -> Tile:
-    """Returns the tile for so many rows and outputs of a dtype."""
+    """Returns the tile for a product with this number of rows and outputs."""
     if element_bytes > 2:
         return WIDE
     if num_rows <= FEW_ROWS.rows:
@@ -206,7 +206,7 @@ def tile_of(num_rows: int, num_outputs: int, element_bytes: int) -> Tile:
 
 
 def stages_of(tile: Tile, shared_bytes: int) -> int:
-    """Returns how many steps are fetched ahead on a device whose programs may hold so much."""
+    """Returns the number of prefetched steps that fit in a program's shared memory."""
     step = (tile.rows + tile.outputs) * INPUT_BYTES
     return max(1, min(tile.num_stages, shared_bytes // step))
 

@@ -106,7 +106,7 @@ class OtherRanks:
 
 
 def start_ranks(cores: Sequence[tuple[int, ...]]) -> OtherRanks:
-    """Starts a rank for each of these sets of cores, beside this process, which is rank 0. The
+    """Starts a rank for each of these sets of cores; this process stays rank 0. The
     ranks end with the thread that calls this."""
     memory = os.memfd_create("shardline-ranks")
     num_ranks = len(cores) + 1

@@ -1,2 +1,2 @@
-"""Layers that keep a state of a fixed size for each sequence, besides keys and
-values or instead of them."""
+"""Layers that keep a state of a fixed size for each sequence, with or without keys
+and values."""

@@ -27,7 +27,7 @@ class Convolution:
     def __init__(
         self, recurrence: Recurrence, module: nn.Module, name: str, *, activates: bool
     ) -> None:
-        """With `activates` its outputs go through SiLU. The module is left without the weights."""
+        """`activates`: applies SiLU to the outputs. The module is left without the weights."""
         self._recurrence = recurrence
         conv: Any = module.get_submodule(name)
         weight: Tensor = conv.weight

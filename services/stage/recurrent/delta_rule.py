@@ -25,7 +25,7 @@ from shardline.base.rounding import round_up
 
 PARTS = frozenset({"conv1d", "norm", "out_proj"})
 TOGETHER = PARTS | {"in_proj_qkvz", "in_proj_ba"}
-"""Two projections, whose outputs lie key head by key head."""
+"""Two projections with outputs in the order of key heads."""
 APART = PARTS | {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}
 QKV = ("q_proj", "k_proj", "v_proj")
 WIDE_APART = frozenset({"conv1d", "o_norm", "o_proj", "g_proj", "b_proj", "a_proj", *QKV})

@@ -1,6 +1,6 @@
 """Which slot of states an open sequence has on this stage, and what is copied between slots.
 
-Decides nothing and trusts no plan: the scheduler says which slots sequences and snapshots have.
+Decides nothing and trusts no plan: the scheduler assigns slots to sequences and snapshots.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mamba-2's mixer: a convolution, a state for each head that decays by a step of its own, and a
+"""Mamba-2's mixer: a convolution, a state for each head with a separate time step, and a
 gated norm.
 
 Letters of shapes: T packed rows, H the hidden size, N heads, P the size of a head, D that of its

@@ -1,4 +1,4 @@
-"""Chooses the rows of a step whose tokens a GPU draws in one launch, before sequences take them.
+"""Chooses the rows for which a GPU draws tokens in one launch, before sequences take them.
 
 Letters of shapes: R rows, V the vocabulary.
 """

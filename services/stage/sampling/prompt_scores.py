@@ -1,5 +1,5 @@
-"""Log-probabilities of a prompt's tokens, from the logits of the rows before them: each a function
-of its own row.
+"""Log-probabilities of a prompt's tokens, from the logits of the rows before them: each depends
+on its row alone.
 
 Knows no chunk of another sequence, and draws nothing. Letters of shapes: R scored rows, V the
 vocabulary.

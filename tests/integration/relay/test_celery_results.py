@@ -250,7 +250,7 @@ def test_positional_values_are_prompts_and_what_is_none_is_refused_by_name(
     ]:
         with pytest.raises(Exception, match=problem):
             submit(here.app, *args).apply_async().get(timeout=PATIENCE_S)
-    with pytest.raises(Exception, match="both say"):
+    with pytest.raises(Exception, match="both set"):
         submit(here.app, "one", prompt="two").apply_async().get(timeout=PATIENCE_S)
 
 

@@ -17,7 +17,7 @@ from services.stage.model.gguf.tensor_names import ROPES, Heads, Target, target_
 from shardline_gguf import GgufHeader, TensorPlace, read_header, refuse
 
 CHUNK_NUMBERS = 1 << 22
-"""Dequantized at a time: float32 numbers of 16 MiB, and about as many bytes beside them."""
+"""Dequantized at a time: float32 numbers of 16 MiB, with about another 16 MiB of buffers."""
 
 
 class GgufTensors:

@@ -56,7 +56,7 @@ SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exa
 COMPOSED = ("qwen2", "deepseek-r1-qwen")
 """Text is brought into Unicode's composed form before."""
 WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "smaug-bpe", "tekken")
-"""A word of the vocabulary is one token, whatever the merges say."""
+"""A word of the vocabulary is one token, regardless of the merges."""
 BEGIN_WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "tekken")
 
 
