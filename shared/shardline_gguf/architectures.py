@@ -48,7 +48,7 @@ class Architecture:
     optional: frozenset[str] = frozenset()
     """Keys of `sizes` that a file need not have: the config's default holds then."""
     fixed: Mapping[str, object] = field(default_factory=dict)
-    """What transformers' defaults say otherwise."""
+    """Values that differ from transformers' defaults."""
     biases: Mapping[str, str] = field(default_factory=dict)
     """Fields of the config that are true if the first layer has this tensor."""
     is_partial: bool = False

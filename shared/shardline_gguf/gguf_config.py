@@ -268,8 +268,8 @@ class _Metadata:
 
 
 def _decimal(value: float) -> float:
-    """Returns the shortest decimal that single precision rounds to this value: what the model's own
-    config says."""
+    """Returns the shortest decimal that single precision rounds to this value, as in the model's
+    own config."""
     for digits in range(6, 9):
         short = float(f"{value:.{digits}g}")
         if SINGLE.pack(short) == SINGLE.pack(value):

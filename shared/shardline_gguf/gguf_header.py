@@ -102,7 +102,7 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufHeader:
-    """What a file says of itself."""
+    """The header of a file: its metadata and its tensors."""
 
     path: Path
     size_bytes: int

@@ -44,7 +44,7 @@ class SchedulerConfig:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether sequences have a state besides KV."""
+        """Whether sequences have a recurrent state."""
         return self.num_states > 0
 
     @property

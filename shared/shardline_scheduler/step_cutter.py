@@ -23,11 +23,11 @@ MIN_CHUNK = 64
 """Tokens of a prefill that make a step's trip worth it, where the budget has them."""
 
 MIN_PIECE = 32
-"""Tokens of a prompt in a step of its own, at least: half as many save a tenth of a prefill of 128
+"""Tokens of a prompt in a separate step, at least: half as many save a tenth of a prefill of 128
 at most, and cost more on devices that are slow with few rows."""
 
 MAX_SCORED = 256
-"""Rows of a step's prompts with log-probabilities: each has logits of its own. A sequence that
+"""Rows of a step's prompts with log-probabilities: each has separate logits. A sequence that
 finds none left has one."""
 
 
@@ -45,8 +45,8 @@ class StepCutter:
         """Returns the rows of the next step; there may be none. The number of lanes may change from
         step to step.
 
-        A step with an interactive prompt is narrow: it has no rows of others, whose time would be
-        added to that of the first token. No two steps in a row are narrow, so that prompts without
+        A step with an interactive prompt is narrow: it has no rows of others, which would
+        delay the first token. No two steps in a row are narrow, so that prompts without
         end stop no batch.
         """
         builder = StepBuilder(config.token_budget, pools=config.pools)

@@ -52,7 +52,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
     banned: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens with a last one that never follows the others in the output."""
     labels: tuple[int, ...] = ()
-    """Tokens of which its only token is the likeliest, and whose log-probabilities are wanted."""
+    """Tokens of which its only token is the likeliest; the result has their log-probabilities."""
     num_scored: Number = 0
     """First prompt tokens, but for the very first, with log-probabilities that are known."""
     state: StateSlot = NO_STATE

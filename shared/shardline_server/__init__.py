@@ -1,3 +1,3 @@
-"""What the services share beside the library: broker, failpoints, metrics, traces, tokenizers, and
+"""What only the services share: broker, failpoints, metrics, traces, tokenizers, and
 the statements that move a job on. No producer needs it; knows no service.
 """

@@ -135,7 +135,8 @@ class StageMetrics:
             "shardline_step_seconds", "Time of one step in this stage", buckets=STEP_SECONDS
         )
         self.step_time_ratio = gauge(
-            "shardline_step_time_ratio", "Time of steps, over what the device's profile says"
+            "shardline_step_time_ratio",
+            "Time of steps, over the prediction of the device's profile",
         )
         self.step_time_ratio.set(1)
         self.device_bytes_per_s = gauge(

@@ -97,7 +97,7 @@ class LimitExceeded(Invalid):
         self.left = left
 
     def as_dict(self) -> dict[str, str]:
-        """The form stored in `jobs.error`, with a code of its own."""
+        """Returns the form stored in `jobs.error`, with the code `limit_exceeded`."""
         return {**super().as_dict(), "code": "limit_exceeded"}
 
 

@@ -11,8 +11,8 @@ HANDLER = "shardline.escape"
 
 
 def escape_unencodable() -> None:
-    """From now on both streams write what their encoding cannot as JSON does, as `\\u00e9`: a
-    document stays one, and no text ends a command. Another handler that is set stays."""
+    """Makes stdout and stderr escape what their encoding lacks, as in JSON (`\\u00e9`): a document
+    stays valid, and no text ends a command. Another handler that is set stays."""
     codecs.register_error(HANDLER, _escape)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":

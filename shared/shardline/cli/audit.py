@@ -22,7 +22,7 @@ def audit(
         str | None, typer.Option(help="As shown: 'key ID', 'cli USER' or 'role NAME'.")
     ] = None,
     act: Annotated[str | None, typer.Option(help="As shown: create, revoke, cancel.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=MAX_LISTED, help="So many at most.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=MAX_LISTED, help="The maximum number.")] = 100,
     json: Json = False,
 ) -> None:
     """List administrative acts, the newest first: on keys, tenants, pauses, schedules, webhooks,

@@ -119,7 +119,7 @@ def _change(
     yes: bool,
     json: bool,
 ) -> None:
-    """Raises Abort when nobody agrees to so many."""
+    """Asks before it changes many jobs. Raises Abort without a yes."""
     if dry_run or not yes:
         number = change(asked, dry_run=True)
         if not dry_run and number > ASKED_ABOVE:

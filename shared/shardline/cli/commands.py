@@ -155,7 +155,7 @@ def submit(
 def wait(
     jobs: JobIds,
     timeout_s: Annotated[
-        float | None, typer.Option(help="Give up after so many seconds; the jobs go on.")
+        float | None, typer.Option(help="Seconds until it gives up; the jobs go on.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -185,7 +185,7 @@ def list_jobs(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="Only jobs of this model.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="The maximum number.")] = 20,
     after: Annotated[UUID | None, typer.Option(help="The last id of the page before.")] = None,
     json: Json = False,
 ) -> None:

@@ -28,9 +28,7 @@ def cost(
     by: Annotated[
         list[By] | None, typer.Option(help="A row for each; may be repeated. Default: model.")
     ] = None,
-    days: Annotated[
-        int, typer.Option(min=1, max=3660, help="Jobs that came within so many days.")
-    ] = 30,
+    days: Annotated[int, typer.Option(min=1, max=3660, help="Age limit of jobs, in days.")] = 30,
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="Only jobs of this model.")
     ] = None,

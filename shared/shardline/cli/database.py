@@ -19,7 +19,7 @@ from shardline.store.connection.database import connect
 
 
 class Ask(Protocol):
-    """Asks a question in a transaction of its own. Raises Unavailable, Busy."""
+    """Asks a question in a separate transaction. Raises Unavailable, Busy."""
 
     def __call__(self, question: Question[Answer]) -> Answer:
         """Returns the answer, committed."""
@@ -35,7 +35,7 @@ def transaction() -> Iterator[Connection]:
 
 @contextmanager
 def acting_client() -> Iterator[Client]:
-    """A client whose transactions say who acts."""
+    """Yields a client that names the actor in its transactions."""
     with _engine() as engine, Client(database=engine) as client:
         yield client
 

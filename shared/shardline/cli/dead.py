@@ -22,7 +22,7 @@ def list_dead(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="Only jobs of this model.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="The maximum number.")] = 20,
     after: Annotated[UUID | None, typer.Option(help="The last id of the page before.")] = None,
     json: Json = False,
 ) -> None:

@@ -45,7 +45,7 @@ def create(
     name: Annotated[str, typer.Argument(help="What to call it in lists: who uses it, and where.")],
     *,
     tenant: Annotated[
-        str, typer.Option(help="Whose jobs it makes and sees; made if there is none.")
+        str, typer.Option(help="The tenant of its jobs; made if there is none.")
     ] = DEFAULT_TENANT,
     scopes: Annotated[
         str, typer.Option(help=f"Some of {', '.join(Scope)}, which acts on all tenants.")

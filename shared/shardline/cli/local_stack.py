@@ -17,7 +17,7 @@ UP_FILE = "up.json"
 
 
 class StackUrls(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a stack and its servers answer."""
+    """The URLs of a stack and its servers."""
 
     database: str
     redis: str
@@ -32,7 +32,7 @@ class UpFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LocalGateway(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the stack on this machine answers, and with which key."""
+    """The URL of the stack on this machine, and its API key."""
 
     url: str
     api_key: str

@@ -23,7 +23,7 @@ def pause(
         typer.Argument(help="A model, a tenant, a batch's id, or KEY=VALUE of jobs' metadata."),
     ] = None,
     *,
-    reason: Annotated[str | None, typer.Option(help="For whoever lists pauses.")] = None,
+    reason: Annotated[str | None, typer.Option(help="Shown in the list of pauses.")] = None,
     json: Json = False,
 ) -> None:
     """Let jobs of a model, tenant, batch or tag wait: those that run go on, deadlines too."""

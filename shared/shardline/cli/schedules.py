@@ -27,7 +27,7 @@ schedule = typer.Typer(
 
 Answer = TypeVar("Answer")
 Name = Annotated[str, typer.Argument(help="What the schedule is called.")]
-Tenant = Annotated[str, typer.Option(help="Whose jobs they are.")]
+Tenant = Annotated[str, typer.Option(help="The tenant of its jobs.")]
 
 
 @schedule.command()

@@ -29,9 +29,7 @@ def usage(
     by: Annotated[
         list[UsageBy] | None, typer.Option(help="A row for each; may be repeated. Default: tenant.")
     ] = None,
-    days: Annotated[
-        int, typer.Option(min=1, max=3660, help="Jobs that came within so many days.")
-    ] = 30,
+    days: Annotated[int, typer.Option(min=1, max=3660, help="Age limit of jobs, in days.")] = 30,
     tenant: Annotated[str | None, typer.Option(help="Only jobs of this tenant.")] = None,
     json: Json = False,
 ) -> None:

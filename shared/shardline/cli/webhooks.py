@@ -1,5 +1,5 @@
-"""`shardline webhooks add | list | change | rotate | remove | test | deliveries | replay`: who is
-told of ended jobs. Holds no logic: the store does.
+"""`shardline webhooks add | list | change | rotate | remove | test | deliveries | replay`: URLs
+that get events of ended jobs. Holds no logic: the store does.
 
 Like `shardline keys`, it asks Postgres itself, and sees every tenant's endpoints.
 """
@@ -43,7 +43,7 @@ TEST_S = 30.0
 LOOK_S = 0.25
 
 webhooks = typer.Typer(
-    no_args_is_help=True, help="Webhooks: URLs that are told of ended jobs, responses and batches."
+    no_args_is_help=True, help="Webhooks: URLs for events of ended jobs, responses and batches."
 )
 
 Answer = TypeVar("Answer")
@@ -68,7 +68,7 @@ def add(
     *,
     event: EventNames = None,
     name: Annotated[str | None, typer.Option(help="Default: the URL's host.")] = None,
-    tenant: Annotated[str, typer.Option(help="Whose jobs it hears of.")] = DEFAULT_TENANT,
+    tenant: Annotated[str, typer.Option(help="The tenant of the jobs.")] = DEFAULT_TENANT,
     json: Json = False,
 ) -> None:
     """Add an endpoint and print its id and secret: the secret is shown this once. Default: all
@@ -171,7 +171,7 @@ def try_out(
 def deliveries(
     endpoint: EndpointName,
     state: Annotated[DeliveryFilter | None, typer.Option(help="Only those.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="The maximum number.")] = 20,
     after: Annotated[str | None, typer.Option(help="The last id of the page before.")] = None,
     json: Json = False,
 ) -> None:

@@ -122,7 +122,7 @@ class AsyncClient(BaseClient[AsyncEngine]):
         session: AsyncSession | AsyncConnection | None = None,
     ) -> Ids | Outcomes:
         """Store all of them in one transaction, or none; ids in the same order. Each request has
-        `n` choices, whose ids stand side by side. With `on_error="skip"` what can be stored is,
+        `n` choices, with adjacent ids. With `on_error="skip"` what can be stored is,
         and of each other request its error stands in place of an id.
 
         A type checker knows the fields of `JobRequest(model=…, …)`, not those of a mapping.
@@ -326,7 +326,7 @@ class AsyncClient(BaseClient[AsyncEngine]):
         *,
         pool: AsyncEngine | None = None,
     ) -> Answer:
-        """Asks in a transaction of its own, or in the caller's."""
+        """Asks in a separate transaction, or in the caller's."""
         if session is not None:
             if not isinstance(session, AsyncConnection):
                 session = await session.connection()

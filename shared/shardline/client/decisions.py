@@ -27,7 +27,7 @@ def question_requests(
     given = {"prompt": about} if isinstance(about, str) else {"messages": about}
     for name in ("prompt", "messages", "question", "id", "idempotency_key"):
         if name in fields:
-            raise Invalid(name, "each question is a job of its own", "Use submit, or leave it out")
+            raise Invalid(name, "each question is a separate job", "Use submit, or leave it out")
     return [
         request_of(
             model,

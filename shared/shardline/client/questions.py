@@ -130,7 +130,7 @@ def next_page(act: BulkAct, progress: BulkProgress) -> Question[BulkProgress]:
 
 
 def check_exist(ids: Sequence[UUID]) -> Question[None]:
-    """Check that nobody waits for a job that is not there. Raises NotFound, naming one."""
+    """Check that jobs exist before a wait. Raises NotFound, naming one that does not."""
 
     def check(connection: Connection) -> None:
         if missing := set(ids) - states(connection, ids).keys():

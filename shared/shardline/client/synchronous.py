@@ -114,7 +114,7 @@ class Client(BaseClient[Engine]):
         session: Session | Connection | None = None,
     ) -> Ids | Outcomes:
         """Store all of them in one transaction, or none; ids in the same order. Each request has
-        `n` choices, whose ids stand side by side. With `on_error="skip"` what can be stored is,
+        `n` choices, with adjacent ids. With `on_error="skip"` what can be stored is,
         and of each other request its error stands in place of an id.
 
         A type checker knows the fields of `JobRequest(model=…, …)`, not those of a mapping.
@@ -294,7 +294,7 @@ class Client(BaseClient[Engine]):
         question: Question[Answer],
         session: Session | Connection | None = None,
     ) -> Answer:
-        """Asks in a transaction of its own, or in the caller's."""
+        """Asks in a separate transaction, or in the caller's."""
         if session is not None:
             return question(session if isinstance(session, Connection) else session.connection())
         self._move_here()

@@ -54,4 +54,4 @@ def scores_of(jobs: Iterable[Job]) -> list[float]:
 def _check(fields: Mapping[str, Any]) -> None:
     for name in OWN:
         if name in fields:
-            raise Invalid(name, "each text is a job of its own", "Use submit, or leave it out")
+            raise Invalid(name, "each text is a separate job", "Use submit, or leave it out")

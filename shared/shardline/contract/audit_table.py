@@ -15,9 +15,9 @@ audit = Table(
     metadata,
     Column("id", BigInteger, Identity(always=True), primary_key=True),
     created("at"),
-    # Who acts, as the door says it: an API key's id, or a user of the command line.
+    # Who acts, as reported by the door: an API key's id, or a user of the command line.
     Column("actor", Text, nullable=False),
-    # Of Postgres: who connected, whatever the door says.
+    # The Postgres role of the connection, independent of the door.
     Column("role_name", Text, nullable=False),
     Column("tenant_id", Text),
     Column("act", Text, nullable=False),

@@ -20,7 +20,7 @@ MAX_TOOL_NAME_CHARS = 128
 
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A function's name, and its arguments as JSON text. Clients add fields of their own, which
+    """A function's name, and its arguments as JSON text. Clients add other fields, which
     change nothing."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -37,7 +37,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a message's content. What a model said in place of an answer is a text too."""
+    """A part of a message's content. A refusal of the model counts as text too."""
 
     type: str
     text: str | None = None
@@ -69,10 +69,10 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
     """Of a tool's answer: the call that it answers."""
     reasoning: str | None = None
-    """What the model thought before it said the content."""
+    """The model's reasoning before the content."""
     reasoning_content: str | None = None
     refusal: str | None = None
-    """What the model said in place of a content; it becomes the content."""
+    """The model's refusal; it becomes the content."""
     annotations: tuple[dict[str, Any], ...] | None = None
     audio: None = None
     function_call: None = None
@@ -102,8 +102,8 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 class FunctionDefinition(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """A function as the model is told of it; `parameters` is a JSON schema, also as its text, in
-    which Postgres keeps the order of its properties. Raises ValueError."""
+    """A function as the prompt describes it; `parameters` is a JSON schema or its text, in which
+    Postgres keeps the order of properties. Raises ValueError."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]+$", max_length=MAX_TOOL_NAME_CHARS)]
     description: str | None = None
@@ -132,8 +132,8 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """What a completion of a chat says: its text without the model's own markers, what the model
-    thought before, and its calls."""
+    """The parsed completion of a chat: its text without the model's own markers, its reasoning, and
+    its calls."""
 
     content: str
     reasoning: str | None = None

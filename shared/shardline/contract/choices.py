@@ -1,5 +1,5 @@
-"""The choices of one request: each is a request, and becomes a job, of its own. Knows no door and
-no row."""
+"""The choices of one request: each is a request, and becomes a separate job. Knows no door and no
+row."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_n(n: object) -> None:
 
 
 def choices_of(request: RequestT, n: int) -> tuple[RequestT, ...]:
-    """Returns `n` requests of the same, the first as it is. The others have ids of their own, no
+    """Returns `n` requests of the same, the first as it is. The others have new ids, no
     key, and where the request has a seed one that follows from it: they differ, and a repeat
     draws the same."""
     others = (

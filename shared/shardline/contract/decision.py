@@ -124,7 +124,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     probabilities: tuple[float, ...]
     label_mass: float
     """The share of the model's own distribution that the options' labels have together: near 0, the
-    model would have said something else altogether."""
+    model would have answered with something else."""
 
 
 def check_question(question: Question) -> None:

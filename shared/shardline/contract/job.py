@@ -145,7 +145,7 @@ class SamplingParams(
     ) = None
     """No other token is chosen, not even one that would end the completion."""
     bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=64)] = ()
-    """Texts whose tokens never follow each other in the completion."""
+    """Texts; their tokens never occur in sequence in the completion."""
     skip_special_tokens: bool = True
     """False: the text has the special tokens too, all but the one that ends it."""
     chat_template_kwargs: Annotated[dict[VariableName, Variable], Meta(max_length=16)] = {}

@@ -50,7 +50,7 @@ class JobFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def batch_id(self) -> UUID | None:
-        """The batch whose lines' jobs are meant."""
+        """The batch of the jobs."""
         return None if self.batch is None else UUID(self.batch.removeprefix(PREFIX))
 
 

@@ -25,8 +25,8 @@ INTAKE_DEAD = f"{PREFIX}intake:dead"
 INTAKE_DEAD_MAX_BYTES."""
 
 ENDED = f"{PREFIX}ended"
-"""Stream, for anybody: ended jobs, the id in field `id`, by the relay that leads, where
-SHARDLINE_ENDED_STREAM_MAX says how many are kept. Expires ENDED_TTL_S after the last one."""
+"""Stream, for anybody: ended jobs, the id in field `id`, by the relay that leads. It keeps
+SHARDLINE_ENDED_STREAM_MAX entries. Expires ENDED_TTL_S after the last one."""
 
 OUTBOX_MARK = f"{PREFIX}outbox:mark"
 """String: set by relays. A missing mark means that Redis lost its messages: the window is sent

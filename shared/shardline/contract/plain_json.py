@@ -16,7 +16,7 @@ FIELDS = (
     *("messages", "system", "input", "tools", "tool_choice"),
     *("response_format", "thinking", "output_config", "depends_on"),
 )
-"""Fields of a request whose objects may hold such fields."""
+"""Fields of a request with objects that may hold such fields."""
 
 CALLERS_OWN = frozenset({"input", "input_schema", "input_examples", "parameters", "schema"})
 """Names of objects that a caller makes up. A null in one means something."""

@@ -31,7 +31,7 @@ from shardline.contract.tool_choice import callable_tools, check_tools
 
 
 class RetryHolder(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a request that says how its failures are tried again."""
+    """The part of a request with its retry policy."""
 
     retry: RetryPolicy
 
@@ -65,7 +65,7 @@ REPLACED = {"functions": "tools", "function_call": "tool_choice"}
 """OpenAI's first form of tools, and what has taken its place."""
 REMEDIES: Mapping[str, str] = MappingProxyType(
     {
-        "n": "Send one request for each completion, under seeds of their own; "
+        "n": "Send one request for each completion, with different seeds; "
         "OpenAI's routes and submit_many of the Python client take n"
     }
 )
@@ -123,7 +123,7 @@ def _check_retries(request: JobRequest) -> None:
         return
     check_retry(request.retry)
     if request.max_crashes != DEFAULT_CRASHES:
-        raise Invalid("max_crashes", "retry says what follows a crash", "Leave one of the two out")
+        raise Invalid("max_crashes", "retry covers crashes too", "Leave one of the two out")
 
 
 def check_is_no_chat(params: SamplingParams) -> None:
@@ -155,7 +155,7 @@ def check_params(params: SamplingParams) -> None:
     if called.is_required:
         for name in ("structured_outputs", "ignore_eos", "min_tokens"):
             if getattr(params, name):
-                problem = "a call that must be made is all that the model says"
+                problem = "a required call leaves no content"
                 raise Invalid(name, problem, "Leave it out, or send tool_choice auto")
     if params.structured_outputs is not None:
         check_structured_output(params.structured_outputs)

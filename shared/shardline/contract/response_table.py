@@ -1,4 +1,4 @@
-"""The table of responses, beside those in `tables`. Knows no query."""
+"""The table of responses; `tables` has the others. Knows no query."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sqlalchemy.dialects.postgresql import JSONB, UUID
 
 from shardline.contract.tables import metadata
 
-# Of a job that came to `/v1/responses`: what the answer repeats and the job does not say. Without
+# Of a job that came to `/v1/responses`: fields that the answer repeats and the job lacks. Without
 # this row the job is no response, or its response was deleted.
 responses = Table(
     "responses",

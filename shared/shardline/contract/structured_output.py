@@ -20,7 +20,7 @@ MAX_GRAMMAR_BYTES = 64 << 10
 MAX_SCHEMA_DEPTH = 64
 
 GUIDANCE = "x-guidance"
-"""The keyword of a schema that says how its JSON is written, and whether it is lenient."""
+"""The keyword of a schema that sets the format of its JSON, and whether it is lenient."""
 
 Pattern = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_BYTES)]
 

@@ -54,7 +54,7 @@ from shardline.contract.tenants.tenant_tables import tenants
 __all__ = ["metadata", "parents_of_jobs", "pipelines", "plans", "tenants", "workers"]
 
 JOBS_CHANNEL = "shardline_jobs"
-"""NOTIFY: rows for relays to SEND or to PREPARE, as the payload says; empty, either."""
+"""NOTIFY: rows for relays to SEND or to PREPARE, by the payload; empty, either."""
 SEND = "send"
 PREPARE = "prepare"
 LEASES_CHANNEL = "shardline_leases"
@@ -158,7 +158,7 @@ jobs = Table(
     # only one.
     Column("choice_of", UUID(as_uuid=True)),
     Column("choice_index", SmallInteger),
-    # What a stored chat completion shows beside its row; None: OpenAI's lists do not have it.
+    # What a stored chat completion shows and its row lacks; None: OpenAI's lists do not have it.
     Column("stored", JSONB(none_as_null=True)),
     # The jobs that it waits for, and what becomes of it if one of them does not succeed.
     Column("depends_on", JSONB(none_as_null=True)),

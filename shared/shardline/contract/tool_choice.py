@@ -50,7 +50,7 @@ class AllowedToolsChoice(
     tag_field="type",
     tag="allowed_tools",
 ):
-    """As if the request had these tools alone."""
+    """The model may call only these of the request's tools."""
 
     allowed_tools: AllowedTools
 
@@ -64,7 +64,7 @@ class CallableTools(msgspec.Struct, frozen=True, kw_only=True):
 
     tools: tuple[Tool, ...] = ()
     is_required: bool = False
-    """The model must call one of them, and says nothing else."""
+    """The model must call one of them, and writes no content."""
     is_single: bool = False
     """It calls no more than one."""
 

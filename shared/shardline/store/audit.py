@@ -50,7 +50,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     id: int
     at: datetime
     actor: str
-    """As the door says it: `key …`, `cli …`; else `role …`."""
+    """As reported by the door: `key …`, `cli …`; else `role …`."""
     role: str
     """Of Postgres, that connected."""
     tenant: str | None
@@ -71,7 +71,7 @@ class AuditQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def act_as(connection: Connection, actor: str) -> None:
-    """Says who acts in this transaction."""
+    """Sets the actor of this transaction."""
     connection.execute(ACT_AS, {"actor": actor})
 
 
@@ -118,7 +118,7 @@ def list_acts(
     `after` that is not there."""
     given = {name: value for name, value in msgspec.structs.asdict(asked).items() if value}
     if asked.after is not None and not connection.scalar(EXISTS, {"after": asked.after}):
-        raise Invalid("after", f"no act has the id {asked.after}", "Begin anew")
+        raise Invalid("after", f"no act has the id {asked.after}", "List from the start")
     rules = " AND ".join(RULES[name] for name in given) or "true"
     rows = connection.execute(text(LIST.format(rules=rules)), {**given, "limit": limit + 1})
     found = [AuditEntry(**row) for row in rows.mappings()]

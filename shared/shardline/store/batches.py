@@ -23,7 +23,7 @@ from shardline.store.connection.encoding import dump
 from shardline.store.files import add_part
 
 LEASE_S = 30.0
-"""A turn that says nothing for so long has ended with its process."""
+"""Without a renewal in this time a turn has ended with its process."""
 
 COLUMNS = """*, extract(epoch FROM expires_at - now())::float8 AS expires_in_s,
     extract(epoch FROM now() - created_at)::float8 AS age_s"""
@@ -214,7 +214,7 @@ def get_batch(connection: Connection, batch_id: UUID, *, tenant: str) -> BatchRo
 
 
 def read_batch(connection: Connection, batch_id: UUID) -> BatchRow | None:
-    """A batch, whoever's it is."""
+    """Returns a batch of any tenant."""
     row = connection.execute(READ, {"id": batch_id}).mappings().first()
     return None if row is None else _batch(row)
 
@@ -229,7 +229,7 @@ def list_batches(
     if after is not None:
         last = connection.execute(GET, {"id": after, "tenant": tenant}).mappings().first()
         if last is None:
-            raise Invalid("after", f"there is no batch batch_{after}", "Begin anew")
+            raise Invalid("after", f"there is no batch batch_{after}", "List from the start")
         rules = "AND (created_at, id) < (:at, :after)"
         values |= {"at": last["created_at"], "after": after}
     query = text(PAGE.format(rules=rules, limit=limit + 1))
@@ -266,7 +266,7 @@ def leave(connection: Connection, batch: BatchRow, *, pause_s: float) -> None:
 
 
 def fail(connection: Connection, batch: BatchRow, errors: Sequence[Mapping[str, Any]]) -> None:
-    """Ends a batch whose file is none. Raises TurnLost."""
+    """Ends a batch with an invalid file. Raises TurnLost."""
     _hold(connection.scalar(FAIL, {**_turn(batch), "errors": dump(errors)}))
 
 
@@ -308,7 +308,7 @@ def write_counts(
 
 
 def end_batch(connection: Connection, batch: BatchRow, status: BatchStatus) -> None:
-    """Ends a batch all of whose lines have ended. Raises TurnLost."""
+    """Ends a batch after all of its lines. Raises TurnLost."""
     _hold(connection.scalar(END, {**_turn(batch), "status": status.value}))
     connection.execute(EXPIRE_OUTPUT, {"id": batch.id})
 

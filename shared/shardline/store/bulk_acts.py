@@ -102,7 +102,7 @@ class BulkAct(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
     """Of PRIORITIZE: the new one."""
     key_name: str | None = None
-    """Of RETRY: the API key whose limits count."""
+    """Of RETRY: the limits of this API key count."""
 
 
 class BulkProgress(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,7 +185,7 @@ def _is_open(act: BulkAct) -> list[ColumnElement[bool]]:
     wanted = act.where.state
     if act.act is Act.RETRY:
         replays = jobs.alias()
-        # Whoever names ids means just those.
+        # A list of ids means just those jobs.
         others = (JobState.FAILED,) if act.where.ids is None else STATES[Act.RETRY]
         states = [wanted] if wanted else list(others)
         has_prompt = func.num_nonnulls(jobs.c.prompt, jobs.c.messages, jobs.c.prompt_ids) > 0

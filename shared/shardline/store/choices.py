@@ -32,7 +32,7 @@ def other_choices(connection: Connection, ids: Sequence[UUID]) -> dict[UUID, tup
 def repeated_choices(
     connection: Connection, asked: Sequence[tuple[UUID, Sequence[str]]]
 ) -> list[tuple[UUID, ...] | ShardlineError]:
-    """Finds the other choices of first ones that are there. Beside each first one stands what a
+    """Finds the other choices of first ones that are there. Each first one comes with what a
     repeat asks for behind it, as JSON objects: another number of them, or another choice, is a
     Conflict."""
     there = other_choices(connection, [first for first, _ in asked])

@@ -1,5 +1,5 @@
-"""New rows whose parents may be among them: a child whose parent a quota refuses is refused for the
-same reason. Knows no trigger: which parents are good is the table's to say."""
+"""Inserts rows together with their parents: a child of a refused parent is refused for the same
+reason. Knows no trigger: the table checks parents."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def insert_all_families(
 def refused_with_parents(
     requests: Sequence[EncodedRequest], outcomes: Sequence[Outcome]
 ) -> list[Outcome]:
-    """Returns the outcomes of requests that were inserted apart, where a child was told that it has
-    no parent, with the parents' refusals."""
+    """Returns the outcomes of requests that were inserted apart, with the parents' refusals in
+    place of a child's error that it has no parent."""
     parents = _parents_among(requests)
     found: list[Outcome] = []
     for place, outcome in enumerate(outcomes):
@@ -86,7 +86,7 @@ def _refusal(
 
 
 def _parents_among(requests: Sequence[EncodedRequest]) -> dict[int, list[int]]:
-    """By place, of those that have some: the places of parents that come before."""
+    """Maps places of children to the places of their parents, which come before them."""
     places: dict[UUID, int] = {}
     found: dict[int, list[int]] = {}
     for place, request in enumerate(requests):

@@ -92,7 +92,7 @@ class FileRow:
 
 
 def begin_upload(connection: Connection, *, tenant: str) -> UUID:
-    """Makes a file that nobody sees before `end_upload`."""
+    """Makes a file that is not visible before `end_upload`."""
     file_id = new_id()
     values = {"id": file_id, "tenant": tenant, "filename": "upload", "purpose": "upload"}
     connection.execute(BEGIN, values)
@@ -155,7 +155,7 @@ def add_part(
 
 
 def add_answers(connection: Connection, file_id: UUID, *, last_line: int, content: bytes) -> bool:
-    """Adds lines to a batch's part as a chunk, whose number is that of the last one. Returns
+    """Adds lines to a batch's part as a chunk with the number of the last line. Returns
     whether the part is still there."""
     values = {"id": file_id, "number": last_line, "content": content}
     return connection.scalar(ADD_ANSWERS, values) is not None
@@ -210,7 +210,7 @@ def list_files(
         at = connection.scalar(PLACE, {"id": after, "tenant": tenant})
         if at is None:
             problem = f"there is no file file-{after}; it may have been deleted"
-            raise Invalid("after", problem, "Begin anew")
+            raise Invalid("after", problem, "List from the start")
         rules += f" AND (created_at, id) {'>' if is_ascending else '<'} (:at, :after)"
         values |= {"at": at, "after": after}
     order = "ASC" if is_ascending else "DESC"

@@ -45,7 +45,7 @@ VALUES (:worker, :model, CAST(:shapes AS jsonb), CAST(:profile AS jsonb), CAST(:
     now() + make_interval(secs => :lease_s))
 ON CONFLICT (worker) DO UPDATE SET model = excluded.model, shapes = excluded.shapes,
     profile = excluded.profile, further = excluded.further, lease_until = excluded.lease_until,
-    -- One that was gone joins anew; one that starts again has been here.
+    -- One that was gone gets a new time; one that starts again keeps its time.
     joined_at = CASE
         WHEN workers.lease_until > now() AND workers.profile IS NOT NULL THEN workers.joined_at
         ELSE now()

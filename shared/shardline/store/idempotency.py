@@ -22,7 +22,7 @@ from shardline.contract.job import JobState
 
 REPEATED = text(f"""
 SELECT asked.number, jobs.name, jobs.id, jobs.error,
-    -- Its row was made to say why the request was refused: what is valid now is another request.
+    -- Its row only records why the request was refused: what is valid now is another request.
     jobs.state = '{JobState.FAILED}' AND jobs.finished_at = jobs.created_at AS is_refused,
     array_remove(ARRAY[
         CASE WHEN jobs.tenant_id <> asked.tenant_id THEN 'tenant' END,

@@ -43,7 +43,7 @@ WITH failed AS (
     LEFT JOIN tenants ON tenants.id = new.tenant ORDER BY new.id
     ON CONFLICT DO NOTHING RETURNING id, tenant_id
 )
--- Other ends are told of by a trigger, which hears of no insert.
+-- A trigger notifies of other ends; it does not run at an insert.
 SELECT id FROM failed
 CROSS JOIN LATERAL shardline_tell_webhooks(tenant_id, 'job.failed', id)
 """)

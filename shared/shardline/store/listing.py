@@ -28,7 +28,7 @@ MAX_CHAT_BYTES = 4096
 """As stored, compressed: of a longer chat a list shows nothing."""
 
 REMEDY = (
-    "Begin anew, or go on from the end of the page before "
+    "List from the start, or go on from the end of the page before "
     "(over HTTP its `next`), which needs no row"
 )
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

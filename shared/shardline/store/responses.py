@@ -71,7 +71,7 @@ ROWS = job_rows().add_columns(*COLUMNS).join(responses, responses.c.job_id == jo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewResponse:
-    """What a response has beside its job. `input` and `options` are JSON-like."""
+    """The columns of a response. `input` and `options` are JSON-like."""
 
     previous_id: UUID | None
     instructions: str | None
@@ -90,7 +90,7 @@ class ResponseRow(NewResponse):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Referenced:
-    """Jobs of responses whose items another request refers to."""
+    """Jobs of responses with items that another request refers to."""
 
     outputs: frozenset[UUID]
     inputs: frozenset[UUID]

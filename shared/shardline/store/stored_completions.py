@@ -59,7 +59,7 @@ class StoredCompletion:
     jobs: tuple[Job, ...]
     messages: Sequence[Mapping[str, Any]]
     stored: Mapping[str, Any]
-    """What its answer had beside the rows."""
+    """What its answer had and the rows lack."""
 
 
 def get_stored(connection: Connection, job_id: UUID, *, tenant: str) -> StoredCompletion:
@@ -89,7 +89,7 @@ def list_stored(
         at = connection.scalar(END, {"id": after, "tenant": tenant})
         if at is None:
             problem = f"there is no completion {after}; it may have been deleted"
-            raise Invalid("after", problem, "Begin anew")
+            raise Invalid("after", problem, "List from the start")
         rules += f" AND (created_at, id) {'>' if is_ascending else '<'} (:at, :after)"
         values |= {"at": at, "after": after}
     order = "ASC" if is_ascending else "DESC"

@@ -57,11 +57,9 @@ def scale(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Required: workers are started by what runs them.")
     ] = False,
-    window_s: Annotated[
-        float, typer.Option(min=1, help="The load is that of so many seconds.")
-    ] = WINDOW_S,
+    window_s: Annotated[float, typer.Option(min=1, help="Seconds of load to average.")] = WINDOW_S,
     drain_s: Annotated[
-        float, typer.Option(min=1, help="Jobs that wait are to end within so many seconds.")
+        float, typer.Option(min=1, help="Seconds in which jobs that wait are to end.")
     ] = DRAIN_S,
     share: Annotated[
         float, typer.Option(min=0.05, max=1, help="Of the fleet's speed that the load may take.")

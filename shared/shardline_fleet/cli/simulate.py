@@ -49,7 +49,7 @@ def tune(
     ] = TuningGoal.TOKENS_PER_S,
     trials: Annotated[int, typer.Option(min=1, max=10_000, help="Settings to simulate.")] = 60,
     keep: Annotated[
-        list[Setting] | None, typer.Option(help="Left as the file says; may be repeated.")
+        list[Setting] | None, typer.Option(help="Left as in the file; may be repeated.")
     ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="One JSON document instead of lines.")

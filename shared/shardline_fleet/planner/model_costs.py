@@ -72,7 +72,7 @@ class LayerKind:
     kv_numbers: int
     """Numbers that a token's keys and values take."""
     state_bytes: int = 0
-    """What a sequence keeps besides, whatever its length."""
+    """What a sequence keeps in addition, at any length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +261,7 @@ def _num_experts(scope: Mapping[str, Any], number: int) -> int:
 
 
 def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config says of quantized weights, also that of a container's text."""
+    """Returns the quantization of a config, or of a container's text."""
     scopes = (config, config.get("text_config") or {})
     return next(filter(None, (each.get("quantization_config") for each in scopes)), {})
 

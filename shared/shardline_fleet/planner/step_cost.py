@@ -159,8 +159,8 @@ def stage_cost(
     *,
     sequences: int = 0,
 ) -> StageCost:
-    """The cost of these steps on one device, which holds KV of so many tokens and the states of so
-    many sequences. Raises Invalid if the profile does not know a kind of layer."""
+    """The cost of these steps on one device, which holds KV of `kv_tokens` and the states of
+    `sequences`. Raises Invalid if the profile does not know a kind of layer."""
     if missing := sorted(set(model.kinds) - set(profile.layers)):
         raise Invalid(
             "--devices",

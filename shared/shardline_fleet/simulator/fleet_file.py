@@ -146,7 +146,7 @@ def read_fleet(path: Path) -> FleetFile:
         raise Invalid(str(path), f"no YAML: {error}", REMEDY) from error
     if (fleet.load.scenario is Scenario.TRACE) != (fleet.load.trace is not None):
         raise Invalid(
-            "load.trace", "a file, and `scenario: trace`: neither says anything alone", "Give both"
+            "load.trace", "a file, and `scenario: trace`: neither works alone", "Give both"
         )
     for number, fault in enumerate(fleet.faults):
         _check_fault(f"faults[{number}]", fault)
@@ -179,5 +179,5 @@ def _check_fault(field: str, fault: FaultFile) -> None:
         raise Invalid(
             f"{field}.latency_ms",
             "it must be above 0 with slow",
-            "Say how many milliseconds links take more",
+            "Set the additional milliseconds of links",
         )

@@ -88,7 +88,7 @@ def _profile(
     if len(profiles) != 1:
         dtypes = ", ".join(each.dtype for each in known)
         problem = f"{name} has {len(profiles)} profiles to take (its dtypes: {dtypes})"
-        raise Invalid(field, problem, "One is needed: say `dtype` in the file of the fleet")
+        raise Invalid(field, problem, "One is needed: set `dtype` in the file of the fleet")
     return profiles[0]
 
 

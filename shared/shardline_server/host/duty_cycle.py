@@ -39,5 +39,5 @@ class DutyCycle:
         self._hastened.wait(self.rest_s(thread_s() - self._began_s))
 
     def rest_s(self, work_s: float) -> float:
-        """Returns how long the thread rests after a turn that took so many seconds of a core."""
+        """Returns how long the thread rests after a turn with `work_s` seconds of a core."""
         return min(self._longest_rest_s, work_s * self._rest_per_work)

@@ -68,7 +68,7 @@ def open_private_file(folder: int, name: str, field: str) -> int:
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
         os.close(file)
-        raise Invalid(field, f"{name} is no file of its own", remedy)
+        raise Invalid(field, f"{name} is not a regular file with one link", remedy)
     return file
 
 

@@ -1,5 +1,5 @@
-"""Arguments that a model writes one by one, as the JSON object that clients read: typed as the
-tool's schema says, where the text does not say it."""
+"""Arguments that a model writes one by one, as the JSON object that clients read. The tool's schema
+gives the types that the text does not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ArgumentWriter:
         self._word = "{"
 
     def add_json(self, key: str, value: str) -> None:
-        """Appends an argument whose value is JSON text."""
+        """Appends an argument with JSON text as its value."""
         self._sink.arguments(f"{self._word}{text_of(key)}: {value}")
         self._word = ", "
 
@@ -44,7 +44,7 @@ class ArgumentWriter:
         self.add_json(key, typed(text, types_of(self._parameters, key)))
 
     def add_value(self, key: str, text: str) -> None:
-        """Appends an argument that the text says to be JSON; a string if it is none."""
+        """Appends an argument that the text declares as JSON; a string if it is none."""
         self.add_json(key, json_of(text.strip()) or text_of(text))
 
     def end(self) -> None:

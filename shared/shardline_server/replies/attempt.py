@@ -14,7 +14,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 def attempt(source: TextSource, sink: ReplySink, marker: str, body: Steps[None]) -> Steps[bool]:
     """Reads calls with `body`, behind their marker; returns whether there are any. The text of
     malformed ones becomes content. Behind a marker, what the end of the text cuts off is neither:
-    half a call is no answer, and its marker says that it was to be one."""
+    half a call is no answer, and after its marker it is no content."""
     source.begin_call(marker)
     try:
         yield from body

@@ -132,7 +132,7 @@ FAMILIES = {
         PLAIN,
     )
 }
-"""By name. A template belongs to the first one whose signs it has."""
+"""By name. A template belongs to the first family with signs in the template."""
 
 
 def named(chat_template: str, name: str) -> str:
@@ -141,8 +141,8 @@ def named(chat_template: str, name: str) -> str:
 
 
 def family_of(chat_template: str) -> str:
-    """Returns the family that a comment names, `{# replies: hermes #}`, else the one whose signs
-    the template has; `plain` if none is known: then all text is content."""
+    """Returns the family that a comment names, `{# replies: hermes #}`, else the one with
+    signs in the template; `plain` if none is known: then all text is content."""
     if (named := _NAMED.search(chat_template)) and named[1] in FAMILIES:
         return named[1]
     for family in FAMILIES.values():

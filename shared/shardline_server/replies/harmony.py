@@ -96,7 +96,7 @@ def _read_body(source: TextSource, sink: ReplySink, header: _Header) -> Steps[No
         yield from attempt(source, sink, MESSAGE, _read_call(source, sink, name))
         yield from _read_text(source, sink.content)
     elif header.recipient:
-        # A message to a tool that was not offered is said to nobody here.
+        # A message to a tool that was not offered is dropped.
         yield from _read_text(source, _forget)
     elif header.channel == "analysis":
         yield from _read_text(source, sink.reasoning)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 MAX_DEPTH = 200
-"""Values that are nested deeper are refused: readers of JSON have limits of their own."""
+"""Values that are nested deeper are refused: readers of JSON have limits too."""
 
 MAX_WORD_CHARS = 400
 """Of a number: a double has at most 309 digits before its point."""
@@ -52,7 +52,7 @@ class JsonScanner:
         self._in_string = False
         self._is_key = False
         self._begun = ""
-        """A number, literal or escape sequence whose end has not come."""
+        """A number, literal or escape sequence without its end."""
         self.is_broken = False
         self.is_done = False
 
@@ -69,7 +69,7 @@ class JsonScanner:
         return at
 
     def finish(self) -> bool:
-        """Says that no more text comes; returns whether the value is whole."""
+        """Ends the text; returns whether the value is whole."""
         if self._begun and not self._open and not self._in_string:
             self._end_word()
         return self.is_done

@@ -1,4 +1,4 @@
-"""Kimi K2: sections of calls, whose ids have the names; K3: elements between <|open|> and
+"""Kimi K2: sections of calls, with names in their ids; K3: elements between <|open|> and
 <|close|>."""
 
 from __future__ import annotations

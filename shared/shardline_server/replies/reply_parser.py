@@ -57,7 +57,7 @@ class ReplyParser:
         return merged(self.push_parts(text))
 
     def end(self) -> ReplyDelta:
-        """Says that the text is whole, for whatever reason, and returns the last delta."""
+        """Ends the text, for any reason, and returns the last delta."""
         return merged(self.end_parts())
 
     def push_parts(self, text: str) -> list[ReplyDelta]:
@@ -67,7 +67,7 @@ class ReplyParser:
         return self._sink.take()
 
     def end_parts(self) -> list[ReplyDelta]:
-        """Says that the text is whole, as `end`, and returns the last parts in order."""
+        """Ends the text, as `end` does, and returns the last parts in order."""
         self._source.close()
         next(self._steps, None)
         self._sink.end()

@@ -120,13 +120,13 @@ class ReplySink:
         self._reasoning.add(text)
 
     def end_reasoning(self) -> None:
-        """Says that the reasoning is whole."""
+        """Ends the reasoning."""
         self._reasoning.drop_waiting()
         self._ends_in_reasoning = False
         self._skips_space = not self._content.has_text
 
     def end_part_of_reasoning(self) -> None:
-        """Says that a part of the reasoning is whole: one that follows begins a line."""
+        """Ends a part of the reasoning: one that follows begins a line."""
         self._reasoning.drop_waiting()
         if self._reasoning.has_text:
             self._reasoning.waiting = ["\n"]
@@ -161,7 +161,7 @@ class ReplySink:
             self._add_call(ToolCallDelta(index=self._num_calls - 1, arguments=text))
 
     def end_call(self) -> None:
-        """Says that the call is whole; it is given out when `give_calls` says that its list is."""
+        """Ends the call; `give_calls` gives it out when its list has ended."""
         assert self._call is not None
         if not self._is_eager:
             arguments = without_repeated_keys("".join(self._arguments))
@@ -176,13 +176,13 @@ class ReplySink:
         self.forget_calls()
 
     def forget_calls(self) -> None:
-        """Says that what was being read is no call."""
+        """Discards what was being read: it is no call."""
         self._call = None
         self._arguments = []
         self._waiting = []
 
     def drop_calls(self) -> None:
-        """Says that the text has ended inside a call: what separates it from content goes too."""
+        """Discards a call that the end of the text cuts off, with its separator from content."""
         self.forget_calls()
         self._separate()
 
@@ -204,7 +204,7 @@ class ReplySink:
         self._content.has_text = False
 
     def end(self) -> None:
-        """Says that the text has ended."""
+        """Ends the text."""
         if self._has_call and not self._content.has_text:
             self._content.drop_waiting()
         self._content.give_waiting()

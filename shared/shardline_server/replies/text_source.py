@@ -28,7 +28,7 @@ class CutOff(Exception):
 
 
 def steps_taken(steps: Steps[T]) -> T:
-    """Takes the steps of a parser whose source is closed, and returns its result."""
+    """Takes the steps of a parser with a closed source, and returns its result."""
     try:
         next(steps)
     except StopIteration as end:
@@ -82,7 +82,7 @@ class TextSource:
         self._at = 0
 
     def close(self) -> None:
-        """Says that no more text comes."""
+        """Ends the text."""
         self._has_ended = True
 
     def begin_call(self, marker: str) -> None:

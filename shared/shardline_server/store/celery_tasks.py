@@ -107,7 +107,7 @@ WHERE task_id = ANY(CAST(:ids AS text[])) AND settled_at IS NULL
 """)
 
 EXPIRE = text("""
--- Tasks whose time to begin is over, with jobs that never began: a sweep ends these. Locked jobs
+-- Tasks after their time to begin, with jobs that never began: a sweep ends these. Locked jobs
 -- are passed over one by one, in the order of times: they have their turn later, and fill no batch.
 WITH waiting AS (
     SELECT task_id, id FROM (
@@ -119,7 +119,7 @@ WITH waiting AS (
     ) AS job
     LIMIT :max_batch
 ),
--- Those whose jobs began, or that have none. A subquery, not a join: it reads one job for each.
+-- Those with jobs that began, or without one. A subquery, not a join: it reads one job for each.
 over AS (
     SELECT task_id FROM celery_tasks
     WHERE expires_at <= now()

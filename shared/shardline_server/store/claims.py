@@ -255,7 +255,7 @@ def postpone_unfit(
 
 def park(connection: Connection, keys: Collection[Key]) -> None:
     """Marks that these wait in their head, in the transaction of their claim, or that it gave them
-    up, whoever has their rows locked. That their leases run out is no crash of theirs."""
+    up, also while their rows are locked. That their leases expire is no crash of theirs."""
     connection.execute(PARK, {"keys": dump_keys(keys)})
 
 

@@ -1,8 +1,8 @@
 """What becomes of an attempt that failed: a requeue, at once or after its policy's wait, or an end.
 
-Of those whose engine died only one that was computed and saved no token itself counts as a crash;
-one that did forgets those before. A queued job with a crash behind it is *quarantined*: heads run
-it alone. Knows neither who noticed nor why it died.
+After an engine died an attempt counts as a crash if it was computed and saved no token; one that
+saved some forgets the crashes before. A queued job with a crash behind it is *quarantined*: heads
+run it alone. Knows neither who noticed nor why it died.
 Locks: rows of `jobs` with SKIP LOCKED, here or in the caller's statement, before any of their
 attempts is read.
 """
@@ -118,8 +118,8 @@ def requeue_or_fail(
     connection: Connection, rows: Iterable[Row[Any]], *, limits: AttemptLimits = NO_CEILING
 ) -> dict[UUID, str]:
     """Locked rows of `last_attempts`. Returns `released`, `lost` or `crashed` for those that were
-    requeued, and the state of those that used up their attempts or crashes: as many as the job asks
-    for, but at most the limits', since each costs everybody's pipeline a restart."""
+    requeued, and the state of those that used up their attempts or crashes: the job's
+    number, but at most the limits', since each costs everybody's pipeline a restart."""
     ends: list[End] = []
     parked: list[Key] = []
     lost: list[Key] = []

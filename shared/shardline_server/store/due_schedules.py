@@ -1,7 +1,7 @@
 """Fires schedules that are due: the job and the next time are one transaction, so that of several
 relays, and of kills between, each time has one job.
 
-Postgres's clock alone says what is due: it is one for all relays, and the clock of deadlines. A
+Postgres's clock alone decides what is due: it is one for all relays, and the clock of deadlines. A
 job's id is made of its schedule and its time: a time that comes again has its job already.
 Locks: one row of `schedules` with SKIP LOCKED, then what an insert locks.
 """
@@ -29,7 +29,7 @@ from shardline.store.schedules.schedule_rows import job_request
 from shardline.store.tenants.tenant_doors import is_locked_out, wait_briefly
 
 LATE = timedelta(minutes=1)
-"""A time that nobody has seen to for so long was missed."""
+"""A time that has not fired after this delay was missed."""
 
 ROW_ERRORS = (DataError, IntegrityError, TypeError, ValueError, RecursionError, OverflowError)
 """What a row that SQL wrote can cause beyond what validation raises."""
@@ -113,7 +113,7 @@ def _fire(connection: Connection, row: Row[Any], next_at: datetime) -> FiringOut
         connection.execute(FIND, {"id": row.id, "next_at": next_at})
         return "found"
     if row.catch_up == CatchUp.NONE and row.now - row.next_at > LATE:
-        missed = {"code": "missed", "problem": "nobody fired it at that time"}
+        missed = {"code": "missed", "problem": "no relay fired it at that time"}
         _advance(connection, row, next_at, error=missed)
         return "missed"
     wanted = job_request(json.loads(row.request), name=row.name, tenant=row.tenant_id)

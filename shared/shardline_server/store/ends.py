@@ -33,8 +33,8 @@ WITH ends AS (
         probability float8, confidence float8, score float8, probabilities float8[],
         label_mass float8, embedding real[])
 ),
--- Jobs that are still in the state that they are to leave, under the same fence, and that nobody
--- else has locked.
+-- Jobs that are still in the state that they are to leave, under the same fence, and not locked
+-- elsewhere.
 locked AS (
     SELECT jobs.id FROM jobs JOIN ends ON ends.job_id = jobs.id AND ends.fence = jobs.fence
     WHERE jobs.state = :left FOR UPDATE OF jobs SKIP LOCKED
@@ -74,7 +74,7 @@ result AS (
 SELECT id, state FROM ended
 """)
 
-# From 0 to 1, of a job's attempt. Drawn by nobody: a repeat has the same.
+# From 0 to 1, derived from a job's attempt: a repeat has the same.
 JITTER = """CAST(CAST('x' || left(md5(concat(jobs.id, '/', jobs.fence)), 8) AS bit(32)) AS bigint)
             / 4294967296.0"""
 
@@ -91,7 +91,7 @@ WITH keys AS (
     SELECT * FROM jsonb_to_recordset(CAST(:keys AS jsonb))
         AS keys(job_id uuid, fence bigint, wait_s float8)
 ),
--- Those that are still held, and that nobody else has locked.
+-- Those that are still held, and not locked elsewhere.
 locked AS (
     SELECT jobs.id FROM jobs JOIN keys ON keys.job_id = jobs.id AND keys.fence = jobs.fence
     WHERE jobs.state = 'running' FOR UPDATE OF jobs SKIP LOCKED

@@ -26,7 +26,7 @@ WITH RECURSIVE gone AS (DELETE FROM share_changes RETURNING model, tenant_id, to
 had AS (
     SELECT model, tenant_id, sum(tokens) AS tokens,
         sum(tokens)::float8 / greatest(sum(most), 1) AS ratio,
-        -- One job says little of the next ones.
+        -- One job predicts little of the next ones.
         1 - {LEARN} ^ count(*) AS news
     FROM gone GROUP BY 1, 2
 ),

@@ -25,7 +25,7 @@ WITH beats AS (
     SELECT * FROM jsonb_to_recordset(CAST(:beats AS jsonb))
         AS beats(job_id uuid, fence bigint, start int, ids int[], logprobs jsonb)
 ),
--- The jobs that it still holds, and that nobody else has locked.
+-- The jobs that it still holds, and that are not locked elsewhere.
 locked AS (
     SELECT jobs.id FROM jobs JOIN beats ON beats.job_id = jobs.id AND beats.fence = jobs.fence
     WHERE jobs.state = 'running' FOR UPDATE OF jobs SKIP LOCKED

@@ -76,7 +76,7 @@ due AS MATERIALIZED (
     FROM numbered WHERE number <= num_free
     ORDER BY turn LIMIT {MAX_BATCH}
 ),
--- Sent long ago and claimed by nobody, so the message may be lost: each time the wait doubles.
+-- Sent long ago and never claimed, so the message may be lost: each time the wait doubles.
 unclaimed AS (
     SELECT id FROM jobs
     WHERE state = 'queued' AND id <> ALL(CAST(:locked_ids AS uuid[])) AND sent_at <= now()
@@ -107,7 +107,7 @@ ORDER BY priority, coalesce(turn, 0), created_at, looked.id
 """)  # noqa: S608 (constants of ours)
 
 UNSTAMP = text("""
--- Those that count as sent and that nobody else has locked.
+-- Those that count as sent and are not locked elsewhere.
 WITH sent AS (
     SELECT id FROM jobs
     WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'queued' AND sent_at IS NOT NULL
@@ -171,7 +171,7 @@ def _send(row: Row[Any]) -> Send:
 
 
 def _add(locked: LockedRows, looked: Sequence[Row[Any]]) -> bool:
-    """Whether rows were locked in this look. A tenant whose queued ones were so in an earlier look
+    """Whether rows were locked in this look. A tenant with locked queued ones in an earlier look
     too is passed over from now on."""
     rows = [row for row in looked if row.num_sends is None]
     if locked.ids:

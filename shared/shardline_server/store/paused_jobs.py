@@ -50,7 +50,7 @@ WITH RECURSIVE held AS (
         ORDER BY paused_by LIMIT 1
     ) AS next
 ),
--- Some of those whose pause is over. In the order of jobs_paused: statistics say that nearly each
+-- Some of those after their pause. In the order of jobs_paused: statistics suggest that nearly each
 -- paused job is one of them, and that a scan finds some at once.
 freed AS (
     SELECT id FROM jobs
@@ -64,7 +64,7 @@ UPDATE jobs SET paused_by = NULL FROM freed WHERE jobs.id = freed.id AND state =
 
 
 def settle(connection: Connection, turn: RelayTurn | None = None) -> int:
-    """Puts back jobs whose pause is over, at most MAX_RELEASED, and takes out what a relay would
+    """Puts back jobs after their pause, at most MAX_RELEASED, and takes out what a relay would
     come upon now. Returns how many: while there are some, there may be more behind them. `turn`:
     the one that this transaction has taken already."""
     turn = turn or take_turn(connection)

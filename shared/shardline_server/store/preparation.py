@@ -3,8 +3,8 @@ tokenizer.
 
 A loan locks no row: it is a time in the row, after which any relay may have it. Who marks first is
 right.
-Locks: rows of `jobs` with SKIP LOCKED, or in order of id for those who say that they wait. What
-stays locked is lent again once its loan is over.
+Locks: rows of `jobs` with SKIP LOCKED, or in order of id for callers that wait. What stays locked
+is loaned again after its lease.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ totals AS (
     SELECT id, sum(num_bytes) OVER (ORDER BY created_at, id) - num_bytes AS num_bytes_before
     FROM oldest
 ),
--- Those that fit, lent for one lease: if the relay dies, any other may have them after that.
+-- Those that fit, loaned for one lease: if the relay dies, any other may have them after that.
 lent AS (
     UPDATE jobs SET preparing_until = now() + make_interval(secs => :lease_s)
     FROM totals WHERE jobs.id = totals.id AND num_bytes_before < :max_bytes

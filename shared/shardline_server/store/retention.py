@@ -1,7 +1,7 @@
 """Deletes jobs that ended long ago, with their attempts and results, batches likewise, files that
 have expired, and rows of processes that are long gone. Knows no settings: how long is the caller's.
 
-A batch keeps its jobs as long as it is there, a job those whose texts it waits for.
+A batch keeps its jobs as long as it is there, a job its parents while it waits for their texts.
 A dead letter that was not replayed is never deleted: somebody must look at it first. Jobs are
 looked at in the order in which they were created, a few at a time: what stays behind (dead letters,
 a backlog that waits for longer than ended jobs are kept) is read once in each pass, and holds up no
@@ -166,7 +166,7 @@ def prune(connection: Connection) -> None:
 
 
 def prune_files(connection: Connection) -> bool:
-    """Delete the next files that nobody needs any more. Returns whether more may be there."""
+    """Delete the next files that are not needed any more. Returns whether more may be there."""
     if not connection.scalar(TRY_LOCK, {"lock": LOCK}):
         return False
     wanted = {"max_batch": MAX_FILES, "max_bytes": MAX_BYTES}

@@ -1,5 +1,5 @@
 """How many jobs of a tenant or an API key may run at once: what is over that stays queued. Relays
-send about as many as there is room for; this is where it holds.
+send about the number that has room; this is where the limit holds.
 
 Locks: rows of `quotas` of these tenants, in order of id, after the rows of `jobs`. Not those of
 `quota_use`: a transaction that submits has them until its end.
@@ -41,8 +41,8 @@ SELECT DISTINCT id FROM (
 
 
 def over_limit(connection: Connection, ids: Sequence[UUID]) -> set[UUID]:
-    """Those of these locked jobs that must not run now. Until COMMIT nobody else claims jobs of
-    their tenants."""
+    """Those of these locked jobs that must not run now. Until COMMIT no other transaction claims
+    jobs of their tenants."""
     if not ids:
         return set()
     connection.execute(LOCK, {"ids": list(ids)})

@@ -232,7 +232,7 @@ def record(
 
 
 def give_up(connection: Connection, *, patience_s: float) -> int:
-    """Ends deliveries that nobody has tried for so long though they were due. Returns how many, at
+    """Ends deliveries that were due for `patience_s` without a try. Returns how many, at
     most MAX_ENDED."""
     values = {"patience_s": patience_s, "max_rows": MAX_ENDED}
     return connection.execute(GIVE_UP, values).rowcount

@@ -1,5 +1,5 @@
-"""What relays look at in a turn: the windows that have room, and the tenants whose jobs may go into
-them. Parts of statements; asks nothing."""
+"""What relays look at in a turn: the windows that have room, and the tenants with jobs that may go
+into them. Parts of statements; asks nothing."""
 
 from __future__ import annotations
 
@@ -75,5 +75,5 @@ class LockedRows:
     """Those with more of them."""
 
     def parameters(self) -> dict[str, list[UUID] | list[str]]:
-        """Of a statement with `PARTIES`."""
+        """Returns the parameters of a statement with `PARTIES`."""
         return {"locked_ids": [*self.ids], "passed_over": [*self.tenants]}

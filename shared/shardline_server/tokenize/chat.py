@@ -255,7 +255,7 @@ def _said(message: Document) -> str:
 
 def _marked(message: Document, mark: str) -> Document:
     """The message with a mark where its content ends, or in the name of its last call: some
-    templates render no content beside calls, as transformers knows them."""
+    templates render no content with calls, as transformers knows them."""
     if "tool_calls" not in message:
         return {**message, "content": (message["content"] or "") + mark}
     *others, last = message["tool_calls"]

@@ -88,7 +88,7 @@ class ChatFormat:
     def reply(
         self, text: str, params: SamplingParams, job_id: UUID, prompt_ids: Sequence[int]
     ) -> Reply:
-        """Returns what a whole completion says."""
+        """Returns the parsed reply of a whole completion."""
         parser = self.parser(params, job_id, prompt_ids)
         return joined((parser.push(text), parser.end()))
 

@@ -148,7 +148,7 @@ def _with_tokens(
 
 def _named_tokens(folder: Path) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """The tokens that the folder's files name, and the special ones without a name. As in
-    transformers, special_tokens_map.json wins, and is not read beside added_tokens_decoder."""
+    transformers, special_tokens_map.json wins, and is not read if there is added_tokens_decoder."""
     documents = [_read(folder / "tokenizer_config.json")]
     if documents[0].get("added_tokens_decoder") is None:
         documents.append(_read(folder / "special_tokens_map.json"))
@@ -172,7 +172,7 @@ def _named_tokens(folder: Path) -> tuple[dict[str, dict[str, Any]], list[dict[st
 
 
 def _special_token(token: Any) -> dict[str, Any] | None:
-    """A token, special unless it says otherwise, of its text or its fields; None: it is none."""
+    """Returns a token, special by default, from its text or its fields; None: it is none."""
     fields = {"content": token} if isinstance(token, str) else token
     if not isinstance(fields, dict) or not isinstance(fields.get("content"), str):
         return None

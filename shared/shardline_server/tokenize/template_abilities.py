@@ -1,4 +1,4 @@
-"""What a chat template can say of tools, found by trying: templates declare nothing. Knows no
+"""What a chat template can render of tools, found by trying: templates declare nothing. Knows no
 request."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TemplateAbilities:
     takes_objects: bool = True
     """Arguments of calls as objects; else as their JSON text."""
     takes_no_content: bool = False
-    """The content beside calls is None; else an empty text."""
+    """The content of a message with calls is None; else an empty text."""
 
 
 def abilities_of(render: Render) -> TemplateAbilities:

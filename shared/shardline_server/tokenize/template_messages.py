@@ -30,7 +30,7 @@ def template_message(message: Message) -> Document:
 
 
 def template_tools(tools: Sequence[Tool]) -> list[Document]:
-    """Returns the tools as the model is told of them: whether one is strict, it need not know."""
+    """Returns the tools for the template, without `strict`, which the model need not know."""
     found: list[Document] = []
     for tool in tools:
         function = {"parameters": NO_PARAMETERS, **msgspec.to_builtins(tool.function)}

@@ -182,7 +182,7 @@ class Tokens:
         banned_ids(self.tokenizer, params.bad_words, vocab_size=self.vocab_size)
 
     def _kept(self, ids: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
-        """The last tokens of the prompt, as many as the request reads of it."""
+        """Returns the last tokens of the prompt, up to the request's limit."""
         num_kept = params.truncate_prompt_tokens
         if num_kept == ALL_THAT_FIT:
             least = max(params.min_tokens, 1) if params.max_tokens is None else params.max_tokens

@@ -35,7 +35,7 @@ class DatabaseDoor:
         self._ask = ask
 
     def upload(self, source: Path) -> str:
-        """Stores a file, a chunk in a transaction: nobody sees it before the last one."""
+        """Stores a file, a chunk in a transaction: it is visible after the last one."""
         file_id = self._ask(partial(files.begin_upload, tenant=DEFAULT_TENANT))
         with source.open("rb") as content:
             number = 0

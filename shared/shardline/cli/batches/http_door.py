@@ -97,7 +97,7 @@ def _state(batch: dict[str, Any]) -> BatchState:
 
 
 def _checked(reply: httpx.Response) -> dict[str, Any]:
-    """The answer. Raises what its status says."""
+    """Returns the answer. Raises the error of its status."""
     if reply.is_success:
         found: dict[str, Any] = reply.json()
         return found

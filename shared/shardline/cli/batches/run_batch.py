@@ -1,8 +1,8 @@
 """`shardline run-batch`: a file of requests in, a file of answers out, through a gateway's batches
 or through Postgres alone.
 
-What it has uploaded stands beside the output until that is whole: the same command again goes on
-with the same batch, however the first one ended.
+A file next to the output records the upload until the output is whole: the same command again goes
+on with the same batch, however the first one ended.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Answer = TypeVar("Answer")
 
 
 class UploadNote(msgspec.Struct, frozen=True, kw_only=True):
-    """What was uploaded for an output, in a file beside it."""
+    """The upload for an output, recorded in a file next to it."""
 
     digest: str
     file_id: str

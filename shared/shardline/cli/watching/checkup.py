@@ -1,5 +1,5 @@
 """What `shardline doctor` looks at: Postgres, Redis, relays, models, the gateway and this machine's
-disk. Each check says what it found and, if that is not right, what to do. Changes nothing and owns
+disk. Each check reports what it found and, if that is not right, a remedy. Changes nothing and owns
 no SQL."""
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _clock(server: str, ahead_s: float) -> CheckResult:
     name = f"clock of {server}"
-    found = f"{ahead_s:+.1f} s beside this machine's"
+    found = f"{ahead_s:+.1f} s from this machine's"
     if abs(ahead_s) > MOST_CLOCK_S:
         return _warning(name, found, "Synchronize both by NTP")
     return _ok(name, found)

@@ -30,7 +30,7 @@ FILE_PREFIX = "file-"
 """Before the UUID of a file, as clients name it."""
 
 CHUNK_BYTES = 1 << 20
-"""Of a file's content, in a row of its own."""
+"""Of a file's content, in a separate row."""
 
 MAX_LINES = 50_000
 MAX_LINE_NUMBER = (1 << 20) - 1
@@ -96,8 +96,8 @@ def window_seconds(window: str) -> float:
 
 
 def line_id(batch_id: UUID | str, line: int, choice: int = 0) -> UUID:
-    """The id of a line's job, and of further choices: it follows from the batch, whose time it
-    begins with, so that ids sort as lines do, and whoever inserts a line again finds its job."""
+    """Returns the id of a line's job, or of a further choice. It begins with the batch's time, so
+    that ids sort as lines do, and is the same when a line is inserted again."""
     batch = as_id(batch_id)
     digest = hashlib.blake2b(batch.bytes, digest_size=6).digest()
     random = int.from_bytes(digest, "big") >> 6

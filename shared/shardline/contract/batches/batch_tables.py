@@ -1,4 +1,4 @@
-"""The tables of files and batches, beside those in `tables`. Knows no query."""
+"""The tables of files and batches; `tables` has the others. Knows no query."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ batches = Table(
     json_object("settled"),
     json_object("counts"),
     # When a gateway goes on with it: put off while one does, None once it has ended. Each turn has
-    # a fence of its own.
+    # a new fence.
     time_of("due_at"),
     Column("fence", BigInteger, nullable=False),
     UniqueConstraint("tenant_id", "idempotency_key"),
@@ -101,7 +101,7 @@ batch_lines = Table(
     Column("num_jobs", SmallInteger, nullable=False),
     # Of each of its prompts.
     Column("num_choices", SmallInteger, nullable=False),
-    # What its answer repeats and its jobs do not say.
+    # Fields that its answer repeats and its jobs lack.
     json_object("options"),
     Column("error", JSONB(none_as_null=True)),
     UniqueConstraint("batch_id", "custom_id"),
@@ -119,7 +119,7 @@ files = Table(
     Column("bytes", BigInteger, nullable=False),
     created("created_at"),
     time_of("expires_at"),
-    # None: it is on its way, and nobody sees it.
+    # None: its upload has not ended, and it is not visible.
     time_of("uploaded_at"),
     # Of a file without chunks: its content is written as it is read.
     Column("batch_id", UUID(as_uuid=True), ForeignKey("batches.id", ondelete="CASCADE")),

@@ -1,4 +1,4 @@
-"""The table of what jobs wait for, beside those in `tables`. Knows no query.
+"""The table of what jobs wait for; `tables` has the others. Knows no query.
 
 Triggers in the migrations insert its rows and make them due.
 """

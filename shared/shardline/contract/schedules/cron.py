@@ -1,5 +1,5 @@
 """When a schedule fires: cron expressions in time zones, as Debian's cron reads them. Knows no
-clock: whoever asks says after which moment.
+clock: the caller gives the moment to start from.
 
 A time that a zone's clocks pass over when they are put forward comes right after the gap; one that
 comes twice when they are put back fires once, unless its hour or minute is `*`.

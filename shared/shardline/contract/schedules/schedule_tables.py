@@ -1,6 +1,6 @@
-"""The tables of pauses and schedules, beside those in `tables`. Knows no query.
+"""The tables of pauses and schedules; `tables` has the others. Knows no query.
 
-The triggers, which wake relays and begin a changed schedule anew, are in the migrations.
+The triggers, which wake relays and restart a changed schedule, are in the migrations.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PauseKind(StrEnum):
 
 
 class CatchUp(StrEnum):
-    """What becomes of times that nobody was there for: all of them together one job, or none."""
+    """What becomes of missed times: all of them together one job, or none."""
 
     ONCE = "once"
     NONE = "none"

@@ -1,7 +1,7 @@
 """A tenant's own keys in Redis: what its user of the broker may write and read, and nothing else
 there. Imports no Redis.
 
-Whose a request is depends on the key that it was taken from, never on what it says.
+A request's tenant follows from the key that it was taken from, never from its content.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_CHARS = 128
 """Of a tenant's name as keys have it."""
 
 CONNECTING = ("+ping", "+hello", "+select", "+multi", "+exec", "+client|setinfo", "+client|setname")
-"""What clients ask of a server beside their keys."""
+"""Commands of clients that use no key."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -2,7 +2,7 @@
 Knows no job.
 
 A door reserves in the transaction that accepts a job, under the lock of a row of `quota_use`. What
-moves on later (a claim, an end) adds a row to `quota_changes` and waits for nobody; the next to
+moves on later (a claim, an end) adds a row to `quota_changes` without a wait; the next to
 accept folds them in. The functions and triggers are in the migrations.
 """
 

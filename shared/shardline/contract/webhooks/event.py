@@ -1,4 +1,4 @@
-"""The event: what a webhook says of a job, a response or a batch that has ended, under which names,
+"""The event: what a webhook reports of an ended job, response or batch, under which names,
 and the secret that signs it. Knows no database and no server.
 
 Names and forms are OpenAI's, and Standard Webhooks'; `job.*` are ours.

@@ -107,7 +107,7 @@ def _checked(url: str) -> SplitResult:
     if not parts.hostname or port == 0:
         raise Invalid("url", "it names no host, or port 0", remedy)
     if "@" in parts.netloc:
-        remedy = "Leave them out: the signature says who sends"
+        remedy = "Leave them out: the signature proves the sender"
         raise Invalid("url", "it holds a user's name or password", remedy)
     if "%" in parts.netloc:
         raise Invalid("url", "its host is percent-encoded, or has a zone", remedy)

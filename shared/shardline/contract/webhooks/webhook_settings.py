@@ -13,7 +13,7 @@ class WebhookSettings(Settings):
 
     webhook_networks: str = Field(
         "",
-        description="networks that webhooks may reach beside public addresses: "
+        description="non-public networks that webhooks may reach: "
         "`10.0.0.0/8,::1`; the same for gateways and relays",
     )
 
@@ -26,5 +26,5 @@ class WebhookSettings(Settings):
 
     @property
     def webhook_reach(self) -> WebhookReach:
-        """Where webhooks may go."""
+        """Returns the addresses that webhooks may reach."""
         return WebhookReach.parse(self.webhook_networks)

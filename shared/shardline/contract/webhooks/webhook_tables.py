@@ -1,4 +1,4 @@
-"""The tables of webhooks, beside those in `tables`. Knows no query.
+"""The tables of webhooks; `tables` has the others. Knows no query.
 
 Deliveries are inserted by functions in the migrations, which triggers call as jobs and batches end.
 """

@@ -122,7 +122,7 @@ def connect_async(url: str, **options: Any) -> AsyncEngine:
 
 
 def autocommitted(engine: EngineT) -> EngineT:
-    """The same pool for questions of one statement: each statement is a transaction of its own,
+    """The same pool for questions of one statement: each statement is a separate transaction,
     without the round trips of BEGIN and COMMIT."""
     return engine.execution_options(isolation_level="AUTOCOMMIT")
 

@@ -280,8 +280,8 @@ def readable_params(document: object) -> SamplingParams:
 
 
 def readable_retry(document: object) -> RetryPolicy | None:
-    """Returns a row's policy; None for a row without one, or whose policy a hand has changed since
-    its check."""
+    """Returns a row's policy; None for a row without one, or if SQL has made it invalid since its
+    check."""
     try:
         return None if document is None else parse_retry(document)
     except Invalid:

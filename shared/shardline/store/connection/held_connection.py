@@ -1,4 +1,4 @@
-"""One connection of a pool for many statements, each of which is a transaction of its own. Knows no
+"""One connection of a pool for many statements, each in a separate transaction. Knows no
 statement.
 
 To take a connection from the pool, ping it and give it back takes more time than a small statement.

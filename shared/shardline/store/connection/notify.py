@@ -1,5 +1,5 @@
-"""LISTEN and NOTIFY: a bell, whose words are hints. One that is missed costs its listener a poll,
-never a job.
+"""LISTEN and NOTIFY: payloads are hints. A missed notification costs its listener a poll, never a
+job.
 
 Locks: an advisory one of a listener that leads, as long as it listens.
 """
@@ -37,8 +37,8 @@ IDS_IN_A_RING = 200
 
 
 def ring(connection: Connection, channel: str, word: str = "") -> None:
-    """Heard by all listeners once this transaction commits; Postgres makes one of several in a
-    transaction that say the same."""
+    """Notifies all listeners when this transaction commits; Postgres merges equal notifications
+    of one transaction."""
     connection.execute(RING, {"channel": channel, "words": [word]})
 
 

@@ -49,7 +49,7 @@ SELECT kind, target, reason, created_at FROM pauses ORDER BY created_at, kind, t
 
 
 class Pause(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing whose jobs wait."""
+    """A pause, which keeps the jobs of its target waiting."""
 
     kind: PauseKind
     target: str

@@ -63,7 +63,7 @@ SELECT {COLUMNS}, request FROM schedules
 WHERE id = :id AND tenant_id = coalesce(:tenant, tenant_id)
 """)  # noqa: S608 (a constant of ours)
 NAMED = text("SELECT id FROM schedules WHERE tenant_id = :tenant AND name = :name")
-# What it missed while it was paused is over: a trigger begins it anew.
+# Times missed during a pause do not fire: a trigger restarts the schedule.
 SET_PAUSED = text(f"""
 UPDATE schedules SET paused = :paused,
     last_error = CASE WHEN paused AND NOT :paused THEN NULL ELSE last_error END
@@ -158,7 +158,7 @@ def list_schedules(
         try:
             get(connection, after, tenant=tenant)
         except NotFound as error:
-            remedy = "Begin anew"
+            remedy = "List from the start"
             raise Invalid("after", f"there is no schedule {SCHEDULE}{after}", remedy) from error
     query = text(LIST.format(rules="" if after is None else BEHIND))
     values = {"tenant": tenant, "limit": limit + 1, "after": after}

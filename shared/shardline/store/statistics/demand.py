@@ -33,7 +33,7 @@ sizes AS (
         SELECT id FROM arrived WHERE state = 'succeeded' ORDER BY created_at DESC LIMIT :max_sized
     ) AS newest
 ),
--- Jobs whose time has come and that no head has claimed.
+-- Jobs that may run now and that no head has claimed.
 waiting AS (
     SELECT FROM jobs WHERE state = 'queued' AND model = :model AND not_before <= now()
         AND ({IS_READY})

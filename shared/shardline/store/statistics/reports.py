@@ -45,7 +45,7 @@ def states(connection: Connection, ids: Collection[UUID]) -> dict[UUID, str]:
 
 
 def tenants(connection: Connection, ids: Collection[UUID]) -> dict[UUID, str]:
-    """Whose every job is that has a row by now."""
+    """Maps jobs that have a row to their tenants."""
     return {row.id: row.tenant_id for row in connection.execute(TENANTS, {"ids": list(ids)})}
 
 

@@ -1,5 +1,5 @@
 """The state of a Postgres server as an installation needs it: version, load, schema, rights, and
-work that nobody does. Reads only."""
+work without a process that does it. Reads only."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SELECT count(*) FROM (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """What a server says of itself."""
+    """Figures that a server reports of itself."""
 
     version: str
     version_num: int

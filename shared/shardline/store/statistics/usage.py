@@ -42,7 +42,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 def usage(
     connection: Connection, *, num_days: int, by: Sequence[str], tenant: str | None = None
 ) -> list[Usage]:
-    """Sums of jobs that came within so many days; at most MAX_GROUPS. Raises Invalid."""
+    """Returns sums of the jobs of the last `days`; at most MAX_GROUPS. Raises Invalid."""
     if unknown := set(by) - COLUMNS.keys():
         raise Invalid("by", f"{min(unknown)!r} is none", f"Use some of: {', '.join(COLUMNS)}")
     names = [name for name in COLUMNS if name in by]

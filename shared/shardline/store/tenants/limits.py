@@ -1,5 +1,5 @@
-"""What Postgres says of a quota without room, as our error. One form for every door: the functions
-of the migrations write it. Asks nothing."""
+"""Translates Postgres's error of a full quota. The functions of the migrations write it in one form
+for every door. Asks nothing."""
 
 from __future__ import annotations
 

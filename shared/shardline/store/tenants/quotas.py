@@ -34,7 +34,7 @@ INSERT INTO prices (model, input_price, output_price) VALUES (:model, :input, :o
 ON CONFLICT (model) DO UPDATE SET input_price = :input, output_price = :output
 """)
 FOLD = text("""
--- Whoever has a row of use folds it too, and may keep it for long: no other tenant waits for that.
+-- A transaction that locks a row of use folds it too, maybe for long: no other tenant waits for it.
 WITH free AS (
     SELECT quota_id FROM quota_use ORDER BY quota_id FOR UPDATE SKIP LOCKED
 )
@@ -148,7 +148,7 @@ def list_quotas(connection: Connection) -> list[TenantQuota]:
 
 
 def fold_quotas(connection: Connection) -> None:
-    """Brings what is used up to date, so that changes do not pile up while nobody submits."""
+    """Brings what is used up to date, so that changes do not pile up without submits."""
     connection.execute(FOLD)
 
 

@@ -17,7 +17,7 @@ COLUMNS = (
     *("priority", "idempotency_key", "metadata", "traceparent", "not_before", "deadline_at"),
     *("depends_on", "on_parent_failure", "retry"),
 )
-"""Of a job, what its producer may say."""
+"""Columns of a job that its producer may set."""
 GRANTS = (
     f"INSERT ({', '.join(COLUMNS)}), SELECT, UPDATE (cancel_requested_at) ON jobs",
     "SELECT ON results, decisions",

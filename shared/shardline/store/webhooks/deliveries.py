@@ -22,7 +22,7 @@ from shardline.store.connection.notify import ring
 from shardline.store.webhooks.endpoints import get_endpoint
 
 MAX_REPLAYED = 1_000
-"""In one call: one statement locks and writes so many rows."""
+"""In one call, which locks and writes all rows in one statement."""
 
 DeliveryState = Literal["pending", "delivered", "dead"]
 
@@ -99,7 +99,7 @@ def list_deliveries(
     get_endpoint(connection, endpoint_id, tenant=tenant)
     values = {"endpoint_id": endpoint_id, "state": state, "after": after, "id": after}
     if after is not None and connection.scalar(IS_THERE, values) is None:
-        raise Invalid("after", f"there is no delivery {DELIVERY}{after}", "Begin anew")
+        raise Invalid("after", f"there is no delivery {DELIVERY}{after}", "List from the start")
     query = PAGE.format(rules="" if after is None else BEHIND, limit=limit + 1)
     rows = connection.execute(text(query), values).mappings()
     found = [WebhookDelivery(**row) for row in rows]

@@ -1,5 +1,5 @@
 """Webhook endpoints as rows: made, listed, changed, rotated, deleted. Shows a secret once, to
-whoever has made it.
+its creator.
 
 `tenant` None is anybody's: of commands, which may read the tables anyway.
 Locks: the tenant's row to count its endpoints; else one row of `webhook_endpoints`.
@@ -29,7 +29,7 @@ from shardline.contract.webhooks.webhook_tables import MAX_NAME_CHARS
 from shardline.store.tenants.quotas import add_tenant
 
 MAX_ENDPOINTS = 16
-"""Of a tenant: each end of one of its jobs may write so many rows."""
+"""Of a tenant: each end of one of its jobs may write a row for each endpoint."""
 
 DAY_S = 86_400.0
 BY_OWNER = "disabled by its owner"

@@ -1,5 +1,5 @@
 """Texts and pairs of texts as the ids that an encoder reads whole. Owns what a request to an
-encoder may say; knows no database."""
+encoder may contain; knows no database."""
 
 from __future__ import annotations
 

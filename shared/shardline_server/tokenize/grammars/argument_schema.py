@@ -24,7 +24,7 @@ BY_NAME = ("properties", "$defs", "definitions")
 def arguments_schema(function: FunctionDefinition) -> dict[str, Any]:
     """Returns the JSON schema of a call's arguments, which are an object in any case.
 
-    An object that names its properties, and says nothing of others, has no others: allowed any, a
+    An object with named properties, and no rule for others, has no others: allowed any, a
     small model writes them without end. What this accepts, the tool's own schema accepts too, but
     for what no grammar holds, unless it is strict.
     """

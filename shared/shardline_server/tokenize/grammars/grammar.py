@@ -1,7 +1,7 @@
 """Structured output as grammars of llguidance, and the matchers that hold a completion to one.
 
 Owns the limits of a grammar: what is compiled or matched beyond them is an error of that grammar.
-Knows no logits and no job. Doors try a grammar in a process of its own: see `grammar_trial`.
+Knows no logits and no job. Doors try a grammar in a separate process: see `grammar_trial`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_COMPILED = 32
 MAX_REASON_CHARS = 300
 
 NO_TEXT = "NoExtensionBias"
-"""What llguidance says of a grammar without a first token."""
+"""The error of llguidance for a grammar without a first token."""
 EMPTY = "no text is of this form"
 
 COMPOSED = '{"grammars"'
@@ -69,7 +69,7 @@ def limits(step_fuel: int = STEP_FUEL) -> LLParserLimits:
 
 
 class GrammarError(Exception):
-    """A grammar, or a completion by it, is beyond the limits. The message says which."""
+    """A grammar, or a completion by it, is beyond a limit, which the message names."""
 
 
 def grammar_of(output: StructuredOutput) -> str:
@@ -111,7 +111,7 @@ class Grammars:
         for one that no grammar can be matched with."""
         try:
             self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=[*eos_ids])
-        except Exception as error:  # whatever its parser says of a file, other jobs go on
+        except Exception as error:  # a parser's error stops no other job
             raise GrammarError(f"its vocabulary cannot be used: {one_line(str(error))}") from error
         self._compiled = lru_cache(maxsize=MAX_COMPILED)(self._compile)
 
@@ -131,7 +131,7 @@ class GrammarMatcher:
     """Follows a completion through its grammar.
 
     Copies of a compiled grammar share the states of its lexer, and their limit. One that reaches it
-    goes on with states of its own, so that a completion never fails by its neighbors.
+    goes on with fresh states, so that a completion never fails because of its neighbors.
     """
 
     def __init__(self, matcher: LLMatcher, fresh: Callable[[], LLMatcher]) -> None:
@@ -176,7 +176,7 @@ class GrammarMatcher:
             self._begin_again()
 
     def _begin_again(self) -> None:
-        """Takes all tokens with states of its own, the first time. Raises GrammarError."""
+        """Takes all tokens again with fresh states, the first time. Raises GrammarError."""
         if self._fresh is None:
             raise GrammarError(self._error())
         self._matcher = self._fresh()

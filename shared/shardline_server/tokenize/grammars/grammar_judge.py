@@ -1,4 +1,4 @@
-"""Judges grammars in a process of its own, which a door starts: compiling a hostile one takes hours
+"""Judges grammars in a separate process, which a door starts: compiling a hostile one takes hours
 or overflows the stack, and no limit of llguidance prevents either.
 
 Each line of the standard input is a question, each line of the output its verdict. A grammar that

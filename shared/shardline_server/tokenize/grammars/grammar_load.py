@@ -16,7 +16,7 @@ from shardline_server.tokenize.grammars.grammar import GrammarError, Grammars
 
 
 class GrammarLoad:
-    """Reads one vocabulary in a thread of its own, from the moment it is made."""
+    """Reads one vocabulary in a separate thread, which starts at once."""
 
     def __init__(self, folder: Path, *, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._folder = folder

@@ -23,7 +23,7 @@ MAX_VERDICTS = 4096
 """Kept, by digests of their grammars: jobs of one kind bring the same one."""
 
 MAX_REQUEST_CPU_S = 4.0
-"""For all grammars of a request, whose tools may have 128: so long it holds others up."""
+"""For all grammars of a request, up to 128 of tools: other requests wait for this time."""
 
 MAX_WAIT_S = 60.0
 """For a second of CPU, on a machine that is overloaded."""

@@ -1,7 +1,7 @@
 """JSON schemas as pydantic, zod and OpenAPI write them, in the keywords that llguidance holds.
 
 A rewritten schema accepts what the first one accepts. `format`s that JSON Schema does not define
-are notes, but for those in FORMATS. Where `x-guidance` says `lenient`, which llguidance reads too,
+are notes, but for those in FORMATS. Where `x-guidance` sets `lenient`, which llguidance reads too,
 what no grammar holds does not count.
 """
 
