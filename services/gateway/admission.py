@@ -12,7 +12,7 @@ from fastapi import Request
 from prometheus_client import Gauge
 
 from services.gateway.errors import TooLarge, TooSlow
-from shardline.base.errors import Invalid, Overloaded
+from shardline.base.errors import Invalid, Overload
 
 RETRY_AFTER_S = 1.0
 
@@ -42,11 +42,11 @@ class Gate:
 
     @contextmanager
     def place(self, tenant: str, num: int = 1) -> Iterator[None]:
-        """Admit `num` more holders of a tenant until the end of the block. Raises Overloaded."""
+        """Admit `num` more holders of a tenant until the end of the block. Raises Overload."""
         if self._num_inside + num > self._limit:
-            raise Overloaded(f"{self._limit} {self._what}, which is the limit", RETRY_AFTER_S)
+            raise Overload(f"{self._limit} {self._what}, which is the limit", RETRY_AFTER_S)
         if self._by_tenant[tenant] + num > self.max_of_tenant:
-            raise Overloaded(
+            raise Overload(
                 f"{self.max_of_tenant} {self._what} of this tenant, which is its limit",
                 RETRY_AFTER_S,
             )
@@ -113,7 +113,7 @@ class Admission:
 
     def take_places(self, request: Request, tenant: str, num: int, *, field: str) -> None:
         """Count a request as `num`, which has one place, until its answer has been sent. Raises
-        Overloaded, and Invalid, naming `field`, for one over the tenant's limit."""
+        Overload, and Invalid, naming `field`, for one over the tenant's limit."""
         most = self.requests.max_of_tenant
         if num > most:
             problem = f"it stands for {num} jobs; this gateway answers {most} at a time"
@@ -123,14 +123,14 @@ class Admission:
 
     def take(self, num_bytes: int) -> None:
         """Count bytes that have arrived: announced ones that never arrive block no request. Raises
-        Overloaded."""
+        Overload."""
         if self._num_buffered_bytes + num_bytes > self._max_buffered_bytes:
-            raise Overloaded("too many large requests are being read", RETRY_AFTER_S)
+            raise Overload("too many large requests are being read", RETRY_AFTER_S)
         self._num_buffered_bytes += num_bytes
 
     async def read(self, request: Request, room: Room) -> bytes:
         """Read the whole body. Raises TooLarge as soon as it is known to be over the limit, TooSlow
-        when it does not arrive in time, and Overloaded when all buffers are full."""
+        when it does not arrive in time, and Overload when all buffers are full."""
         self._check(_announced_bytes(request))
         chunks: list[bytes] = []
         try:
@@ -171,13 +171,13 @@ class Room:
         self._admission = admission
 
     def add(self, num_bytes: int) -> None:
-        """Count more bytes of this body. Raises Overloaded."""
+        """Count more bytes of this body. Raises Overload."""
         self._admission.take(num_bytes)
         self.num_bytes += num_bytes
 
     def add_decoded(self, num_bytes: int) -> None:
         """Count what the body becomes once it is decoded. Raises TooLarge for one that takes more
-        than its share of all buffers, whenever it comes, and Overloaded."""
+        than its share of all buffers, whenever it comes, and Overload."""
         self._admission.check_decoded(num_bytes)
         self.add(num_bytes)
 

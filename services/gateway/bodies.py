@@ -90,7 +90,7 @@ class JobDelta(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprob, ...] | UnsetType = UNSET
 
 
-class Interrupted(Error, frozen=True, kw_only=True):
+class StreamInterruption(Error, frozen=True, kw_only=True):
     """Why a stream of events ends before its job, and where to join it again."""
 
     after: str

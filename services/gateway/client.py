@@ -29,7 +29,7 @@ from shardline.store.listing import PageEnd
 from shardline.store.pipelines import LivePipeline, live_pipelines
 from shardline.store.responses import (
     EncodedResponse,
-    Referenced,
+    ReferencedJobs,
     ResponseRow,
     delete_response,
     insert_with_responses,
@@ -118,7 +118,7 @@ class GatewayClient(AsyncClient):
         Raises Unavailable."""
         return await self._responses.read(job_id)
 
-    async def referenced(self, wanted: Referenced, *, tenant: str) -> dict[UUID, ResponseRow]:
+    async def referenced(self, wanted: ReferencedJobs, *, tenant: str) -> dict[UUID, ResponseRow]:
         """The stored responses of the tenant among those wanted, with what is wanted of them alone:
         see `read_referenced`. Raises Invalid, Unavailable."""
         return await self._ask(partial(read_referenced, wanted=wanted, tenant=tenant))
@@ -136,7 +136,7 @@ class GatewayClient(AsyncClient):
         limit: int = 100,
         after: JobId | PageEnd | None = None,
     ) -> Summaries:
-        """Lists as `AsyncClient.list`, of one tenant or of all. Raises Overloaded when a tenant
+        """Lists as `AsyncClient.list`, of one tenant or of all. Raises Overload when a tenant
         asks for too many at once."""
         async with self._list_turns.take(tenant):
             page = questions.list_jobs(state, model, limit, after, tenant)
@@ -148,7 +148,7 @@ class GatewayClient(AsyncClient):
 
     async def list_stored(self, *, tenant: str, **asked: Any) -> StoredPage:
         """Returns a page of stored completions, and whether there are more: see
-        `stored_completions.list_stored`. Raises Invalid, and Overloaded as `list` does."""
+        `stored_completions.list_stored`. Raises Invalid, and Overload as `list` does."""
         async with self._list_turns.take(tenant):
             page = partial(stored.list_stored, tenant=tenant, **asked)
             return await self._ask(page, pool=self._lists)
@@ -171,7 +171,7 @@ class GatewayClient(AsyncClient):
     async def costs(
         self, *, num_days: int, by: Collection[str], model: str | None, tenant: str | None
     ) -> Costs:
-        """What jobs took, of one tenant or of all: see `costs.costs`. Raises Overloaded as `list`
+        """What jobs took, of one tenant or of all: see `costs.costs`. Raises Overload as `list`
         does."""
         async with self._cost_turns.take(tenant), self._list_turns.take(None):
             asked = partial(costs.costs, num_days=num_days, by=by, model=model, tenant=tenant)
@@ -189,7 +189,7 @@ class GatewayClient(AsyncClient):
 
     async def act(self, act: BulkAct, *, dry_run: bool, key_id: str) -> BulkProgress:
         """Acts on at most MAX_PAGES pages of jobs; of a dry run `num_changed` is a count. Raises
-        Overloaded as `list` does, and what a quota refuses."""
+        Overload as `list` does, and what a quota refuses."""
         async with self._list_turns.take(act.where.tenant):
             if dry_run:
                 number = await self._ask(questions.count_of(act), pool=self._lists)

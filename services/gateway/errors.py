@@ -29,7 +29,7 @@ from shardline.base.errors import (
     JobExpired,
     LimitExceeded,
     NotFound,
-    Overloaded,
+    Overload,
     ShardlineError,
     Unavailable,
     UnknownModel,
@@ -161,7 +161,7 @@ KINDS: tuple[tuple[type[ShardlineError], int, str, str], ...] = (
     (NotFound, 404, "invalid_request_error", "not_found"),
     (Conflict, 409, "invalid_request_error", "conflict"),
     (Diverged, 409, "job_restarted", "stream_diverged"),
-    (Overloaded, 429, "rate_limit_error", "overloaded"),
+    (Overload, 429, "rate_limit_error", "overloaded"),
     (Stopping, 503, "server_error", "gateway_stopping"),
     (Unavailable, 503, "server_error", "unavailable"),
     (JobCancelled, 409, "job_ended", "job_cancelled"),
@@ -220,7 +220,7 @@ def advice(error: ShardlineError) -> dict[str, str]:
     """Returns the headers that advise whether to send a request again, and when."""
     if isinstance(error, LimitExceeded):
         return limit_headers(error)
-    if isinstance(error, Overloaded):
+    if isinstance(error, Overload):
         return retry_headers(error.retry_after_s)
     if isinstance(error, Unavailable | TooSlow):
         return retry_headers(RETRY_AFTER_S)

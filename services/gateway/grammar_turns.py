@@ -30,7 +30,7 @@ class GrammarTurns:
 
     @asynccontextmanager
     async def take(self, model: RegisteredModel, job: JobRequest) -> AsyncIterator[None]:
-        """Wait for the turn to prepare a job, if it needs one. Raises Overloaded."""
+        """Wait for the turn to prepare a job, if it needs one. Raises Overload."""
         params = job.params()
         digest = _digest(model, params) if has_grammar(params) else None
         if digest is None or digest in self._known:

@@ -47,8 +47,8 @@ class Guard:
         self._hosts = hosts
 
     async def admit(self, path: str, headers: Headers) -> Caller | None:
-        """The caller, or None on an open path. Raises Unauthorized, Misdirected, Unavailable,
-        Overloaded."""
+        """The caller, or None on an open path. Raises Unauthorized, MisdirectedRequest,
+        Unavailable, Overload."""
         if path in OPEN:
             return None
         self._check_host(headers.get("host", ""))

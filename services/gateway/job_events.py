@@ -11,7 +11,7 @@ from uuid import UUID
 import structlog
 from msgspec import UNSET
 
-from services.gateway.bodies import Interrupted, JobDelta, JobDocument
+from services.gateway.bodies import JobDelta, JobDocument, StreamInterruption
 from services.gateway.context import Gateway
 from services.gateway.errors import Stopping, body_of
 from services.gateway.http.sse import KEEP_ALIVE, event
@@ -67,7 +67,7 @@ async def job_events(gateway: Gateway, job: Job, after: Place) -> AsyncGenerator
     except ShardlineError as error:
         log.warning("event stream interrupted", job_id=str(job.id), error=str(error))
         place = Place() if isinstance(error, Diverged) else place
-        why = Interrupted(error=body_of(error).error, after=str(place))
+        why = StreamInterruption(error=body_of(error).error, after=str(place))
         yield event(why, name="interrupted", event_id=why.after)
 
 

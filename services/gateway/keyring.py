@@ -18,7 +18,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shardline.base.aio import cancel_and_wait
-from shardline.base.errors import Overloaded, Unavailable
+from shardline.base.errors import Overload, Unavailable
 from shardline.client.database import outage_of, reachable
 from shardline.store import api_keys
 from shardline.store.api_keys import KeyRecord
@@ -82,14 +82,14 @@ class Keyring:
         await self._write_uses()
 
     async def get(self, key_id: str) -> Entry:
-        """The entry of a key id. Raises Unavailable, and Overloaded when too many ids wait for a
+        """The entry of a key id. Raises Unavailable, and Overload when too many ids wait for a
         look-up."""
         asked_s = time.monotonic()
         entry = self._remembered(key_id)
         if entry is not None and self._is_fresh(entry, asked_s):
             return entry
         if len(self._wanted) >= MAX_WAITING and key_id not in self._wanted:
-            raise Overloaded(
+            raise Overload(
                 f"{MAX_WAITING} API keys are being looked up, which is the limit", AGAIN_S
             )
         self._wanted.add(key_id)

@@ -75,7 +75,7 @@ def _converted(data: bytes, kind: type[BodyT]) -> BodyT:
 
 @asynccontextmanager
 async def request_body(gateway: Gateway, request: Request) -> AsyncIterator[RequestBody]:
-    """Read the body and count its bytes until the end of the block. Raises Invalid, Overloaded."""
+    """Read the body and count its bytes until the end of the block. Raises Invalid, Overload."""
     check_is_json(request)
     with gateway.admission.reading() as room:
         body = RequestBody(await gateway.admission.read(request, room), room)

@@ -58,7 +58,7 @@ class AcceptedJob(Generic[RequestT_co]):
 async def submit(
     gateway: Gateway, request: Request, caller: Caller, parse: Parse[RequestT_co]
 ) -> AcceptedJob[RequestT_co]:
-    """Store a job of the caller's tenant. Raises Invalid, Forbidden, Conflict, Overloaded,
+    """Store a job of the caller's tenant. Raises Invalid, Forbidden, Conflict, Overload,
     Unavailable; then either nothing was stored or a repeat with the same id is safe."""
     async with request_body(gateway, request) as body:
         jobs = await read_jobs(body, request, caller, lambda document: (parse(document),))

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from shardline.base.errors import Overloaded
+from shardline.base.errors import Overload
 
 MAX_WAITING = 32
 """Queries of one tenant that wait for their turn; more are refused for now."""
@@ -36,11 +36,11 @@ class TenantTurns:
 
     @asynccontextmanager
     async def take(self, tenant: str | None) -> AsyncIterator[None]:
-        """Wait for the turn of a tenant's next query, and have it. Raises Overloaded for one that
+        """Wait for the turn of a tenant's next query, and have it. Raises Overload for one that
         waits among too many, or for `max_wait_s`."""
         queue = self._queues.setdefault(tenant, Queue())
         if queue.num_inside > MAX_WAITING:
-            raise Overloaded(
+            raise Overload(
                 f"{MAX_WAITING} {self._what} of this tenant wait, which is the limit",
                 RETRY_AFTER_S,
             )
@@ -61,4 +61,4 @@ class TenantTurns:
                 await turn.enter_async_context(self._running)
         except TimeoutError as error:
             problem = f"{self._what} of others took {self._max_wait_s:g} s, the longest wait"
-            raise Overloaded(problem, RETRY_AFTER_S) from error
+            raise Overload(problem, RETRY_AFTER_S) from error

@@ -90,7 +90,7 @@ async def check_file(gateway: Gateway, batch: BatchRow) -> None:
 
 async def read_lines(gateway: Gateway, batch: BatchRow) -> BatchRow:
     """Makes the next lines rows, for a slice of time; returns the batch as it is then. Raises
-    TurnLost, LinesWait, Unavailable, Overloaded."""
+    TurnLost, LinesWait, Unavailable, Overload."""
     reading = LineReading(gateway, batch)
     splitter = LineSplitter(
         max_bytes=gateway.settings.http_max_body_bytes,

@@ -31,7 +31,7 @@ from services.gateway.openai.service_tier import tier_used
 from services.gateway.responses.creation import encode, with_conversation
 from services.gateway.responses.requests import ResponseRequest, field_names, response_request
 from services.gateway.submit import prepare_all, take_tenant
-from shardline.base.errors import Invalid, Overloaded, ShardlineError, Unavailable
+from shardline.base.errors import Invalid, Overload, ShardlineError, Unavailable
 from shardline.contract.batches.batch import line_id
 from shardline.contract.encoders.encoder import EncoderTask
 from shardline.contract.job import INTERACTIVE, JobRequest
@@ -135,7 +135,7 @@ async def encoded_lines(
     gateway: Gateway, place: LinePlace, bodies: Sequence[tuple[int, bytes]]
 ) -> list[Outcome]:
     """Returns the encoded requests of numbered lines, or their errors. Raises errors that no line
-    has caused: Overloaded, Unavailable."""
+    has caused: Overload, Unavailable."""
     parsed = await asyncio.to_thread(_parse_all, gateway, place, bodies)
     models = await _models(gateway, parsed)
     found: list[Outcome | None] = await asyncio.to_thread(_encode_simple, parsed, models)
@@ -238,7 +238,7 @@ async def _encode_slowly(
             one = replace(one, jobs=(first,))
         async with gateway.grammar_turns.take(model, first):
             return await asyncio.to_thread(_encode, one, model)
-    except (Overloaded, Unavailable):
+    except (Overload, Unavailable):
         raise
     except ShardlineError as error:
         return error

@@ -29,7 +29,7 @@ BUFFERED_BYTES = 3 * CHUNK_BYTES
 
 
 async def upload(gateway: Gateway, request: Request, caller: Caller) -> FileRow:
-    """Store the file of a form. Raises Invalid, Overloaded, Unavailable: then there is none."""
+    """Store the file of a form. Raises Invalid, Overload, Unavailable: then there is none."""
     boundary = boundary_of(request.headers.get("content-type", ""))
     if boundary is None:
         kind = request.headers.get("content-type", "")[:64]

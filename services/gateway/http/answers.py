@@ -10,7 +10,7 @@ from __future__ import annotations
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway import errors
-from shardline.base.errors import Overloaded
+from shardline.base.errors import Overload
 
 PIECE_BYTES = 64 << 10
 """Of an answer, written at a time. Smaller answers are not counted."""
@@ -26,9 +26,9 @@ class UnsentAnswers:
         self._num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        """Count more bytes. Raises Overloaded."""
+        """Count more bytes. Raises Overload."""
         if self._num_bytes + num_bytes > self._max_bytes:
-            raise Overloaded("too many large answers are being sent", RETRY_AFTER_S)
+            raise Overload("too many large answers are being sent", RETRY_AFTER_S)
         self._num_bytes += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
@@ -49,7 +49,7 @@ class AnswerSender:
 
     async def __call__(self, message: Message) -> None:
         """Send a message of ASGI. An answer of known length for which there is no room is replaced
-        by 429; for a part of a stream it raises Overloaded, before any of it was sent."""
+        by 429; for a part of a stream it raises Overload, before any of it was sent."""
         if self._is_refused:
             return
         if message["type"] == "http.response.start":
@@ -68,7 +68,7 @@ class AnswerSender:
         )
         try:
             self._count(length)
-        except Overloaded as error:
+        except Overload as error:
             self._is_refused = True
             await errors.respond(error)(self._scope, self._receive, self._send)
         else:

@@ -12,7 +12,7 @@ from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from shardline.base.aio import cancel_and_wait
-from shardline.base.errors import Overloaded
+from shardline.base.errors import Overload
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -79,7 +79,7 @@ class EventStream(Response):
         async for chunk in self._events:
             try:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            except Overloaded as error:
+            except Overload as error:
                 # There is no room for this event: its maker knows what to send instead.
                 last = await self._events.athrow(error)
                 await send({"type": "http.response.body", "body": last, "more_body": True})

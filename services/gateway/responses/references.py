@@ -18,7 +18,7 @@ from services.gateway.responses.output_items import ListedItem, OutputItem
 from services.gateway.responses.requests import ResponseRequest, items_of
 from services.gateway.responses.response_events import answers_of, whole
 from shardline.base.errors import Invalid
-from shardline.store.responses import Referenced, ResponseRow
+from shardline.store.responses import ReferencedJobs, ResponseRow
 
 MAX_RESPONSES = 256
 """Responses that the references of one request lead to."""
@@ -62,7 +62,7 @@ def _places(items: Iterable[InputItem]) -> dict[str, int]:
     return places
 
 
-def _wanted(places: Mapping[str, int]) -> Referenced:
+def _wanted(places: Mapping[str, int]) -> ReferencedJobs:
     outputs: set[UUID] = set()
     inputs: set[UUID] = set()
     for item_id, place in places.items():
@@ -71,7 +71,7 @@ def _wanted(places: Mapping[str, int]) -> Referenced:
     if (number := len(outputs | inputs)) > MAX_RESPONSES:
         problem = f"its references lead to {number} responses, over the limit of {MAX_RESPONSES}"
         raise Invalid("input", problem, "Send the items of some of them")
-    return Referenced(outputs=frozenset(outputs), inputs=frozenset(inputs))
+    return ReferencedJobs(outputs=frozenset(outputs), inputs=frozenset(inputs))
 
 
 def _parsed(item_id: str, place: int) -> tuple[UUID, bool]:

@@ -44,7 +44,7 @@ JobIdPath = Annotated[str, Path(json_schema_extra={"pattern": JOB_ID})]
 JOB_EVENTS: dict[str, type[Struct]] = {
     "delta": bodies.JobDelta,
     "end": bodies.JobDocument,
-    "interrupted": bodies.Interrupted,
+    "interrupted": bodies.StreamInterruption,
 }
 A_PLACE = {"type": "string", "pattern": f"^{PLACE.pattern}$"}
 FOLLOWED = "`delta`, then `end` or `interrupted`"

@@ -7,7 +7,7 @@ ShardlineError
 ├── NotFound           no such job
 ├── Conflict           the id, the key or the name belongs to another request, or to another head
 ├── Diverged           a job went on with other tokens than a stream of it had given out
-├── Overloaded         a door is full: try again later
+├── Overload           a door is full: try again later
 ├── JobEnded           the job ended without a completion (base of what a waiter sees)
 │   ├── JobFailed
 │   ├── JobCancelled
@@ -125,7 +125,7 @@ class Diverged(ShardlineError):
         )
 
 
-class Overloaded(ShardlineError):
+class Overload(ShardlineError):
     """A door is full. `retry_after_s`: when to come back."""
 
     def __init__(self, problem: str, retry_after_s: float) -> None:

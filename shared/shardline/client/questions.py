@@ -125,7 +125,7 @@ def count_of(act: BulkAct) -> Question[int]:
 
 
 def next_page(act: BulkAct, progress: BulkProgress) -> Question[BulkProgress]:
-    """Do the act on a page of jobs. Raises Invalid, Overloaded."""
+    """Do the act on a page of jobs. Raises Invalid, Overload."""
     return partial(bulk_acts.next_page, act=act, progress=progress)
 
 

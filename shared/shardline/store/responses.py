@@ -89,7 +89,7 @@ class ResponseRow(NewResponse):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Referenced:
+class ReferencedJobs:
     """Jobs of responses with items that another request refers to."""
 
     outputs: frozenset[UUID]
@@ -150,7 +150,7 @@ def read_responses(connection: Connection, ids: Sequence[UUID]) -> list[Response
 
 
 def read_referenced(
-    connection: Connection, wanted: Referenced, *, tenant: str
+    connection: Connection, wanted: ReferencedJobs, *, tenant: str
 ) -> dict[UUID, ResponseRow]:
     """The stored responses of the tenant among those wanted, by one query however many, once it is
     known how long they are together: without conversations and log-probabilities, of a prompt its
@@ -177,7 +177,7 @@ def _check_sizes(num_tokens: int, num_bytes: int) -> None:
             raise Invalid("input", problem, "Send the items of some of them")
 
 
-def _slim_rows(wanted: Referenced) -> Select[Any]:
+def _slim_rows(wanted: ReferencedJobs) -> Select[Any]:
     is_output = is_any(jobs.c.id, wanted.outputs)
     prompt_ids = jobs.c.prompt_ids
     num_prompt = func.cardinality(prompt_ids)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from shardline_server.replies.reply_sink import ReplySink
-from shardline_server.replies.text_source import CutOff, Malformed, Steps, TextSource
+from shardline_server.replies.text_source import CutOff, MalformedCall, Steps, TextSource
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 
@@ -18,7 +18,7 @@ def attempt(source: TextSource, sink: ReplySink, marker: str, body: Steps[None])
     source.begin_call(marker)
     try:
         yield from body
-    except Malformed:
+    except MalformedCall:
         sink.forget_calls()
         sink.content(source.end_call())
         return False
@@ -40,5 +40,5 @@ def read_name(source: TextSource, sink: ReplySink) -> Steps[str]:
     """Reads the name of a function."""
     name = yield from source.run_of(_NAME)
     if not (yield from source.peek()):
-        raise CutOff if sink.may_be_tool(name) else Malformed
+        raise CutOff if sink.may_be_tool(name) else MalformedCall
     return name

@@ -10,7 +10,7 @@ from shardline_server.replies.argument_writer import json_of
 from shardline_server.replies.attempt import attempt, read_name
 from shardline_server.replies.json_text import text_of
 from shardline_server.replies.reply_sink import ReplySink
-from shardline_server.replies.text_source import CutOff, Malformed, MarkerSet, Steps, TextSource
+from shardline_server.replies.text_source import CutOff, MalformedCall, MarkerSet, Steps, TextSource
 from shardline_server.replies.thinking import is_open_in
 
 CALL = "<|tool_call>"
@@ -52,7 +52,7 @@ def _read_call(source: TextSource, sink: ReplySink) -> Steps[None]:
     name = yield from read_name(source, sink)
     sink.begin_call(name)
     if (yield from source.need()) != "{":
-        raise Malformed
+        raise MalformedCall
     yield from _read_value(source, sink.arguments, 0)
     sink.end_call()
     yield from source.space()
@@ -62,7 +62,7 @@ def _read_call(source: TextSource, sink: ReplySink) -> Steps[None]:
 
 def _read_value(source: TextSource, give: Callable[[str], object], depth: int) -> Steps[None]:
     if depth > MAX_DEPTH:
-        raise Malformed
+        raise MalformedCall
     char = yield from source.need()
     if char in "{[":
         yield from source.expect(char)
@@ -74,7 +74,7 @@ def _read_value(source: TextSource, give: Callable[[str], object], depth: int) -
         if not (yield from source.peek()):
             raise CutOff
         if not word:
-            raise Malformed
+            raise MalformedCall
         give(json_of(word) or text_of(word))
 
 

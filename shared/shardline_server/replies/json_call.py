@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardline_server.replies.json_text import text_of, value_of
 from shardline_server.replies.reply_sink import ReplySink
-from shardline_server.replies.text_source import Malformed, Steps, TextSource
+from shardline_server.replies.text_source import MalformedCall, Steps, TextSource
 
 _NAME = "name"
 _ARGUMENTS = ("arguments", "parameters")
@@ -14,7 +14,7 @@ _ARGUMENTS = ("arguments", "parameters")
 def read_arguments(source: TextSource, sink: ReplySink) -> Steps[None]:
     """Reads a JSON object and passes it on as the arguments of the call that has begun."""
     if (yield from source.need()) != "{":
-        raise Malformed
+        raise MalformedCall
     yield from source.json(sink.arguments)
 
 
@@ -64,7 +64,7 @@ def read_call(source: TextSource, sink: ReplySink) -> Steps[None]:
             yield from source.expect(",")
     yield from source.expect("}")
     if name is None:
-        raise Malformed
+        raise MalformedCall
     if not has_arguments:
         sink.arguments("{}")
     sink.end_call()
@@ -72,7 +72,7 @@ def read_call(source: TextSource, sink: ReplySink) -> Steps[None]:
 
 def _read_key(source: TextSource) -> Steps[str]:
     if (yield from source.need()) != '"':
-        raise Malformed
+        raise MalformedCall
     key = yield from _read_value(source)
     yield from source.space()
     yield from source.expect(":")
@@ -88,7 +88,7 @@ def _read_value(source: TextSource) -> Steps[str]:
 def _name_of(value: str) -> str:
     name = value_of(value)
     if not isinstance(name, str):
-        raise Malformed
+        raise MalformedCall
     return name
 
 
@@ -99,10 +99,10 @@ def _object_text(value: str) -> str:
         try:
             found = value_of(found or "{}")
         except ValueError:
-            raise Malformed from None
+            raise MalformedCall from None
         value = text_of(found)
     if found is None:
         return "{}"
     if not isinstance(found, dict):
-        raise Malformed
+        raise MalformedCall
     return value

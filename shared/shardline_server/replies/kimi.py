@@ -11,7 +11,7 @@ from shardline_server.replies.argument_writer import ArgumentWriter
 from shardline_server.replies.attempt import attempt
 from shardline_server.replies.json_call import read_arguments
 from shardline_server.replies.reply_sink import ReplySink
-from shardline_server.replies.text_source import CutOff, Malformed, MarkerSet, Steps, TextSource
+from shardline_server.replies.text_source import CutOff, MalformedCall, MarkerSet, Steps, TextSource
 from shardline_server.replies.thinking import END_THINK, THINK, read_thoughtful
 
 SECTIONS = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
@@ -118,7 +118,7 @@ def _read_attributes(source: TextSource) -> Steps[dict[str, str]]:
     quotes = {"&quot;": '"', "&apos;": "'"}
     found = {key: unescape(value, quotes) for key, value in _ATTRIBUTE.findall(text)}
     if not found:
-        raise Malformed
+        raise MalformedCall
     return found
 
 

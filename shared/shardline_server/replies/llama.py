@@ -10,7 +10,7 @@ from shardline_server.replies.json_call import read_call
 from shardline_server.replies.json_text import text_of
 from shardline_server.replies.python_literal import read_literal
 from shardline_server.replies.reply_sink import ReplySink
-from shardline_server.replies.text_source import Malformed, MarkerSet, Steps, TextSource
+from shardline_server.replies.text_source import MalformedCall, MarkerSet, Steps, TextSource
 
 PYTHON_TAG = "<|python_tag|>"
 PYTHON_START = "<|python_start|>"
@@ -69,7 +69,7 @@ def _read_python_call(source: TextSource, sink: ReplySink) -> Steps[None]:
     while (yield from source.need()) != ")":
         key = yield from source.run_of(_KEY)
         if not key:
-            raise Malformed
+            raise MalformedCall
         yield from source.space()
         yield from source.expect("=")
         sink.arguments(f"{word}{text_of(key)}: ")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from shardline_server.replies.json_text import text_of
 from shardline_server.replies.text_source import (
     CutOff,
-    Malformed,
+    MalformedCall,
     Steps,
     TextSource,
     steps_taken,
@@ -36,7 +36,7 @@ _HEX = re.compile(r"[0-9a-fA-F]+")
 def read_literal(source: TextSource, give: Callable[[str], object], depth: int = 0) -> Steps[None]:
     """Reads one literal behind white space and gives it as JSON, in pieces."""
     if depth > MAX_DEPTH:
-        raise Malformed
+        raise MalformedCall
     char = yield from source.need()
     if char in _PLAIN:
         text = yield from read_string(source)
@@ -59,7 +59,7 @@ def _read_word(source: TextSource) -> Steps[str]:
         return _WORDS[word]
     number = word.replace("_", "").removeprefix("+")
     if not _NUMBER.fullmatch(number):
-        raise Malformed
+        raise MalformedCall
     return number
 
 
@@ -84,12 +84,12 @@ def _read_escape(source: TextSource) -> Steps[str]:
         while len(digits) < _HEX_DIGITS[char]:
             digit = yield from source.need_char()
             if not _HEX.fullmatch(digit):
-                raise Malformed
+                raise MalformedCall
             yield from source.expect(digit)
             digits += digit
         code = int(digits, 16)
         if code > 0x10FFFF:
-            raise Malformed
+            raise MalformedCall
         return chr(code)
     if char == "\n":
         return ""
@@ -121,7 +121,7 @@ def _read_pairs(source: TextSource, give: Callable[[str], object], depth: int) -
         yield from read_literal(source, key.append, depth + 1)
         text = "".join(key)
         if text[0] in "[{":
-            raise Malformed
+            raise MalformedCall
         give(word + (text if text[0] == '"' else json.dumps(text)) + ": ")
         yield from source.need()
         yield from source.expect(":")
@@ -139,6 +139,6 @@ def json_of_literal(text: str) -> str | None:
     source = TextSource.of(text)
     try:
         steps_taken(read_literal(source, parts.append))
-    except (Malformed, CutOff):
+    except (MalformedCall, CutOff):
         return None
     return None if steps_taken(source.peek()) else "".join(parts)

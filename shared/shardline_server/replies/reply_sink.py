@@ -10,7 +10,7 @@ import msgspec
 
 from shardline.contract.chat import FunctionDefinition, ReplyDelta, ToolCallDelta
 from shardline_server.replies.json_text import without_repeated_keys
-from shardline_server.replies.text_source import Malformed
+from shardline_server.replies.text_source import MalformedCall
 
 
 class _Prose:
@@ -145,7 +145,7 @@ class ReplySink:
         """Takes the name of a call, which must be that of an offered tool, and the id that the
         model gives it."""
         if name not in self.tools:
-            raise Malformed
+            raise MalformedCall
         index = self._num_calls + len(self._waiting)
         if call_id is None or call_id in self._ids:
             call_id = self._call_id(index)

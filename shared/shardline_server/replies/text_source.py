@@ -19,7 +19,7 @@ MAX_SPACE_AHEAD = 64
 """Characters of white space that are looked through for what follows them."""
 
 
-class Malformed(Exception):
+class MalformedCall(Exception):
     """The text is no call of this form."""
 
 
@@ -166,7 +166,7 @@ class TextSource:
         """Reads one of the words, which must come next."""
         word = yield from self.accept(*words)
         if not word:
-            raise CutOff if self._ends_inside(*words) else Malformed
+            raise CutOff if self._ends_inside(*words) else MalformedCall
         return word
 
     def _ends_inside(self, *words: str) -> bool:
@@ -229,7 +229,7 @@ class TextSource:
             end = scanner.scan(self._text, self._at)
             self._take(end)
             if scanner.is_broken:
-                raise Malformed
+                raise MalformedCall
             is_waiting = not scanner.is_done
             if is_waiting and not (yield from self._more()) and not scanner.finish():
                 raise CutOff

@@ -13,7 +13,7 @@ from sqlalchemy import event
 
 from services.gateway import keyring
 from services.gateway.keyring import Keyring
-from shardline.base.errors import Overloaded, Unavailable
+from shardline.base.errors import Overload, Unavailable
 from shardline.contract.api_key import new_key, parse_key
 from shardline.store.connection.database import connect_async
 from tests.integration.gateway.running_gateway import make_key
@@ -74,7 +74,7 @@ async def test_guesses_beyond_the_waiting_room_are_told_to_come_back(
         asked = (ring.get(id_of(new_key())) for _ in range(40))
         answers = await asyncio.gather(*asked, return_exceptions=True)
         refused = [answer for answer in answers if isinstance(answer, BaseException)]
-        assert {type(answer) for answer in refused} == {Overloaded}
+        assert {type(answer) for answer in refused} == {Overload}
         assert len(answers) - len(refused) >= 8
         assert (await ring.get(id_of(new_key()))).known is None, "and then there is room again"
 

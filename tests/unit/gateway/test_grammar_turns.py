@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import pytest
 
 from services.gateway.grammar_turns import GrammarTurns
-from shardline.base.errors import Overloaded
+from shardline.base.errors import Overload
 from shardline.contract.job import JobRequest
 from shardline.contract.structured_output import StructuredOutput
 from shardline_server.tokenize import RegisteredModel
@@ -52,7 +52,7 @@ async def test_only_a_new_grammar_waits_while_another_is_judged() -> None:
 async def test_a_wait_for_others_ends_with_an_error_that_names_it() -> None:
     turns = GrammarTurns(max_wait_s=0.01)
     async with turns.take(MODEL, job("slow", "new")):
-        with pytest.raises(Overloaded, match="new grammars"):
+        with pytest.raises(Overload, match="new grammars"):
             async with turns.take(MODEL, job("other", "another")):
                 pass
     async with turns.take(MODEL, job("other", "another")):

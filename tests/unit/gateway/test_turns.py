@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.gateway.turns import MAX_WAITING, TenantTurns
-from shardline.base.errors import Overloaded
+from shardline.base.errors import Overload
 
 
 async def test_who_asks_much_waits_for_itself_and_not_the_others() -> None:
@@ -42,7 +42,7 @@ async def test_a_tenant_over_its_limit_is_told_to_come_again() -> None:
     busy = [asyncio.create_task(ask()) for _ in range(MAX_WAITING + 1)]
     for _ in busy:
         await asked.acquire()
-    with pytest.raises(Overloaded):
+    with pytest.raises(Overload):
         await ask()
     async with turns.take("another"):
         end.set()
