@@ -51,6 +51,22 @@ LATE_SCALE = {
 }
 """Queries are scaled from position 64 on."""
 
+LLAMA4: dict[str, Any] = {
+    **COMMON,
+    "head_dim": 16,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": WINDOW,
+    "no_rope_layers": [1, 0, 1, 0],
+    "floor_scale": 16,
+    "attn_scale": 0.5,
+}
+"""Layers with and without a rotation, of experts and not. Queries are scaled from position 15
+on."""
+
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: tf.LlamaConfig(**COMMON, tie_word_embeddings=False),
     "llama-tied": lambda: tf.LlamaConfig(**COMMON, tie_word_embeddings=True),
@@ -163,6 +179,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         ssm_out_multiplier=0.65,
         ssm_multipliers=[0.5, 0.7, 0.9, 1.1, 1.3],
     ),
+    "llama4": lambda: tf.Llama4TextConfig(**LLAMA4),
     "granitemoe": lambda: tf.GraniteMoeConfig(**MIXTURE, num_local_experts=4),
 }
 

@@ -10,7 +10,7 @@ import torch
 import transformers as tf
 
 from services.stage.model.text_part import model_class
-from tests.models import COMMON, LATE_SCALE, MIXTURE, WINDOW, save_drawn
+from tests.models import COMMON, LATE_SCALE, LLAMA4, MIXTURE, WINDOW, save_drawn
 
 SIZES_OF_TOWER: dict[str, Any] = {
     "hidden_size": 16,
@@ -201,6 +201,17 @@ CONTAINERS: dict[str, Callable[[], Any]] = {
         **COMMON,
         vision_config={**SIGLIP, "crop_size": 28},
         audio_config={**SIZES_OF_TOWER, "num_blocks": 1},
+    ),
+    "llama4-vision": of(
+        "Llama4",
+        {**LLAMA4, "use_qk_norm": False},
+        {
+            **SIGLIP,
+            "intermediate_size": 64,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+            "vision_output_dim": 16,
+        },
     ),
     "glm4v": of(
         "Glm4v",

@@ -14,7 +14,7 @@ import transformers as tf
 from services.stage.device.device import Device
 from shardline.contract.job import SamplingParams
 from tests.chain import complete, load_chain, requests
-from tests.models import COMMON, LATE_SCALE, MIXTURE, WINDOW, save_drawn
+from tests.models import COMMON, LATE_SCALE, LLAMA4, MIXTURE, WINDOW, save_drawn
 
 ORIGINAL = 64
 LENGTH = 600
@@ -82,6 +82,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
             "factor": 2.0,
             "original_max_position_embeddings": 512,
         },
+    ),
+    "llama4": lambda: tf.Llama4TextConfig(
+        **{**LLAMA4, **SIZES, "no_rope_layers": [1, 0]}, rope_parameters=LLAMA3
     ),
     "phi3-longrope": lambda: tf.Phi3Config(
         **SIZES,

@@ -50,7 +50,16 @@ class Attention:
     """
 
     __slots__ = (
-        *("__weakref__", "_backend", "both_ways", "exact", "kind", "name", "only_writes"),
+        *(
+            "__weakref__",
+            "_backend",
+            "_position",
+            "both_ways",
+            "exact",
+            "kind",
+            "name",
+            "only_writes",
+        ),
         "version",
     )
 
@@ -100,6 +109,7 @@ class Attention:
         Rows that point outside the KV raise ProtocolError, here or in `attend`, as the backend
         finds them.
         """
+        self._position = micro_batch.position
         self._backend.use(micro_batch)
 
     def attend(
@@ -125,10 +135,12 @@ class Attention:
             or (kwargs.get("is_causal") is False and not self.both_ways)
         ):
             raise _unsupported(module)
-        qkv = PackedQkv(query=query, key=key, value=value)
         layer = module.layer_idx
         assert isinstance(layer, int), f"{type(module).__name__} has no layer index"
         params = _params(module, query.shape[-1], kwargs, both_ways=self.both_ways)
+        if (temperature := getattr(module, "query_temperature", None)) is not None:
+            query = temperature.scaled(query, self._position)
+        qkv = PackedQkv(query=query, key=key, value=value)
         if self.only_writes:
             self._backend.write(layer, qkv, params)
             raise KvWritten
@@ -162,6 +174,7 @@ def _params(
     return AttentionParams(
         scale=head_dim**-0.5 if scaling is None else float(scaling),
         window=window,
+        chunk=getattr(module, "attention_chunk", None),
         both_ways=both_ways,
         softcap=options.get("softcap"),
         sinks=options.get("s_aux"),

@@ -107,6 +107,7 @@ class KernelBackend:
         call.num_heads = num_heads
         call.scale = params.scale
         call.window = params.window or 0
+        call.chunk = params.chunk or 0
         call.both_ways = params.both_ways
         call.softcap = params.softcap or 0.0
         if (status := self._kernel.attend(byref(call))) != 0:

@@ -147,6 +147,9 @@ class AttentionParams:
     scale: float
     window: int | None = None
     """A row sees this many keys, its own included; None: all up to its own."""
+    chunk: int | None = None
+    """A row sees its chunk's keys up to its own, without a window: position p is in chunk p //
+    chunk. None: there are no chunks."""
     both_ways: bool = False
     """A row sees the keys behind its own too, of a sequence with all its rows in the micro-batch; a
     window goes both ways."""

@@ -129,11 +129,14 @@ def _visible(
     """Which keys each row sees, bool [rows, P]: none outside its window, and none after its own
     unless it sees both ways. None: it sees all."""
     sees_later = span.length == 1 or params.both_ways
-    if sees_later and (params.window is None or num_keys <= params.window):
+    reach = params.window or params.chunk
+    if sees_later and (reach is None or num_keys <= reach):
         return None
     row = torch.arange(span.start, span.start + span.length, device=device)[:, None]
     column = torch.arange(num_keys, device=device)[None]
     visible = column <= row
+    if params.chunk is not None:
+        return visible & (column >= row - row % params.chunk)
     if params.window is None:
         return visible
     if params.both_ways:

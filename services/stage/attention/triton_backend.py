@@ -31,6 +31,8 @@ LANES = {2: 64, 4: 16}
 """Lanes of a tile by the bytes of an element. A decode row fills few of them, but its time goes
 into reading KV: 64 lanes in bfloat16 ask some 64 operations of each byte read, which matrix units
 do in time. float32 has no such units."""
+UNBOUNDED = 1 << 30
+"""Tokens of a window or a chunk that has no end."""
 MAX_BUFFERED_BYTES = 32 << 10
 """Keys and values of a block are fetched a block ahead up to this size; twice this fits the memory
 of any program."""
@@ -80,10 +82,11 @@ class TritonBackend:
             micro_batch.table.shape[1],
             params.scale,
             params.softcap or 1.0,
-            params.window or 0,
+            params.window or UNBOUNDED,
+            params.chunk or UNBOUNDED,
             HAS_SINKS=params.sinks is not None,
             HAS_SOFTCAP=bool(params.softcap),
-            HAS_WINDOW=bool(params.window),
+            IS_BOUNDED=bool(params.window or params.chunk),
             GROUP=group,
             TILE=tile_lanes(group, keys.dtype),
             IS_INTERPRETED=self._kernels.is_interpreted,

@@ -86,7 +86,7 @@ def write(
 
 
 @triton.jit(
-    do_not_specialize=["query_head", "query_row", "num_rows", "table_width", "window"],
+    do_not_specialize=["query_head", "query_row", "num_rows", "table_width", "window", "chunk"],
     do_not_specialize_on_alignment=["query", "out", "sequence", "position", "table", "sinks"],
 )
 def attend(
@@ -105,9 +105,10 @@ def attend(
     scale,
     softcap,
     window,
+    chunk,
     HAS_SINKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    IS_BOUNDED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
@@ -165,8 +166,12 @@ def attend(
     # earliest key
     num_keys = tl.where(number < 0, 0, start + tl.sum(is_here.to(tl.int32)) // GROUP)
     first_block = 0
-    if HAS_WINDOW:
-        first_block = tl.maximum(start - window + 1, 0) // BLOCK
+    first_of_last = 0
+    if IS_BOUNDED:
+        first_block = tl.maximum(start - start % chunk, start - window + 1) // BLOCK
+        first_token = tl.maximum(place - place % chunk, place - window + 1)
+        last = num_keys - 1
+        first_of_last = tl.maximum(last - last % chunk, last - window + 1)
     if HAS_SINKS:
         most = tl.load(sinks + head, mask=is_here, other=0.0).to(tl.float32) * LOG2E
         total = tl.full([TILE], 1.0, tl.float32)
@@ -192,8 +197,8 @@ def attend(
         if HAS_SOFTCAP:
             scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2E / softcap)) + 1.0))
         is_seen = (token[None, :] <= place[:, None]) & is_here[:, None]
-        if HAS_WINDOW:
-            is_seen &= token[None, :] > place[:, None] - window
+        if IS_BOUNDED:
+            is_seen &= token[None, :] >= first_token[:, None]
         scores = tl.where(is_seen, scores * LOG2E, float("-inf"))
         new_most = tl.maximum(most, tl.max(scores, 1))
         # Until a lane has seen a key both are -inf: their difference would be NaN
@@ -208,7 +213,7 @@ def attend(
         )
         if IS_INTERPRETED:
             block_values = block_values.to(tl.float32)
-        is_behind = HAS_WINDOW & (index * BLOCK < num_keys - window)
+        is_behind = index * BLOCK < first_of_last
         if is_behind | ((index + 1) * BLOCK > start + 1):
             wide_values = block_values.to(tl.float32)
             is_odd = (wide_values - wide_values) != 0.0

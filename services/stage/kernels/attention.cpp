@@ -115,10 +115,14 @@ template <class Way> struct Kv {
     return call.window ? std::min(whole, own + call.window - 1) : whole;
   }
 
-  // The first block that a row sees a key of.
-  int first_block(int row) const {
-    return call.window ? std::max(0, call.position[row] - call.window + 1) / kBlock : 0;
+  // The first key that a row sees.
+  int first_key(int row) const {
+    const int position = call.position[row];
+    if (call.chunk) return position - position % call.chunk;
+    return call.window ? std::max(0, position - call.window + 1) : 0;
   }
+
+  int first_block(int row) const { return first_key(row) / kBlock; }
 };
 
 // A run over one KV head.
@@ -206,7 +210,7 @@ template <class Way> struct Rows {
       const int row = this->row(done + m), head = query_head(done + m), position = c.position[row];
       const T* query = (const T*)c.query + head * c.query_strides.attention_head + row * c.query_strides.row;
       Way::load_query(t.query + m * t.query_stride, query, c.dim);
-      t.begin[m] = (c.window ? std::max(0, position - c.window + 1) : 0) - first_key;
+      t.begin[m] = kv.first_key(row) - first_key;
       t.end[m] = kv.end({row, 1, false}) - first_key;
       t.sink[m] = c.sinks ? c.sinks[head] : kNothing;
       t.bias[m] = c.bias ? c.bias + head * (2LL * c.bias_reach + kPadding) + c.bias_reach + first_key - position : nullptr;
@@ -315,6 +319,7 @@ int attend_bfloat16(const Call& c) {
 int32_t shardline_attend(const AttentionCall* call) {
   const Call& c = *call;
   if (c.num_kv_heads < 1 || c.num_heads % c.num_kv_heads || c.dim < 1 || c.value_dim < 1 || c.window < 0 || (c.bias && c.window)) return -1;
+  if (c.chunk < 0 || (c.chunk && (c.window || c.both_ways))) return -1;
   switch (c.dtype) {
     case kFloat32: return attend<Vectors<Single<float>>>(c);
     case kBFloat16: return attend_bfloat16(c);

@@ -21,6 +21,7 @@ struct AttentionCall {
   int32_t num_rows, num_sequences, table_width, num_blocks;
   int32_t num_heads, num_kv_heads, dim, value_dim;
   int32_t window;  // 0: none
+  int32_t chunk;  // a row sees no key before the last position that divides by it, up to its own; 0: none
   int32_t dtype, num_threads;
   int32_t both_ways;  // each row sees all keys of its sequence's rows, which begin at position 0; a window goes both ways
   int32_t bias_reach;  // bias: [num_heads][2 * bias_reach + 16], added to scores by key - row, from -bias_reach on; no window

@@ -61,7 +61,7 @@ class AttentionCall(ctypes.Structure):
         *((name, c_int32) for name in ("num_heads", "num_kv_heads", "dim", "value_dim")),
         *(
             (name, c_int32)
-            for name in ("window", "dtype", "num_threads", "both_ways", "bias_reach")
+            for name in ("window", "chunk", "dtype", "num_threads", "both_ways", "bias_reach")
         ),
         *((name, c_float) for name in ("scale", "softcap")),
     )

@@ -52,9 +52,10 @@ STATE_SPACES = (
 )
 LIMITS = (
     (re.compile(r"^vocab_size"), VOCAB),
-    (re.compile(r"(intermediate|ffn|ffn_hidden)_size$|ffn_dim$"), 48),
+    (re.compile(r"(intermediate|ffn|ffn_hidden)_size(_mlp)?$|ffn_dim$"), 48),
     (re.compile(r"^(moe_)?n(um)?_(local_|routed_)?experts$"), 32),
-    (re.compile(r"window$"), SHORT),
+    (re.compile(r"window$|^attention_chunk_size$"), SHORT),
+    (re.compile(r"^floor_scale$"), SHORT // 2),
     (re.compile(r"^rotary_dim$"), HEAD_DIM // 2),
 )
 """Sizes by their names in a config, at most. Few tokens are enough to see such a window; the

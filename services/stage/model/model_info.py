@@ -50,7 +50,7 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embe
 CACHE = Path.home() / ".cache" / "shardline"
 """The default of SHARDLINE_CACHE_DIR."""
 SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
-ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
+ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 RECURRENT_TYPES = frozenset({"conv", "linear_attention", "hybrid"})
 """Layers of these types are recognized by their parts, or refused by the trial of the miniature."""
 ROW_BY_ROW = frozenset({"mlp", "moe"})
@@ -238,7 +238,7 @@ def check_can_be_sharded(config: Any) -> None:
     if odd:
         refuse(
             f"{kind!r} has layers of type {', '.join(sorted(odd))}",
-            "Choose a model that has full and sliding attention, or known recurrent layers",
+            "Choose a model of full, sliding or chunked attention, or known recurrent layers",
         )
     is_stateful = model_class(config)._is_stateful  # noqa: SLF001 (transformers has no reader)
     if is_stateful and not types & RECURRENT_TYPES:

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from services.stage.attention.by_position import count_by_rows
 from services.stage.model.cpu_parts import CpuPart, place
 from services.stage.model.distance_bias import WEIGHT, biases_by_distance, use_distance_bias
 from services.stage.model.encoder_class import first_position, is_encoder, mark, number_attention
@@ -33,6 +34,7 @@ from services.stage.model.text_part import language_model, text_class, use_text_
 from services.stage.model.weights import WeightFile, check_file, weight_files
 from services.stage.products.experts import EXPERTS
 from services.stage.products.packing import is_linear
+from services.stage.products.selected_experts import select_experts
 from services.stage.recurrent.mixers import use_mixers
 from shardline.base.errors import Invalid
 
@@ -60,6 +62,7 @@ def shard_class(info: ModelInfo, layers: range, *, keeps_output: bool = False) -
         base.__init__(self, config, *args, **kwargs)
         _check_signatures(self)
         use_text_alone(self)
+        select_experts(self)
         self.pieces = pieces = watched or Pieces.planned(self)
         decoder = language_model(self)
         stack = decoder.get_submodule(pieces.layers)
@@ -151,6 +154,7 @@ class Shard:
         self.dtype: torch.dtype = model.dtype
         self._stack = self.decoder.get_submodule(model.pieces.layers)
         self.layer_modules = shard_layers(model, layers)
+        count_by_rows(self.layer_modules.values())
         self.recurrence = use_mixers(self.layer_modules)
         self.widths = row_lengths(self.layer_modules.values())
         """The row lengths of elementwise operations."""

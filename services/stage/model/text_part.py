@@ -125,6 +125,8 @@ def text_class(config: Any) -> Any:
         for parent, name in list(_other_parts(self)):
             setattr(parent, name, OtherInput(getattr(parent, name)))
         _drop_loose_parameters(self)
+        if (decoder := _decoder(self)) is not language_model(self):
+            self.forward = decoder.forward  # the container's own needs an image (transformers 5.24)
         if target != META:
             self.to_empty(device=target)
             self.init_weights()
@@ -134,7 +136,7 @@ def text_class(config: Any) -> Any:
 
 def language_model(model: Any) -> Any:
     """Returns the module that has the layers, of a container or a plain model."""
-    return model.get_decoder() if is_container(model.config) else model.base_model
+    return _without_output(_decoder(model))
 
 
 def other_parts(config: Any) -> frozenset[str]:
@@ -150,7 +152,7 @@ def use_text_alone(model: Any) -> None:
     """Makes a container's forward call its language model at once: its steps before that,
     for images and positions, do not fit packed rows."""
     inner = language_model(model)
-    if not is_container(model.config) or inner is model.base_model:
+    if not is_container(model.config) or inner is model.base_model or inner is not _decoder(model):
         return
 
     def forward(
@@ -164,6 +166,17 @@ def use_text_alone(model: Any) -> None:
         return TextOutput(last_hidden_state=found.last_hidden_state)
 
     model.base_model.forward = forward
+
+
+def _decoder(model: Any) -> Any:
+    return model.get_decoder() if is_container(model.config) else model.base_model
+
+
+def _without_output(decoder: Any) -> Any:
+    """Returns what a decoder has before its output layer: that of Llama 4 is a whole causal LM."""
+    if decoder.get_output_embeddings() is None:
+        return decoder
+    return next(child for child in decoder.children() if isinstance(child, tf.PreTrainedModel))
 
 
 def _kinds(found: Any) -> tuple[Any, ...]:

@@ -91,15 +91,17 @@ def padded_experts(
     padding = RowPadding(
         buckets=buckets, widths=_widths(module), num_threads=torch.get_num_threads()
     )
+    weighs_inputs = getattr(module, "weighs_inputs", False)
     for expert in torch.unique(top_k_index).tolist():
         if expert >= module.num_experts:
             continue
         rows, choice = torch.where(top_k_index == expert)
         num = rows.numel()
         states = hidden.new_zeros(padding.padded(num), hidden.shape[-1])
-        states[:num] = hidden[rows]
+        weights = top_k_weights[rows, choice, None]
+        states[:num] = hidden[rows] * weights if weighs_inputs else hidden[rows]
         out = _one_expert(module, expert, states)[:num]
-        total.index_add_(0, rows, (out * top_k_weights[rows, choice, None]).float())
+        total.index_add_(0, rows, (out if weighs_inputs else out * weights).float())
     return total.to(hidden.dtype)
 
 

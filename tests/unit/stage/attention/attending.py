@@ -10,6 +10,7 @@ from itertools import cycle
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from services.stage.attention.attention import Attention, KvShape, MicroBatch, PagedKv, Span
@@ -27,9 +28,10 @@ OWN_ORDER = {"amx", "avx512_bf16"}
 class Layer(nn.Module):
     """What an attention module shows of itself."""
 
-    def __init__(self, layer_idx: int) -> None:
+    def __init__(self, layer_idx: int, attention_chunk: int | None = None) -> None:
         super().__init__()
         self.layer_idx = layer_idx
+        self.attention_chunk = attention_chunk
 
 
 def all_kernels() -> list[Kernel]:
@@ -46,7 +48,8 @@ def kernels() -> list[Kernel]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Sequences of one layer; `options` are what the model passes to its attention function."""
+    """Sequences of one layer; `options` are what the model passes to its attention function, and
+    `attention_chunk`, which its modules have."""
 
     lengths: Sequence[int]
     num_kv_heads: int = 2
@@ -58,6 +61,11 @@ class Case:
     both_ways: bool = False
     """Rows see later ones too: each sequence is fed whole."""
     seed: int = 0
+
+    @property
+    def layer(self) -> Layer:
+        """The module that attends."""
+        return Layer(LAYER, self.options.get("attention_chunk"))
 
     @property
     def shape(self) -> KvShape:
@@ -100,6 +108,14 @@ class Place:
 IN_MEMORY = Place()
 
 
+def bounds() -> st.SearchStrategy[dict[str, int]]:
+    """Options by which rows see all keys up to their own, a window of them, or their chunk."""
+    names = st.sampled_from(["sliding_window", "attention_chunk"])
+    return st.one_of(
+        st.just({}), st.dictionaries(names, st.integers(1, 100), min_size=1, max_size=1)
+    )
+
+
 def reference(case: Case) -> list[Tensor]:
     """Attention of each sequence as the textbook writes it, in float64: [n, H, D]."""
     return [_attend_in_float64(q.double(), k.double(), v.double(), case) for q, k, v in case.rows()]
@@ -113,14 +129,16 @@ def _attend_in_float64(query: Tensor, key: Tensor, value: Tensor, case: Case) ->
     scores = query @ key.transpose(1, 2) * options.get("scaling", case.head_dim**-0.5)
     if cap := options.get("softcap"):
         scores = cap * torch.tanh(scores / cap)
-    age = torch.arange(num)[:, None] - torch.arange(num)[None]
+    place = torch.arange(num)
+    age = place[:, None] - place[None]
     if (bias := options.get("distance_bias")) is not None:
         scores = scores + bias.table[:, bias.reach - age].double()
     if case.both_ways:
         age = age.abs()
-    scores = scores.masked_fill(
-        (age < 0) | (age >= (options.get("sliding_window") or num)), float("-inf")
-    )
+    is_hidden = (age < 0) | (age >= (options.get("sliding_window") or num))
+    if chunk := options.get("attention_chunk"):
+        is_hidden |= (place // chunk)[:, None] != (place // chunk)[None]
+    scores = scores.masked_fill(is_hidden, float("-inf"))
     if (sinks := options.get("s_aux")) is not None:
         scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(-1, num, 1)], -1)
     return (scores.softmax(-1)[..., :num] @ value).transpose(0, 1)
@@ -164,7 +182,7 @@ def attend(
             ).to(place.device)
             for part in range(3)
         )
-        out, _ = attention.attend(Layer(LAYER), query, key, value, None, **options)
+        out, _ = attention.attend(case.layer, query, key, value, None, **options)
         outs = (
             out[0]
             .cpu()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.stage.attention.attention import Attention, MicroBatch, PagedKv, Span
-from tests.unit.stage.attention.attending import LAYER, OWN_ORDER, Case, Layer, attend, kernels
+from tests.unit.stage.attention.attending import LAYER, OWN_ORDER, Case, attend, kernels
 
 KERNELS = kernels()
 DTYPES = [torch.float32, torch.bfloat16]
@@ -26,6 +26,7 @@ LAYERS = {
         "softcap": 20.0,
         "s_aux": torch.linspace(-1, 1, 6),
     },
+    "chunks": {"attention_chunk": 40},
 }
 
 
@@ -86,7 +87,7 @@ class TestRowBits:
         def rows_of(start: int, blocks: list[int]) -> Tensor:
             attention.use(MicroBatch.of([Span(start=start, length=150 - start, blocks=blocks)]))
             query, key, value = (part[None, :, start:] for part in case.rows()[0])
-            return attention.attend(Layer(LAYER), query, key, value, None, **case.options)[0][0]
+            return attention.attend(case.layer, query, key, value, None, **case.options)[0][0]
 
         whole = rows_of(0, [3, 0, 2])
 
@@ -102,6 +103,8 @@ def crowds(draw: st.DrawFn) -> Case:
         {"sliding_window": 33},
         {"softcap": 5.0},
         {"sliding_window": 64},
+        {"attention_chunk": 33},
+        {"attention_chunk": 64},
     ]
     dim, value_dim = draw(
         st.sampled_from([(20, 24), (64, None), (80, None), (96, None), (112, None), (192, 128)])

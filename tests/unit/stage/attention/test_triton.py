@@ -24,6 +24,7 @@ from tests.unit.stage.attention.attending import (
     Layer,
     Place,
     attend,
+    bounds,
     kernels,
     reference,
 )
@@ -42,7 +43,6 @@ def cases(draw: st.DrawFn) -> Case:
         st.fixed_dictionaries(
             {},
             optional={
-                "sliding_window": st.integers(1, 100),
                 "softcap": st.sampled_from([2.0, 50.0]),
                 "scaling": st.sampled_from([0.05, 0.3]),
             },
@@ -55,7 +55,7 @@ def cases(draw: st.DrawFn) -> Case:
         head_dim=dim,
         value_dim=value_dim,
         dtype=draw(st.sampled_from(list(TOLERANCE))),
-        options=options,
+        options=options | draw(bounds()),
         seed=draw(st.integers(0, 99)),
     )
     if draw(st.booleans()):
@@ -110,7 +110,9 @@ def test_a_row_has_its_bits_in_any_crowd_chunk_and_block(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "options", [{}, {"sliding_window": 40, "s_aux": torch.ones(6)}], ids=["plain", "window, sinks"]
+    "options",
+    [{}, {"sliding_window": 40, "s_aux": torch.ones(6)}, {"attention_chunk": 33}],
+    ids=["plain", "window, sinks", "chunks"],
 )
 def test_decoded_rows_have_the_bits_of_a_prefill(
     dtype: torch.dtype, options: dict[str, Any]

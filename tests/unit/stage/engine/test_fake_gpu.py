@@ -29,7 +29,7 @@ from tests.unit.stage.engine.fake_gpu import FakeGpu, FakeRecorder, fake_gpu
 MIB = 1 << 20
 PROMPT = tuple(range(3, 80))
 """Two KV blocks."""
-MIXTURES = ("mixtral", "qwen3-moe", "gpt-oss", "olmoe", "granitemoe")
+MIXTURES = ("mixtral", "qwen3-moe", "gpt-oss", "olmoe", "granitemoe", "llama4")
 WITH_LAYER_NORM = (
     *("phi", "gpt-neox", "cohere", "cohere2", "starcoder2"),
     *("gpt2", "gpt-bigcode", "opt", "stablelm", "nemotron"),

@@ -1,0 +1,55 @@
+"""What some attention modules compute from positions that they count from the beginning of a batch:
+here each packed row has a position in its sequence. Knows no model by name: a module is recognized
+by its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+CHUNKED = "chunked_attention"
+"""The type, in a config, of layers whose rows see the keys of one chunk of the sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTemperature:
+    """Scales queries by the logarithm of their positions, in steps, so that attention over long
+    contexts stays sharp (arXiv 2501.19399)."""
+
+    step: float
+    """Positions between two changes."""
+    gain: float
+
+    def scaled(self, query: Tensor, position: Tensor) -> Tensor:
+        """Takes queries [1, H, T, D] in any float dtype and positions int32 [T]; returns them
+        scaled."""
+        steps = torch.floor((position.float() + 1.0) / self.step)
+        scales = torch.log1p(steps) * self.gain + 1.0
+        return (query * scales[:, None]).to(query.dtype)
+
+
+def count_by_rows(layers: Iterable[nn.Module]) -> None:
+    """Gives the attention modules of these layers the attributes `attention_chunk` and
+    `query_temperature`, which `Attention.attend` applies, and stops them from scaling queries."""
+    for layer in layers:
+        for module in layer.modules():
+            if _is_chunked(module):
+                module.attention_chunk = module.config.attention_chunk_size
+            if _has_temperature(module):
+                temperature = QueryTemperature(float(module.floor_scale), float(module.attn_scale))
+                module.query_temperature = temperature
+                module.attn_temperature_tuning = False
+
+
+def _is_chunked(module: Any) -> bool:
+    kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    number = getattr(module, "layer_idx", None)
+    return number is not None and number < len(kinds) and kinds[number] == CHUNKED
+
+
+def _has_temperature(module: Any) -> bool:
+    return bool(getattr(module, "attn_temperature_tuning", False)) and not module.use_rope
