@@ -35,14 +35,13 @@ class QueryTemperature:
 def count_by_rows(layers: Iterable[nn.Module]) -> None:
     """Gives the attention modules of these layers the attributes `attention_chunk` and
     `query_temperature`, which `Attention.attend` applies, and stops them from scaling queries."""
-    for layer in layers:
-        for module in layer.modules():
-            if _is_chunked(module):
-                module.attention_chunk = module.config.attention_chunk_size
-            if _has_temperature(module):
-                temperature = QueryTemperature(float(module.floor_scale), float(module.attn_scale))
-                module.query_temperature = temperature
-                module.attn_temperature_tuning = False
+    modules: list[Any] = [module for layer in layers for module in layer.modules()]
+    for module in modules:
+        if _is_chunked(module):
+            module.attention_chunk = module.config.attention_chunk_size
+        if _has_temperature(module):
+            module.query_temperature = QueryTemperature(module.floor_scale, module.attn_scale)
+            module.attn_temperature_tuning = False
 
 
 def _is_chunked(module: Any) -> bool:

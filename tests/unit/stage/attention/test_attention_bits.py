@@ -19,7 +19,7 @@ from tests.unit.stage.attention.attending import LAYER, OWN_ORDER, Case, attend,
 KERNELS = kernels()
 DTYPES = [torch.float32, torch.bfloat16]
 ALONE = Case(lengths=[150], num_kv_heads=2, group=3, head_dim=80)
-LAYERS = {
+LAYERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window, softcap, sinks": {
         "sliding_window": 70,
