@@ -15,8 +15,10 @@ import transformers as tf
 from gguf import GGMLQuantizationType, GGUFWriter
 from torch import Tensor
 
-VALUES: Final = "llama", "granite"
+VALUES: Final = "llama", "granite", "smollm3", "mistral3"
 """Architectures whose rotated dimensions the converter puts into pairs."""
+SHIFTED: Final = "gemma", "gemma2", "gemma3", "nemotron"
+"""Architectures whose norms the converter stores with the 1 that the model adds."""
 ARCHITECTURES: Final = {
     "llama": "llama",
     "granite": "granite",
@@ -28,6 +30,16 @@ ARCHITECTURES: Final = {
     "phi3": "phi3",
     "starcoder2": "starcoder2",
     "nemotron": "nemotron",
+    "gemma": "gemma",
+    "smollm3": "smollm3",
+    "ministral3": "mistral3",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "exaone4": "exaone4",
+    "glm4": "glm4",
+    "seed_oss": "seed_oss",
+    "ernie4_5": "ernie4_5",
+    "lfm2": "lfm2",
 }
 """By model_type."""
 RAW_NUMBERS: Final = 256
@@ -101,7 +113,9 @@ def _converted(weight: Tensor, name: str, config: Any, architecture: str) -> Ten
         return _in_pairs(weight, config.num_attention_heads)
     if architecture in VALUES and ".k_proj." in name:
         return _in_pairs(weight, config.num_key_value_heads)
-    is_shifted = architecture in ("gemma2", "gemma3", "nemotron") and name.endswith("norm.weight")
+    if name.endswith("conv.conv.weight"):
+        return weight.squeeze(1)
+    is_shifted = architecture in SHIFTED and name.endswith("norm.weight")
     return weight + 1 if is_shifted else weight
 
 
@@ -130,20 +144,19 @@ def _add_config(writer: GGUFWriter, config: Any, name: str) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    _add_layer_types(writer, config)
     writer.add_vocab_size(config.vocab_size)
     head_dim = getattr(config, "head_dim", None) or (
         config.hidden_size // config.num_attention_heads
     )
     writer.add_key_length(head_dim)
-    if hasattr(config, "rms_norm_eps"):
+    if config.model_type == "lfm2":
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+    elif hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
         writer.add_layer_norm_eps(getattr(config, "norm_epsilon", None) or config.norm_eps)
-    if getattr(config, "sliding_window", None):
-        writer.add_sliding_window(config.sliding_window)
     for field, key in FACTORS.items():
         if getattr(config, field, None):
             writer.add_float32(f"{name}.{key}", getattr(config, field))
@@ -161,12 +174,34 @@ def _add_config(writer: GGUFWriter, config: Any, name: str) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
     if rope.get("original_max_position_embeddings"):
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope.get("llama_4_scaling_beta"):
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
     for beta, add in (
         ("beta_fast", writer.add_rope_scaling_yarn_beta_fast),
         ("beta_slow", writer.add_rope_scaling_yarn_beta_slow),
     ):
         if rope.get(beta):
             add(rope[beta])
+
+
+def _add_layer_types(writer: GGUFWriter, config: Any) -> None:
+    """Adds sizes that only some layers have."""
+    if config.model_type == "lfm2":
+        heads = config.num_key_value_heads
+        writer.add_head_count_kv([heads if kind != "conv" else 0 for kind in config.layer_types])
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        multiple = config.block_multiple_of
+        width = -(-int(2 * config.intermediate_size / 3) // multiple) * multiple
+        writer.add_feed_forward_length(width)
+        return
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_feed_forward_length(config.intermediate_size)
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+        if config.model_type in ("olmo3", "exaone4"):
+            pattern = [kind == "sliding_attention" for kind in config.layer_types]
+            writer.add_sliding_window_pattern(pattern)
 
 
 def _add_factors(writer: GGUFWriter, config: Any) -> None:

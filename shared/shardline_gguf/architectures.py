@@ -30,6 +30,7 @@ GEMMA = (
         "final_logit_softcapping": "final_logit_softcapping",
     }
 )
+TEMPERATURE = "attention.temperature_scale"
 EXPERTS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -136,5 +137,82 @@ ARCHITECTURES = {
         optional=_all(*HEAD),
         is_partial=True,
     ),
+    "gemma": Architecture(
+        model_type="gemma",
+        model_class="GemmaForCausalLM",
+        sizes=GROUPED | RMS | HEAD,
+        optional=_all(KV_HEADS),
+    ),
+    "smollm3": Architecture(
+        model_type="smollm3",
+        model_class="SmolLM3ForCausalLM",
+        sizes=GROUPED | RMS,
+        biases=LLAMA_BIASES,
+    ),
+    "mistral3": Architecture(
+        model_type="ministral3",
+        model_class="Ministral3ForCausalLM",
+        sizes=GROUPED | RMS | HEAD,
+        fixed={"sliding_window": None},
+    ),
+    "olmo2": Architecture(
+        model_type="olmo2",
+        model_class="Olmo2ForCausalLM",
+        sizes=GROUPED | RMS,
+        optional=_all(KV_HEADS),
+    ),
+    "exaone4": Architecture(
+        model_type="exaone4",
+        model_class="Exaone4ForCausalLM",
+        sizes=GROUPED | RMS | HEAD | WINDOW,
+        optional=_all(*HEAD, *WINDOW),
+        fixed={"sliding_window": None},
+    ),
+    "glm4": Architecture(
+        model_type="glm4",
+        model_class="Glm4ForCausalLM",
+        sizes=GROUPED | RMS | HEAD,
+        optional=_all(*HEAD),
+        biases={"attention_bias": "attn_q.bias"},
+        is_partial=True,
+    ),
+    "seed_oss": Architecture(
+        model_type="seed_oss",
+        model_class="SeedOssForCausalLM",
+        sizes=GROUPED | RMS | HEAD,
+        biases={
+            "attention_bias": "attn_q.bias",
+            "attention_out_bias": "attn_output.bias",
+            "mlp_bias": "ffn_gate.bias",
+        },
+    ),
+    "ernie4_5": Architecture(
+        model_type="ernie4_5",
+        model_class="Ernie4_5ForCausalLM",
+        sizes=GROUPED | RMS | HEAD,
+        optional=_all(*HEAD),
+        biases={"use_bias": "attn_q.bias"},
+    ),
+    "lfm2": Architecture(
+        model_type="lfm2",
+        model_class="Lfm2ForCausalLM",
+        sizes=GROUPED
+        | {
+            "attention.layer_norm_rms_epsilon": "norm_eps",
+            "shortconv.l_cache": "conv_L_cache",
+        },
+        fixed={"block_auto_adjust_ff_dim": False},
+        biases={"conv_bias": "shortconv.in_proj.bias"},
+    ),
 }
 """By their names in llama.cpp."""
+
+WINDOWED = {
+    "olmo2": Architecture(
+        model_type="olmo3",
+        model_class="Olmo3ForCausalLM",
+        sizes=GROUPED | RMS | WINDOW,
+        optional=_all(KV_HEADS),
+    )
+}
+"""By the same names, of models whose layers see windows."""

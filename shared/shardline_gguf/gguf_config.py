@@ -11,7 +11,13 @@ from typing import Any
 
 import msgspec
 
-from shardline_gguf.architectures import ARCHITECTURES, Architecture
+from shardline_gguf.architectures import (
+    ARCHITECTURES,
+    KV_HEADS,
+    TEMPERATURE,
+    WINDOWED,
+    Architecture,
+)
 from shardline_gguf.gguf_files import is_gguf, model_in, read_parts
 from shardline_gguf.gguf_header import IN_4_BITS, GgufHeader, TensorPlace
 from shardline_gguf.refusal import refuse
@@ -29,6 +35,9 @@ USUAL_THETA = 10_000.0
 MAX_LAYERS = 4096
 MAX_FACTORS = 4096
 SINGLE = struct.Struct("<f")
+WINDOW = "attention.sliding_window"
+WINDOWS = "attention.sliding_window_pattern"
+"""Whether a layer sees a window, layer by layer."""
 
 GEMMA_PARTS = {"gemma2": 46, "gemma3": 62}
 """Layers of the largest models: these alone scale queries by a share of the hidden size."""
@@ -72,7 +81,9 @@ def config_of(header: GgufHeader, tensors: Mapping[str, TensorPlace]) -> dict[st
     """Returns the config of a model by its header and the tensors of all its parts. Raises Invalid
     for an architecture that is not read, or a size that is missing."""
     name = header.architecture
-    architecture = ARCHITECTURES.get(name)
+    has_window = f"{name}.{WINDOW}" in header.metadata
+    architecture = WINDOWED.get(name) if has_window else None
+    architecture = architecture or ARCHITECTURES.get(name)
     if architecture is None:
         known = ", ".join(sorted(ARCHITECTURES))
         refuse(
@@ -141,6 +152,9 @@ class _Metadata:
         head_dim = self._head_dim(config)
         if head_dim is not None and "attention.key_length" in architecture.sizes:
             config["head_dim"] = head_dim
+        if any(self._get("rope.dimension_sections") or ()):
+            refuse(f"{self._header.path} has rotations of several axes, which are not read")
+        self._layer_types(config)
         self._gemma(config)
         if self._name == "phi3":
             self._phi3(config)
@@ -153,6 +167,8 @@ class _Metadata:
     def _number(self, key: str, value: Any) -> int | float:
         """One number: a file may list one for each layer, which must be equal."""
         values = value if isinstance(value, list) else [value]
+        if self._name == "lfm2" and key == KV_HEADS:
+            values = [each for each in values if each] or values  # 0: a layer of convolutions
         first = values[0] if values else None
         if not isinstance(first, int | float) or any(each != first for each in values):
             refuse(f"{self._header.path} has {self._name}.{key} {values[:4]}, not one number")
@@ -175,6 +191,22 @@ class _Metadata:
         if not heads or (config["hidden_size"] % heads and "head_dim" not in config):
             refuse(f"{self._header.path} divides {config['hidden_size']} by {heads} heads")
         return int(config.get("head_dim", config["hidden_size"] // heads))
+
+    def _layer_types(self, config: dict[str, Any]) -> None:
+        num_layers = config["num_hidden_layers"]
+        pattern = self._get(WINDOWS)
+        if self._name == "lfm2":
+            types = ("conv", "full_attention")
+            pattern = self._get(KV_HEADS)
+        else:
+            types = ("full_attention", "sliding_attention")
+            if not config.get("sliding_window"):
+                pattern = [False] * num_layers if self._name == "exaone4" else None
+        if not isinstance(pattern, list):
+            return
+        if len(pattern) != num_layers:
+            refuse(f"{self._header.path} lists {len(pattern)} layers of {num_layers}")
+        config["layer_types"] = [types[bool(each)] for each in pattern]
 
     def _gemma(self, config: dict[str, Any]) -> None:
         if self._name in GEMMA_PARTS:
@@ -205,10 +237,26 @@ class _Metadata:
         elif architecture.is_partial:
             base["partial_rotary_factor"] = 1.0
         rope = base | self._scaling(config, tensors, dimensions // 2)
+        if self._name == "mistral3":
+            rope |= self._late_scale(config, rope)
         if self._name != "gemma3":
             return rope
         local: dict[str, Any] = {"rope_type": "default", "rope_theta": USUAL_THETA}
         return {"sliding_attention": local, "full_attention": rope}
+
+    def _late_scale(
+        self, config: Mapping[str, Any], rope: Mapping[str, Any]
+    ) -> dict[str, float | int]:
+        """Returns how queries are scaled beyond the original positions, and how YaRN scales all."""
+        length = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+        found = {
+            "llama_4_scaling_beta": _decimal(self._get(TEMPERATURE) or 0.0),
+            "original_max_position_embeddings": length,
+        }
+        multiplier = self._get("rope.scaling.yarn_log_multiplier")
+        if multiplier:
+            found |= {"mscale": 1.0, "mscale_all_dim": _decimal(multiplier)}
+        return found
 
     def _scaling(
         self, config: Mapping[str, Any], tensors: Mapping[str, TensorPlace], num_factors: int

@@ -53,6 +53,11 @@ def shifted(weight: Tensor, _: Heads) -> Tensor:
     return weight - 1
 
 
+def with_channels(weight: Tensor, _: Heads) -> Tensor:
+    """Undoes that a convolution of each channel alone, [H, 1, L], is stored as [H, L]."""
+    return weight[:, None]
+
+
 def _by_halves(weight: Tensor, num_heads: int) -> Tensor:
     half = weight.shape[0] // num_heads // 2
     pairs = weight.view(num_heads, half, 2, *weight.shape[1:])
@@ -104,6 +109,9 @@ EXPERTS = _both("ffn_gate_inp", "mlp.gate") | {
     for part in ("gate", "up", "down")
 }
 
+POST_NORMS = _both("post_attention_norm", "post_attention_layernorm") | _both(
+    "post_ffw_norm", "post_feedforward_layernorm"
+)
 LLAMA = ENDS, PERMUTED_ATTENTION | GATED | NORMS
 QWEN3 = ATTENTION | HEAD_NORMS | NORMS
 TARGETS: dict[str, tuple[Mapping[str, Target], Mapping[str, Target]]] = {
@@ -126,6 +134,47 @@ TARGETS: dict[str, tuple[Mapping[str, Target], Mapping[str, Target]]] = {
         ENDS,
         ATTENTION | _both("ffn_up", "mlp.c_fc") | _both("ffn_down", "mlp.c_proj") | NORMS,
     ),
+    "gemma": (SHIFTED_ENDS, ATTENTION | GATED | SHIFTED_NORMS),
+    "smollm3": LLAMA,
+    "mistral3": LLAMA,
+    "olmo2": (ENDS, ATTENTION | HEAD_NORMS | GATED | POST_NORMS),
+    "exaone4": (ENDS, ATTENTION | HEAD_NORMS | GATED | POST_NORMS),
+    "glm4": (
+        ENDS,
+        ATTENTION
+        | _both("ffn_up", "mlp.gate_up_proj")
+        | _both("ffn_down", "mlp.down_proj")
+        | NORMS
+        | _both("post_attention_norm", "post_self_attn_layernorm")
+        | _both("post_ffw_norm", "post_mlp_layernorm"),
+    ),
+    "seed_oss": (
+        ENDS,
+        ATTENTION
+        | GATED
+        | _both("attn_norm", "input_layernorm")
+        | _both("post_attention_norm", "post_attention_layernorm"),
+    ),
+    "lfm2": (
+        ENDS
+        | _both("token_embd_norm", "model.embedding_norm")
+        | _both("output_norm", "model.embedding_norm"),
+        _both("attn_q", "self_attn.q_proj")
+        | _both("attn_k", "self_attn.k_proj")
+        | _both("attn_v", "self_attn.v_proj")
+        | _both("attn_output", "self_attn.out_proj")
+        | _both("attn_q_norm", "self_attn.q_layernorm")
+        | _both("attn_k_norm", "self_attn.k_layernorm")
+        | _both("shortconv.conv", "conv.conv", with_channels)
+        | _both("shortconv.in_proj", "conv.in_proj")
+        | _both("shortconv.out_proj", "conv.out_proj")
+        | _both("ffn_gate", "feed_forward.w1")
+        | _both("ffn_up", "feed_forward.w3")
+        | _both("ffn_down", "feed_forward.w2")
+        | _both("attn_norm", "operator_norm")
+        | _both("ffn_norm", "ffn_norm"),
+    ),
+    "ernie4_5": (ENDS, ATTENTION | GATED | NORMS),
     "nemotron": (SHIFTED_ENDS, ATTENTION | UP_AND_DOWN | SHIFTED_NORMS),
 }
 """By architecture: the targets of tensors outside layers, and of those behind `blk.N.`."""

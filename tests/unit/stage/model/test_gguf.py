@@ -22,8 +22,8 @@ from services.standalone.settings import CLERK
 from shardline.base.errors import Invalid
 from shardline.contract.job import SamplingParams
 from tests.chain import generate, load_chain, requests
-from tests.gguf_models import write_gguf
-from tests.models import VOCAB_SIZE, save_model
+from tests.gguf_models import SHIFTED, write_gguf
+from tests.models import LATE_SCALE, VOCAB_SIZE, save_model
 from tests.pinned import first_core
 
 LLAMA3 = {
@@ -56,6 +56,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "phi3",
             "starcoder2",
             "nemotron",
+            *(
+                "lfm2",
+                "gemma",
+                "smollm3",
+                "olmo2",
+                "olmo3",
+                "exaone4",
+                "glm4",
+                "seed-oss",
+                "ernie4.5",
+            ),
         )
     },
     "qwen3-moe": ("qwen3-moe", {"norm_topk_prob": True}),
@@ -85,6 +96,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-long": (
         "phi3",
         {"rope_parameters": LONG, "original_max_position_embeddings": 256},
+    ),
+    "exaone4-small": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "ministral3": (
+        "ministral3",
+        {"rope_parameters": {**LATE_SCALE, "mscale": 1.0, "mscale_all_dim": 0.7}},
     ),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
 }
@@ -138,7 +154,7 @@ def floats(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama-3", "gemma3", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["llama-3", "gemma3", "qwen3-moe", "lfm2"])
 def test_stages_of_a_file_give_the_tokens_of_the_model_that_it_was_converted_from(
     name: str, device: Device, tmp_path: Path
 ) -> None:
@@ -200,7 +216,7 @@ def test_every_weight_comes_back_to_the_last_bit(name: str, tmp_path: Path) -> N
         expected.pop("lm_head.weight", None)
     assert found.keys() == expected.keys()
     # llama.cpp stores some norms with the 1 that a model adds, which costs their last bits
-    is_shifted = kind in ("gemma2", "gemma3", "nemotron")
+    is_shifted = kind in SHIFTED
     for weight, tensor in expected.items():
         if is_shifted and weight.endswith("norm.weight"):
             assert torch.allclose(found[weight], tensor, atol=2e-7), weight
