@@ -32,6 +32,9 @@ LATE_IMPORTS = (
     "kombu.transport.redis",
 )
 """What Celery finds by its name, and imports only when a worker starts."""
+OWN_PACKAGES = frozenset(
+    {"services", "shardline", "shardline_gguf", "shardline_scheduler", "shardline_server"}
+)
 STDOUT = 1
 STDERR = 2
 FIRST_OF_AREA = 47
@@ -58,12 +61,25 @@ def main() -> int:
         if can_fork
         else f"its imports started {num_started} threads: see *_NUM_THREADS".encode()
     )
+    imported = source_times()
     while (request := ForkRequest.receive(link)) is not None:
-        if can_fork and fork(request, supervisor):
+        # A stage imports more modules later: those of an upgrade would not fit the imported ones.
+        if can_fork and source_times() == imported and fork(request, supervisor):
             link.close()
             return stage.main()
         request.close()
     return 0
+
+
+def source_times() -> dict[str, int]:
+    """Returns when the file of each imported module of ours was written, in nanoseconds; -1 for a
+    file that is gone."""
+    files = [
+        Path(module.__file__)
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in OWN_PACKAGES and module.__file__
+    ]
+    return {str(file): file.stat().st_mtime_ns if file.exists() else -1 for file in files}
 
 
 def import_model() -> None:
