@@ -5,6 +5,7 @@ Knows no server. Bodies may have our own fields too (`priority`, `seed`, …), w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -40,6 +41,12 @@ OWN_COUNTED = frozenset({"adapter", "chat_template_kwargs"})
 
 BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
+SERVER_TOOL = re.compile(
+    r"(web_search|web_fetch|code_execution|advisor|tool_search_tool_(regex|bm25))(_\d{8})?"
+)
+"""Types of tools that run at Anthropic. Declared, they are permissions that the model does not use:
+they are left out."""
+
 
 class MessageRequest(ChatCompletionRequest, frozen=True, kw_only=True):
     """The job of a request to `/v1/messages`."""
@@ -47,6 +54,8 @@ class MessageRequest(ChatCompletionRequest, frozen=True, kw_only=True):
     takes_what_fits = True
     is_of_old_form: bool = False
     """Its schema is in `output_format`."""
+    tool_places: tuple[int, ...] = ()
+    """Of its tools among those of the body."""
 
     @property
     def field_names(self) -> Mapping[str, str]:
@@ -58,10 +67,13 @@ class MessageRequest(ChatCompletionRequest, frozen=True, kw_only=True):
             "stop": "stop_sequences",
             "reasoning_effort": "output_config.effort",
             **{
-                f"tools[{place}].function.parameters": f"tools[{place}].input_schema"
-                for place in range(len(self.tools))
+                f"tools[{number}].function.parameters": f"tools[{place}].input_schema"
+                for number, place in enumerate(self.tool_places)
             },
-            **{f"tools[{place}].function": f"tools[{place}]" for place in range(len(self.tools))},
+            **{
+                f"tools[{number}].function": f"tools[{place}]"
+                for number, place in enumerate(self.tool_places)
+            },
         }
 
 
@@ -102,13 +114,38 @@ def _parsed(document: Document, kind: type[BodyT], own: frozenset[str]) -> tuple
     drop_neutral(fields, bodies.NEUTRAL)
     _refuse_unsupported(fields)
     ours = {name: fields.pop(name) for name in sorted(own & fields.keys())}
-    return parse_fields(fields, kind), ours
+    places = _keep_client_tools(fields)
+    ours["tool_places"] = places
+    with renaming({f"tools[{number}]": f"tools[{place}]" for number, place in enumerate(places)}):
+        return parse_fields(fields, kind), ours
+
+
+def _keep_client_tools(fields: Document) -> list[int]:
+    """Takes tools that run at Anthropic out of a body, and returns the places of the others. Raises
+    Invalid for a choice of one of them, which nothing could obey."""
+    tools = fields.get("tools")
+    if not isinstance(tools, list):
+        return []
+    places = [place for place, tool in enumerate(tools) if not _is_of_server(tool)]
+    choice = fields.get("tool_choice")
+    chosen = choice.get("name") if isinstance(choice, dict) else None
+    named = [tool.get("name") for tool in tools if _is_of_server(tool)]
+    if chosen is not None and chosen in named:
+        problem = f"{shown(str(chosen))!r} runs at Anthropic, and is left out"
+        raise Invalid("tool_choice.name", problem, "Send auto, or name a tool with an input_schema")
+    fields["tools"] = [tools[place] for place in places]
+    return places
+
+
+def _is_of_server(tool: object) -> bool:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return isinstance(kind, str) and SERVER_TOOL.fullmatch(kind) is not None
 
 
 def _refuse_unsupported(fields: Document) -> None:
-    """Names what Anthropic's models take and Shardline's do not: images, documents, tools that run
-    at Anthropic, conversations that Anthropic holds. Raises Invalid. `parse_fields` refuses what is
-    no object."""
+    """Names what Anthropic's models take and Shardline's do not: images, documents, tools that only
+    they know, conversations that Anthropic holds. Raises Invalid. `parse_fields` refuses what is no
+    object."""
     if "thread" in fields:
         problem = "conversations are not held between requests"
         raise ThreadUnsupported("thread", problem, "Leave it out, and send all messages")
@@ -119,8 +156,8 @@ def _refuse_unsupported(fields: Document) -> None:
     tools = fields.get("tools")
     for place, tool in enumerate(tools if isinstance(tools, list) else ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind not in (None, "custom"):
-            problem = f"{shown(str(kind))!r} runs at Anthropic, and is not supported"
+        if kind not in (None, "custom") and not _is_of_server(tool):
+            problem = f"{shown(str(kind))!r} is not supported"
             raise Invalid(f"tools[{place}].type", problem, "Send tools with an input_schema")
 
 

@@ -11,6 +11,7 @@ from services.gateway.field_names import renaming
 from services.gateway.http.json_body import Document
 from services.gateway.openai.service_tier import PRIORITIES
 from services.gateway.responses.conversation import messages_of
+from services.gateway.responses.hosted_tools import refuse_chosen
 from services.gateway.responses.input_items import InputItem, InputMessage
 from services.gateway.responses.request_fields import ResponseFields
 from services.gateway.responses.tools import choice_of, functions_of, places_of
@@ -117,6 +118,7 @@ def _asked(fields: Document) -> ResponseFields:
     }
     if isinstance(items := fields.get("input"), list):
         fields["input"] = [_typed(item) for item in items]
+    refuse_chosen(fields.get("tool_choice"))
     try:
         return msgspec.convert({"input": None, **fields}, ResponseFields)
     except msgspec.ValidationError as error:

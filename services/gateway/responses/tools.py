@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
+from services.gateway.responses.hosted_tools import AnyHosted, HostedTool
 from shardline.base.errors import Invalid
 from shardline.contract.chat import MAX_TOOL_NAME_CHARS, FunctionDefinition, Tool
 from shardline.contract.tool_choice import (
@@ -28,7 +29,7 @@ JOINT = "__"
 
 
 class ResponseTool(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function"):
-    """A function that the model may call. Tools that run on a server are refused."""
+    """A function that the model may call."""
 
     name: Name
     description: str | None = None
@@ -71,7 +72,8 @@ class AllowedFunctions(
 
 
 AnyTool = ResponseTool | NamespaceTool
-ResponseTools = Annotated[tuple[AnyTool, ...], Meta(max_length=MAX_TOOLS)]
+AskedTool = AnyTool | AnyHosted
+ResponseTools = Annotated[tuple[AskedTool, ...], Meta(max_length=MAX_TOOLS)]
 ResponseToolChoice = Literal["none", "auto", "required"] | ChosenFunction | AllowedFunctions
 
 
@@ -92,7 +94,7 @@ def joined_name(namespace: str | None, name: str) -> str:
     return name if namespace is None else f"{namespace}{JOINT}{name}"
 
 
-def functions_of(tools: Iterable[AnyTool]) -> tuple[Tool, ...]:
+def functions_of(tools: Iterable[AskedTool]) -> tuple[Tool, ...]:
     """Returns all functions as a job has them. Raises Invalid for too many, or a name too long."""
     found: list[Tool] = []
     for place, namespace, tool in _functions(tools):
@@ -109,13 +111,13 @@ def functions_of(tools: Iterable[AnyTool]) -> tuple[Tool, ...]:
     return tuple(found)
 
 
-def places_of(tools: Iterable[AnyTool]) -> dict[str, str]:
+def places_of(tools: Iterable[AskedTool]) -> dict[str, str]:
     """Returns where a request has each function, by its place in a job."""
     places = [place for place, _, _ in _functions(tools)]
     return {f"tools[{number}].function": place for number, place in enumerate(places)}
 
 
-def namespaces_of(tools: Iterable[AnyTool]) -> dict[str, str]:
+def namespaces_of(tools: Iterable[AskedTool]) -> dict[str, str]:
     """Returns the namespaces of functions that have one, by the functions' names in a job."""
     return {
         joined_name(namespace, tool.name): namespace
@@ -142,11 +144,13 @@ def flat_tools(tools: Iterable[Tool], namespaces: Mapping[str, str]) -> list[Any
     return found
 
 
-def _functions(tools: Iterable[AnyTool]) -> Iterator[tuple[str, str | None, ResponseTool]]:
+def _functions(tools: Iterable[AskedTool]) -> Iterator[tuple[str, str | None, ResponseTool]]:
     """Each function with its place and its namespace."""
     for place, tool in enumerate(tools):
         if isinstance(tool, ResponseTool):
             yield f"tools[{place}]", None, tool
+            continue
+        if isinstance(tool, HostedTool):
             continue
         for inner, one in enumerate(tool.tools):
             yield f"tools[{place}].tools[{inner}]", tool.name, one

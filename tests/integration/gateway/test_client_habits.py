@@ -1,5 +1,6 @@
 """What clients of others send beside their users' requests: fields that are null at any depth, what
-an answer held, conversations that a server is to hold, formats beside calls that must be made."""
+an answer held, conversations and tools that a server is to have, formats beside calls that must be
+made."""
 
 from __future__ import annotations
 
@@ -165,6 +166,42 @@ async def test_a_format_beside_a_call_that_must_be_made_has_no_effect(
     assert reply.status_code == 200, reply.text
     job = (await http.get(f"/v1/jobs/{reply.json()['id']}")).json()
     assert ("structured_outputs" in job["params"], len(job["params"]["tools"])) == (False, 1)
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        (
+            RESPONSES,
+            {
+                "input": PROMPT,
+                "tools": [
+                    {"type": "web_search", "external_web_access": False},
+                    {"type": "function", **FUNCTION},
+                    {"type": "mcp", "server_label": "a", "server_url": "https://a.example"},
+                ],
+                "include": ["web_search_call.action.sources", "file_search_call.results"],
+            },
+        ),
+        (
+            MESSAGES,
+            {
+                "messages": [USER],
+                "tools": [{"type": "web_search_20250305", "name": "web_search"}, ANTHROPICS],
+                "max_tokens": 64,
+            },
+        ),
+    ],
+)
+async def test_tools_that_a_server_is_to_run_are_left_out(
+    http: httpx.AsyncClient, head: TinyHead, route: str, fields: dict[str, Any]
+) -> None:
+    with head.serving():
+        reply = await http.post(route, json={"model": "clerk", **fields})
+    assert reply.status_code == 200, reply.text
+    job = (await http.get(f"/v1/jobs/{reply.json()['id']}")).json()
+    assert [tool["function"]["name"] for tool in job["params"]["tools"]] == ["look"]
+    assert [tool["name"] for tool in reply.json().get("tools", [{"name": "look"}])] == ["look"]
 
 
 async def test_anthropics_runner_of_tools_goes_on_without_a_thread(

@@ -1,4 +1,5 @@
-"""Functions of a namespace: one name in the job, two at the door, there and back."""
+"""Functions of a namespace: one name in the job, two at the door, there and back; and hosted
+tools, of which a job has none."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 
 from services.gateway.responses.conversation import listed, messages_of
+from services.gateway.responses.hosted_tools import TYPES
 from services.gateway.responses.output_items import CallItem
 from services.gateway.responses.requests import items_of, response_request
 from services.gateway.responses.tools import flat_tools
@@ -25,6 +27,7 @@ CALL = {
     "arguments": "{}",
 }
 OUTPUT = {"type": "function_call_output", "call_id": "c-1", "output": "done"}
+SEARCH = {"type": "web_search", "external_web_access": False}
 ASKED: dict[str, Any] = {"model": "clerk", "input": "a", "tools": [LOOK, SPACE]}
 
 
@@ -58,6 +61,9 @@ def test_a_call_that_comes_back_has_the_name_that_the_model_knows() -> None:
         ([{**SPACE, "name": "n" * 124}], "tools[0].tools[0].name"),
         ([LOOK, {**SPACE, "tools": [ADD, ADD]}], "tools[1].tools[1].name"),
         ([{**LOOK, "name": "crm__look"}, SPACE], "tools[1].tools[1].name"),
+        ([SEARCH, LOOK, {**SPACE, "tools": [ADD, ADD]}], "tools[2].tools[1].name"),
+        ([SEARCH, {**LOOK, "name": "a b"}], "tools[1].name"),
+        ([SEARCH, {"type": "custom", "name": "a"}], "tools[1].type"),
         ([{**SPACE, "tools": []}], "tools[0].tools"),
         ([{**SPACE, "tools": [SPACE]}], "tools[0].tools[0].type"),
         ([{**SPACE, "name": f"n{place}", "tools": [LOOK] * 1} for place in range(129)], "tools"),
@@ -76,3 +82,22 @@ def test_a_wrong_function_of_a_namespace_is_named_where_it_stands(
     with pytest.raises(Invalid) as caught:
         response_request({**ASKED, "tools": tools})
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("kind", sorted(TYPES))
+def test_a_hosted_tool_is_left_out_and_cannot_be_chosen(kind: str) -> None:
+    tools = [{"type": kind}, LOOK]
+    for choice in ("auto", "none", "required", {"type": "function", "name": "look"}):
+        request = response_request({**ASKED, "tools": tools, "tool_choice": choice})
+        assert [tool.function.name for tool in request.tools] == ["look"]
+    allowed = [{"type": "function", "name": "look"}, {"type": kind}]
+    for chosen, field in (
+        ({"type": kind}, "tool_choice.type"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": allowed}, "tool_choice.tools[1].type"),
+    ):
+        with pytest.raises(Invalid, match="left out") as caught:
+            response_request({**ASKED, "tools": tools, "tool_choice": chosen})
+        assert caught.value.field == field
+    with pytest.raises(Invalid) as caught:
+        response_request({**ASKED, "tools": [{"type": kind}], "tool_choice": "required"})
+    assert caught.value.field == "tool_choice"

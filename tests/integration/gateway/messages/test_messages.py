@@ -19,6 +19,7 @@ from tests.tiny_head import NUM_CACHED, Sequence, TinyHead
 
 MESSAGES = "/v1/messages"
 COUNT = f"{MESSAGES}/count_tokens"
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
 BODY = {
     "model": "clerk",
     "max_tokens": 32,
@@ -175,7 +176,16 @@ async def test_the_system_and_turns_are_rendered_as_a_chat_is(
         ({"messages": [{"role": "assistant", "content": "a"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, "web_search"),
+        ({"tools": [SEARCH, {"name": "a b", "input_schema": {}}]}, "tools[1].name"),
+        (
+            {
+                "tools": [SEARCH, {"name": "a", "input_schema": {"type": 1}}],
+                "tool_choice": {"type": "any"},
+            },
+            "tools[1].input_schema",
+        ),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ],
 )
