@@ -20,6 +20,7 @@ from services.gateway.openai.neutral_fields import drop_neutral
 from shardline.base.errors import Invalid
 from shardline.contract.job import JobRequest
 from shardline.contract.request_parsing import check_request, parse_fields, shown
+from shardline.contract.structured_output import closed
 
 BodyT = TypeVar("BodyT", bound=bodies.CountTokensBody)
 
@@ -188,7 +189,7 @@ def _chat(body: bodies.CountTokensBody) -> Document:
     # A required call leaves no content.
     is_text = not isinstance(body.tool_choice, bodies.AnyChoice | bodies.ToolChoiceByName)
     if is_text and (form := body.output_config.format or body.output_format) is not None:
-        fields["structured_outputs"] = {"json": form.schema}
+        fields["structured_outputs"] = {"json": closed(form.schema)}
         fields["is_of_old_form"] = body.output_config.format is None
     return fields | _thinking(body)
 

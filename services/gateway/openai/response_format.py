@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import force_setattr
 
-from shardline.contract.structured_output import StructuredOutput, lenient
+from shardline.contract.structured_output import StructuredOutput, closed, lenient
 
 
 class TextFormat(
@@ -28,6 +29,11 @@ class JsonObjectFormat(
 
     schema: dict[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        """Close its objects, once for all choices."""
+        if self.schema is not None:
+            force_setattr(self, "schema", closed(self.schema))
+
     def structured(self) -> StructuredOutput | None:
         """Returns what the text must be."""
         return object_of(self.schema)
@@ -40,6 +46,10 @@ class NamedSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Close its objects, once for all choices."""
+        force_setattr(self, "schema", closed(self.schema))
 
 
 class JsonSchemaFormat(

@@ -13,7 +13,7 @@ from services.gateway.openai.service_tier import ServiceTier
 from services.gateway.responses.input_items import Items
 from services.gateway.responses.tools import ResponseToolChoice, ResponseTools, namespaces_of
 from shardline.contract.job import MAX_TOKENS, NumLogprobs, ReasoningEffort
-from shardline.contract.structured_output import StructuredOutput
+from shardline.contract.structured_output import StructuredOutput, closed
 
 LOGPROBS = "message.output_text.logprobs"
 Includable = Literal[
@@ -76,8 +76,11 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def structured(self) -> StructuredOutput | None:
         """Returns it as a job has it."""
         if isinstance(self.format, SchemaFormat):
-            return schema_of(self.format.schema, self.format.strict)
-        return object_of(self.format.schema) if isinstance(self.format, ObjectFormat) else None
+            return schema_of(closed(self.format.schema), self.format.strict)
+        if not isinstance(self.format, ObjectFormat):
+            return None
+        schema = self.format.schema
+        return object_of(None if schema is None else closed(schema))
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

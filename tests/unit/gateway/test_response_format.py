@@ -1,4 +1,5 @@
-"""What the text of an answer must be, in OpenAI's two forms: nothing of it is left out unsaid."""
+"""What the text of an answer must be, in OpenAI's two forms and Anthropic's: nothing of it is
+left out unsaid."""
 
 from __future__ import annotations
 
@@ -8,12 +9,19 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.gateway.anthropic.requests import message_request
 from services.gateway.openai.requests import chat_request
 from services.gateway.responses.requests import field_names, response_request
 from shardline.base.errors import Invalid
-from shardline.contract.structured_output import StructuredOutput, lenient
+from shardline.contract.structured_output import (
+    MAX_GRAMMAR_BYTES,
+    StructuredOutput,
+    closed,
+    lenient,
+)
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+CLOSED = {**SCHEMA, "additionalProperties": False}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
 
 
@@ -26,17 +34,22 @@ def of_response(form: dict[str, Any]) -> StructuredOutput | None:
     return response_request(asked).structured_outputs
 
 
+def of_message(form: dict[str, Any]) -> StructuredOutput | None:
+    asked = {**CHAT, "max_tokens": 8, "output_config": {"format": form}}
+    return message_request(asked).structured_outputs
+
+
 @pytest.mark.parametrize("read", [of_chat, of_response])
 def test_a_json_object_is_held_to_its_schema_if_that_says_something(read: Any) -> None:
     output = read({"type": "json_object", "schema": SCHEMA})
-    assert json.loads(output.json) == SCHEMA
+    assert json.loads(output.json) == CLOSED
     silent: list[dict[str, Any]] = [{}, {"schema": {}}, {"schema": None}]
     for more in silent:
         assert read({"type": "json_object", **more}) == StructuredOutput(json_object=True)
 
 
 @pytest.mark.parametrize(
-    ("strict", "expected"), [(True, SCHEMA), (False, lenient(SCHEMA)), (None, lenient(SCHEMA))]
+    ("strict", "expected"), [(True, CLOSED), (False, lenient(CLOSED)), (None, lenient(CLOSED))]
 )
 def test_a_schema_is_lenient_unless_it_is_strict(
     strict: bool | None, expected: dict[str, Any]
@@ -48,6 +61,38 @@ def test_a_schema_is_lenient_unless_it_is_strict(
     ):
         assert output is not None
         assert json.loads(str(output.json)) == expected
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"type": "array", "items": SCHEMA}, {"type": "array", "items": CLOSED}),
+        ({**SCHEMA, "additionalProperties": True}, {**SCHEMA, "additionalProperties": True}),
+        ({**SCHEMA, "patternProperties": {}}, {**SCHEMA, "patternProperties": {}}),
+        ({"allOf": [SCHEMA]}, {"allOf": [SCHEMA]}),
+        ({"type": "object"}, {"type": "object"}),
+    ],
+)
+def test_an_object_has_the_named_properties_alone_unless_it_says_more(
+    schema: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    named = {"name": "a", "schema": schema, "strict": True}
+    for output in (
+        of_chat({"type": "json_schema", "json_schema": named}),
+        of_response({"type": "json_schema", **named}),
+        of_message({"type": "json_schema", "schema": schema}),
+    ):
+        assert output is not None
+        assert json.loads(str(output.json)) == expected
+    own = chat_request({**CHAT, "structured_outputs": {"json": schema}}).structured_outputs
+    assert own is not None
+    assert json.loads(str(own.json)) == schema
+
+
+def test_a_schema_of_too_many_parts_stays_as_it_is() -> None:
+    large = {**SCHEMA, "examples": [0] * MAX_GRAMMAR_BYTES}
+    assert closed(large) == large
+    assert closed(SCHEMA) == CLOSED
 
 
 @pytest.mark.parametrize(
