@@ -95,8 +95,10 @@ class OpenAiRequest(JobRequest, frozen=True, kw_only=True):
         if self.max_tokens is None and self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         if self.response_format is not None:
-            is_object = isinstance(self.response_format, JsonObjectFormat)
-            place = "schema" if is_object else "json_schema.schema"
+            form = self.response_format
+            place = "json_schema.schema"
+            if isinstance(form, JsonObjectFormat):
+                place = form.schema_field
             names["structured_outputs.json"] = f"response_format.{place}"
             names["structured_outputs"] = "response_format"
         return names

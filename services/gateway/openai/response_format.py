@@ -25,14 +25,23 @@ class TextFormat(
 class JsonObjectFormat(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"
 ):
-    """Any JSON object, or as llama.cpp has it, JSON of a schema."""
+    """Any JSON object, or as llama.cpp has it, JSON of a schema. Raises ValueError."""
 
     schema: dict[str, Any] | None = None
+    value: dict[str, Any] | None = None
+    """Another name of `schema`: Hugging Face's."""
 
     def __post_init__(self) -> None:
-        """Close its objects, once for all choices."""
-        if self.schema is not None:
-            force_setattr(self, "schema", closed(self.schema))
+        """Give it its one form, with closed objects, once for all choices."""
+        if self.value is not None and self.schema not in (None, self.value):
+            raise ValueError("value differs from schema: send one of the two")
+        if (schema := self.schema or self.value) is not None:
+            force_setattr(self, "schema", closed(schema))
+
+    @property
+    def schema_field(self) -> str:
+        """Returns the name that the schema came under."""
+        return "schema" if self.value is None else "value"
 
     def structured(self) -> StructuredOutput | None:
         """Returns what the text must be."""

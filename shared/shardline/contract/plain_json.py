@@ -18,7 +18,9 @@ FIELDS = (
 )
 """Fields of a request with objects that may hold such fields."""
 
-CALLERS_OWN = frozenset({"input", "input_schema", "input_examples", "parameters", "schema"})
+CALLERS_OWN = frozenset(
+    {"input", "input_schema", "input_examples", "parameters", "schema", "value"}
+)
 """Names of objects that a caller makes up. A null in one means something."""
 
 MAX_LEVELS = 8

@@ -112,11 +112,25 @@ def test_a_field_that_means_nothing_in_a_format_is_refused_by_name(form: dict[st
     assert caught.value.field.startswith("text.format")
 
 
+def test_a_schema_has_hugging_faces_name_too() -> None:
+    for more in ({"value": SCHEMA}, {"value": SCHEMA, "schema": SCHEMA}):
+        output = of_chat({"type": "json_object", **more})
+        assert output == of_chat({"type": "json_object", "schema": SCHEMA})
+    null = {"const": None}
+    output = of_chat({"type": "json_object", "value": null})
+    assert output is not None
+    assert json.loads(str(output.json)) == null
+    for more in ({"value": SCHEMA, "schema": {}}, {"value": {}, "schema": SCHEMA}):
+        with pytest.raises(Invalid, match="send one of the two") as caught:
+            of_chat({"type": "json_object", **more})
+        assert caught.value.field == "response_format"
+
+
 def test_a_wrong_schema_of_a_json_object_is_named_where_it_stands() -> None:
-    names = chat_request(
-        {**CHAT, "response_format": {"type": "json_object", "schema": SCHEMA}}
-    ).field_names
-    assert names["structured_outputs.json"] == "response_format.schema"
+    for name in ("schema", "value"):
+        form = {"type": "json_object", name: SCHEMA}
+        names = chat_request({**CHAT, "response_format": form}).field_names
+        assert names["structured_outputs.json"] == f"response_format.{name}"
 
 
 def test_a_response_shows_its_format_as_it_came() -> None:
