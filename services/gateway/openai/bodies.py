@@ -134,6 +134,12 @@ class CompletionRequest(OpenAiRequest, frozen=True, kw_only=True):
     """The text begins with the prompt's."""
 
 
+class ThinkingSwitch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whether the model thinks before it answers, as DeepSeek's clients say it."""
+
+    type: Literal["enabled", "disabled"]
+
+
 class ChatCompletionRequest(OpenAiRequest, frozen=True, kw_only=True):
     """The body of `POST /v1/chat/completions`."""
 
@@ -144,6 +150,10 @@ class ChatCompletionRequest(OpenAiRequest, frozen=True, kw_only=True):
     top_logprobs: NumLogprobs = 0
     store: bool = False
     """It is found under `GET /v1/chat/completions` until it is deleted there."""
+    enable_thinking: bool | None = None
+    """Another place of the variable in `chat_template_kwargs`."""
+    thinking: ThinkingSwitch | None = None
+    """Sets the variables `enable_thinking` and `thinking` in `chat_template_kwargs`."""
 
     @property
     def stored(self) -> Mapping[str, Any] | None:

@@ -52,11 +52,36 @@ def chat_request(document: Document) -> ChatCompletionRequest:
         raise Invalid("prompt", "chat completions take messages", remedy)
     for name in fields.keys() & {"messages", "tools"}:
         fields[name] = without_echoes(fields[name])
+    _set_thinking(fields)
     request = _parse(fields, ChatCompletionRequest)
     if request.top_logprobs and not request.logprobs:
         remedy = "Set logprobs to true, or leave it out"
         raise Invalid("top_logprobs", "it needs logprobs", remedy)
     return request
+
+
+def _set_thinking(fields: Document) -> None:
+    """Writes other servers' switches of thinking into `chat_template_kwargs`. Raises Invalid where
+    they differ. What has a wrong type stays, to be refused."""
+    variables = fields.get("chat_template_kwargs", {})
+    if not isinstance(variables, dict):
+        return
+    variables = dict(variables)
+    if isinstance(is_on := fields.get("enable_thinking"), bool):
+        _set_variable(variables, "enable_thinking", is_on, "enable_thinking")
+    switch = fields.get("thinking")
+    kind = switch.get("type") if isinstance(switch, dict) else None
+    if kind in ("enabled", "disabled"):
+        for name in ("enable_thinking", "thinking"):
+            _set_variable(variables, name, kind == "enabled", "thinking")
+    if variables:
+        fields["chat_template_kwargs"] = variables
+
+
+def _set_variable(variables: Document, name: str, value: bool, field: str) -> None:
+    if variables.setdefault(name, value) != value:
+        problem = f"chat_template_kwargs or enable_thinking sets {name} otherwise"
+        raise Invalid(field, problem, "Send one of the two")
 
 
 def _parse(fields: Document, kind: type[RequestT]) -> RequestT:
