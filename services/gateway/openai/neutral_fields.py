@@ -107,6 +107,8 @@ ECHOED = frozenset(
 )
 """Fields that clients add to messages and tools for themselves or for other servers, and send back:
 OpenAI's `parse`, LiteLLM, agents in editors."""
+MESSAGE_TYPES = ("message", "text")
+"""What some write as the `type` of a message."""
 
 
 def drop_neutral(
@@ -125,11 +127,19 @@ def without_echoes(objects: object) -> object:
     if not isinstance(objects, list):
         return objects
     return [
-        {name: value for name, value in one.items() if name not in ECHOED}
+        {
+            name: value
+            for name, value in one.items()
+            if name not in ECHOED and not _is_type(one, name)
+        }
         if isinstance(one, dict)
         else one
         for one in objects
     ]
+
+
+def _is_type(one: dict[str, Any], name: str) -> bool:
+    return name == "type" and "role" in one and one[name] in MESSAGE_TYPES
 
 
 def _is_any(value: Any, values: tuple[Any, ...]) -> bool:

@@ -70,6 +70,21 @@ def test_the_messages_of_a_chat_become_ours() -> None:
     assert (request.params().max_tokens, request.params().logprobs) == (4, 0)
 
 
+@pytest.mark.parametrize("kind", ["message", "text"])
+def test_the_type_of_a_message_changes_nothing(kind: str) -> None:
+    (message,) = CHAT["messages"]
+    assert chat_request({**CHAT, "messages": [{**message, "type": kind}]}).messages == (
+        Message(role="user", content="a"),
+    )
+    for fields in (
+        {"messages": [{**message, "type": "image"}]},
+        {"tools": [{"type": kind, "function": {"name": "look"}}]},
+    ):
+        with pytest.raises(Invalid) as caught:
+            chat_request({**CHAT, **fields})
+        assert caught.value.field.endswith("[0].type")
+
+
 def test_prompts_times_n_are_choices_with_one_id_and_seeds_that_follow() -> None:
     key = {"idempotency_key": "k", "seed": 5}
     choices = completion_choices({**TEXT, "prompt": ["a", [3, 4]], "n": 2, "best_of": 2, **key})
