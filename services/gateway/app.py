@@ -58,6 +58,8 @@ CROSS_ORIGIN: dict[str, Any] = {
         "x-should-retry",
     ],
     "max_age": 3600,
+    # Origins are the operator's list: theirs may be public, and this server in a private network.
+    "allow_private_network": True,
 }
 """What pages of allowed origins may send and read. Without cookies: a key travels in a header."""
 

@@ -133,11 +133,17 @@ async def test_pages_of_an_allowed_origin_may_ask(
         async with httpx.AsyncClient(base_url=http.base_url) as page:
             asked = await page.options("/v1/chat/completions", headers=PREFLIGHT)
             refused = await page.get("/v1/models", headers={"Origin": ORIGIN})
+            private = await page.options(
+                "/v1/models",
+                headers={**PREFLIGHT, "Access-Control-Request-Private-Network": "true"},
+            )
             foreign = await page.options(
                 "/v1/chat/completions", headers={**PREFLIGHT, "Origin": "https://evil.example"}
             )
         accepted = await http.post(JOBS, json=BODY, headers={"Origin": ORIGIN})
     assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, ORIGIN)
+    allowed = private.headers["access-control-allow-private-network"]
+    assert (private.status_code, allowed) == (200, "true")
     assert {"POST", "DELETE"} <= set(asked.headers["access-control-allow-methods"].split(", "))
     assert "x-stainless-lang" in asked.headers["access-control-allow-headers"]
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, ORIGIN)
