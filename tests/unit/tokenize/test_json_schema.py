@@ -32,6 +32,19 @@ TRIAL = GrammarTrial()
 
 (ZOD_EMAIL,) = PATTERNS
 EMAIL = {"type": "string", "format": "email", "pattern": ZOD_EMAIL}
+DURATION = {
+    "type": "string",
+    "format": "duration",
+    "pattern": (
+        r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?"
+        r"(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
+    ),
+}
+HOSTNAME = {
+    "type": "string",
+    "format": "hostname",
+    "pattern": r"^(?=.{1,253}\.?$)[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?(\.[a-zA-Z0-9]+)*$",
+}
 ID = "6f8e2c1a-7d1b-4e2f-9a3c-0123456789ab"
 
 
@@ -92,6 +105,8 @@ def of_type(kind: Any) -> dict[str, Any]:
         ({"type": "array", "uniqueItems": True, "maxItems": 1}, [1], [1, 2]),
         ({"type": "array", "uniqueItems": False}, [1, 1], {}),
         (EMAIL, "ann.lee@example.org", "ann..lee@example.org"),
+        (DURATION, "P1DT2H", "P1H"),
+        (HOSTNAME, "a.example.org", "a..org"),
         ({"properties": {"a": {"items": EMAIL}}}, {"a": ["a@b.de"]}, {"a": [".a@b.de"]}),
         (of_type(dict[str, Base64Bytes]), {"x": "YWI="}, {"x": "?"}),
         (of_type(tuple[UUID4, int]), [ID, 1], ["", 1]),
@@ -116,6 +131,7 @@ def test_what_pydantic_and_zod_write_is_held(
         {"type": "object", "propertyNames": {"$ref": "#/$defs/none"}},
         {"type": "array", "uniqueItems": True, "maxItems": 2},
         {"type": "string", "pattern": "^(?!a)b"},
+        {"type": "string", "pattern": "^(?!a)b", "format": "unknown"},
         {"type": "string", "format": 5, "pattern": None},
         {"type": "string", "format": "regex"},
     ],
@@ -135,6 +151,7 @@ def test_texts_that_are_no_schema_stay() -> None:
         of_type(set[str]),
         {"type": "object", "properties": {"a": {"not": {"type": "string"}}}},
         {"type": "string", "pattern": "^(?!a)b"},
+        {"type": "string", "pattern": "^(?!a)b", "format": "path"},
         {"type": "object", "propertyNames": {"format": "date"}},
         {"type": "string", "format": "regex"},
     ],

@@ -44,6 +44,8 @@ DEFINED = {
     *("json-pointer", "relative-json-pointer", "unknown"),
 }
 """By JSON Schema, and the one that llguidance takes for none."""
+HELD = (DEFINED - {"regex", "unknown"}) | FORMATS.keys()
+"""Those that a text is held to without a pattern, or that are refused by name."""
 
 LOOK_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
 LOCAL = r"[A-Za-z0-9_'+\-]"
@@ -97,12 +99,13 @@ class _Rewriter:
         return new
 
     def _rewrite_text(self, schema: dict[str, Any]) -> None:
-        pattern = schema.get("pattern")
+        pattern, form = schema.get("pattern"), schema.get("format")
         if isinstance(pattern, str):
             schema["pattern"] = PATTERNS.get(pattern, pattern)
-            if self._is_lenient and LOOK_AROUND.search(schema["pattern"]):
+            # Next to a format that is held, zod writes the same again as a pattern.
+            may_drop = self._is_lenient or (isinstance(form, str) and form in HELD)
+            if may_drop and LOOK_AROUND.search(schema["pattern"]):
                 del schema["pattern"]
-        form = schema.get("format")
         if isinstance(form, str) and form not in DEFINED:
             del schema["format"]
             if form in FORMATS:
