@@ -47,7 +47,8 @@ OFF_THE_PATH = {
         stage/engine/step_graphs stage/model/cpu_parts stage/engine/loading
         stage/engine/split_trial stage/products/experts stage/model/model_info
         stage/model/pieces stage/products/packing stage/model/refusal
-        stage/model/text_part stage/model/weights
+        stage/model/text_part stage/model/weights stage/attention/by_position
+        stage/products/selected_experts
     """,
     "for a model with recurrent layers": """
         stage/recurrent/mixers stage/recurrent/slots stage/recurrent/states

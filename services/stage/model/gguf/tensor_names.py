@@ -54,7 +54,8 @@ def shifted(weight: Tensor, _: Heads) -> Tensor:
 
 
 def with_channels(weight: Tensor, _: Heads) -> Tensor:
-    """Undoes that a convolution of each channel alone, [H, 1, L], is stored as [H, L]."""
+    """Undoes that a convolution of each channel alone, [H, 1, L] of any dtype, is stored as [H,
+    L]."""
     return weight[:, None]
 
 
