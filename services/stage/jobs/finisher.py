@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
 import structlog
 from sqlalchemy import Connection
 from sqlalchemy import Engine as Database
+from sqlalchemy.exc import DBAPIError
 
 from services.stage.jobs.chat_replies import ChatReplies
 from services.stage.jobs.delta_publisher import DeltaPublisher
@@ -26,6 +28,7 @@ from shardline.base.clock import lease_clock_s, monotonic_s
 from shardline.base.config import Times
 from shardline.contract.job import JobState
 from shardline.contract.wire import Delta
+from shardline.store.connection.database import Failure, failure_of
 from shardline_scheduler.events import KvExceeded, SequenceCrashed, SequenceFailed, SequenceFinished
 from shardline_server.failpoints import Point, failpoint
 from shardline_server.store import celery_tasks, claims, crashes, ends, leases
@@ -35,11 +38,29 @@ log = structlog.get_logger(__name__)
 USED_UP = "its crashes are used up"
 AGAIN_S = 0.1
 """Until an end is tried again that another transaction held up."""
+MAX_TRIES = 3
+"""Of an end that Postgres refuses by itself. With the heartbeats between them they take less than
+half of a lease, so that its job can end otherwise under the same fence."""
+BEATS_BETWEEN = 2
+FIRST_WAIT_S = 60.0
+LONGEST_WAIT_S = 86_400.0
+"""Until a job is computed again that cannot end; doubled by each claim."""
+OF_SERVER = ("3F000", "40", "42703", "42P01", "53", "55P03", "57", "58", "XX")
+"""SQLSTATEs that begin so refuse any end: without tables, memory, disk or time. All ends wait."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RefusedOutcome:
+    """An outcome that Postgres refuses by itself: a trigger or a rule of an operator raises."""
+
+    outcome: JobOutcome
+    due_s: float
+    num_tries: int = 1
 
 
 class Finisher:
-    """Runs in the lease manager's thread. Each method is one transaction; a COMMIT with an unknown
-    outcome is simply done again."""
+    """Runs in the lease manager's thread. What one method does is one transaction, unless Postgres
+    refuses one of many outcomes; a COMMIT with an unknown outcome is simply done again."""
 
     def __init__(
         self,
@@ -62,18 +83,23 @@ class Finisher:
         """Other transactions have their rows locked."""
         self._again_s = 0.0
         """When they are tried again."""
+        self._refused: list[RefusedOutcome] = []
+        """They are tried one by one, so that they hold up no other."""
         self._crashed: list[SequenceCrashed] = []
         self._outgrown: list[KvExceeded] = []
 
     @property
     def num_uncommitted(self) -> int:
         """The number of ended jobs with results that are not in Postgres yet."""
-        return len(self._outcomes) + len(self._held_up)
+        return len(self._outcomes) + len(self._held_up) + len(self._refused)
 
     @property
     def wait_s(self) -> float:
-        """Returns the seconds until what is held up is tried again."""
-        return max(0.0, self._again_s - monotonic_s()) if self._held_up else math.inf
+        """Returns the seconds until what is held up or refused is tried again."""
+        due_s = [one.due_s for one in self._refused]
+        if self._held_up:
+            due_s.append(self._again_s)
+        return max(0.0, min(due_s, default=math.inf) - monotonic_s())
 
     def note(self, event: SequenceFinished | SequenceFailed | SequenceCrashed | KvExceeded) -> None:
         """The engine has let go of a job."""
@@ -86,13 +112,25 @@ class Finisher:
             self._outcomes.append(JobOutcome(job=job, event=event, replies=self._replies))
 
     def commit_outcomes(self) -> bool:
-        """Every result that waits, in one transaction. Returns whether there was any: seats are
-        free. What another transaction has locked is tried again, until its lease is over and a
-        relay may requeue it."""
-        is_again = self.wait_s == 0.0
+        """Commits every result that waits, in one transaction, or one by one if Postgres refuses
+        one of them. Returns whether any job left: seats are free. What another transaction has
+        locked is tried again, until its lease is over and a relay may requeue it; what is refused
+        has MAX_TRIES, then its job fails."""
+        is_again = monotonic_s() >= self._again_s
         outcomes = [*(self._held_up if is_again else ()), *self._outcomes]
-        if not outcomes:
-            return False
+        num_left = 0
+        try:
+            num_left += self._commit(outcomes) if outcomes else 0
+        except DBAPIError as error:
+            _check_refusal(error)
+            for outcome in outcomes:
+                num_left += self._commit_alone(outcome)
+        for refused in [one for one in self._refused if one.due_s <= monotonic_s()]:
+            num_left += self._try_refused(refused)
+        return num_left > 0
+
+    def _commit(self, outcomes: Sequence[JobOutcome]) -> int:
+        """Commits these in one transaction. Returns how many jobs left."""
         with self._database.begin() as connection:
             again = self._try_again(connection, outcomes)
             ended = [outcome for outcome in outcomes if again.get(outcome.job.job_id) is False]
@@ -107,8 +145,8 @@ class Finisher:
             told_by_relays = self._told_by_relays(connection, committed)
             failpoint(Point.END_BEFORE_COMMIT)
         failpoint(Point.END_AFTER_COMMIT)
-        self._outcomes = []
-        self._held_up = kept if is_again else [*self._held_up, *kept]
+        self._take_off(outcomes)
+        self._held_up += kept
         if kept:
             self._again_s = monotonic_s() + AGAIN_S
         for outcome in outcomes:
@@ -118,7 +156,75 @@ class Finisher:
             if again.get(job_id):
                 self._host.observer.given_back(outcome.job, "failed")
             self._settle(outcome, committed.get(job_id), is_told=job_id in told_by_relays)
-        return len(outcomes) > len(kept)
+        return len(outcomes) - len(kept)
+
+    def _take_off(self, outcomes: Iterable[JobOutcome]) -> None:
+        tried = set(outcomes)
+        self._outcomes = [one for one in self._outcomes if one not in tried]
+        self._held_up = [one for one in self._held_up if one not in tried]
+
+    def _commit_alone(self, outcome: JobOutcome) -> int:
+        """Commits one of many, or sets it aside if it is the refused one."""
+        try:
+            return self._commit([outcome])
+        except DBAPIError as error:
+            failure = _check_refusal(error)
+        log.error(
+            "Postgres refuses the end of a job: it is tried again by itself",
+            job_id=str(outcome.job.job_id),
+            sqlstate=failure.sqlstate,
+            error=failure.problem,
+        )
+        self._take_off([outcome])
+        self._refused.append(RefusedOutcome(outcome=outcome, due_s=self._next_try_s()))
+        return 0
+
+    def _next_try_s(self) -> float:
+        return monotonic_s() + BEATS_BETWEEN * self._times.heartbeat_s
+
+    def _try_refused(self, refused: RefusedOutcome) -> int:
+        """Tries it again; the last time its job fails instead, or else waits."""
+        outcome = refused.outcome
+        try:
+            num_left = self._commit([outcome])
+        except DBAPIError as error:
+            failure = _check_refusal(error)
+            refused.num_tries += 1
+            refused.due_s = self._next_try_s()
+            if refused.num_tries < MAX_TRIES:
+                return 0
+            num_left = self._end_refused(outcome, failure)
+        self._refused.remove(refused)
+        return num_left
+
+    def _end_refused(self, outcome: JobOutcome, failure: Failure) -> int:
+        try:
+            return self._commit([outcome.refused(failure)])
+        except DBAPIError as error:
+            _check_refusal(error)
+        self._postpone(outcome.job)
+        return 1
+
+    def _postpone(self, job: LiveJob) -> None:
+        """Gives back a job that cannot even fail, with its tokens. It waits for longer each time,
+        so that it takes little of the pipeline while its row cannot end."""
+        # No float has the power of a large fence.
+        wait_s = min(FIRST_WAIT_S * 2 ** min(job.claimed.fence - 1, 16), LONGEST_WAIT_S)
+        try:
+            with self._database.begin() as connection:
+                self._save(connection, [job])
+                waits = {job.attempt: wait_s}
+                ends.requeue_running(connection, waits, outcome="failed", waits=waits)
+        except DBAPIError as error:
+            _check_refusal(error)
+            wait_s = 0.0  # Its lease runs out.
+        log.error(
+            "Postgres refuses every end of a job: given back, to wait",
+            job_id=str(job.job_id),
+            at_most_s=wait_s,
+        )
+        self._host.observer.given_back(job, "failed")
+        job.delivery.drop()
 
     def _kept(self, connection: Connection, held_up: Sequence[JobOutcome]) -> list[JobOutcome]:
         """Returns the outcomes with a current lease. The others are given up, which is no crash."""
@@ -254,3 +360,11 @@ class Finisher:
 
     def _save(self, connection: Connection, jobs: Iterable[LiveJob]) -> None:
         leases.heartbeat(connection, [job.beat() for job in jobs], lease_s=self._times.lease_s)
+
+
+def _check_refusal(error: DBAPIError) -> Failure:
+    """Returns why Postgres refuses this row. Raises what would refuse any other, too."""
+    failure = failure_of(error)
+    if failure.is_lost or (failure.sqlstate or "").startswith(OF_SERVER):
+        raise error
+    return failure

@@ -106,6 +106,8 @@ class LeaseManager(threading.Thread):
             times=times,
         )
         self._outage = Outage()
+        self._has_failed = False
+        """Whether this turn's work did, but for the heartbeat."""
         self._duty = DutyCycle(share=SHARE, longest_rest_s=LONGEST_REST_S)
 
     # From other threads
@@ -201,22 +203,30 @@ class LeaseManager(threading.Thread):
         self._pass_cancels()
         self._take_events()
         with self._reporting_outages():
-            self._readiness.announce()
-            if self._finisher.commit_outcomes():
-                self._claimer.again()
-            self._finisher.give_back_outgrown()
-            if (identity := self._readiness.identity) is not None:
-                self._finisher.judge_crashed(identity)
-                self._finisher.give_back_inexact(identity)
-            self._claim()
-            if self._phase >= Phase.RELEASING or self._readiness.is_given_up:
-                self._finisher.judge_crashed(None)
-                self._finisher.give_back_all()
-            if self._heartbeater.wait_s == 0.0:
+            self._work()
+        # By themselves: what Postgres refuses of one job must not end the leases of all others.
+        if self._heartbeater.wait_s == 0.0:
+            with self._reporting_outages():
                 self._heartbeater.postpone()
                 self._heartbeater.beat()
                 self._claimer.again()
-                self._outage.end()
+                if not self._has_failed:
+                    self._outage.end()
+
+    def _work(self) -> None:
+        self._has_failed = True
+        self._readiness.announce()
+        if self._finisher.commit_outcomes():
+            self._claimer.again()
+        self._finisher.give_back_outgrown()
+        if (identity := self._readiness.identity) is not None:
+            self._finisher.judge_crashed(identity)
+            self._finisher.give_back_inexact(identity)
+        self._claim()
+        if self._phase >= Phase.RELEASING or self._readiness.is_given_up:
+            self._finisher.judge_crashed(None)
+            self._finisher.give_back_all()
+        self._has_failed = False
 
     def _is_over(self) -> bool:
         has_work = bool(self._jobs) or self._finisher.num_uncommitted > 0
@@ -262,6 +272,8 @@ class LeaseManager(threading.Thread):
         try:
             yield
         except DBAPIError as error:
-            self._outage.begin(failure_of(error))
+            failure = failure_of(error)
+            self._outage.begin(failure)
             self._woken.wait(min(1.0, self._times.poll_s))
-            self._heartbeater.postpone()
+            if failure.is_lost:
+                self._heartbeater.postpone()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from services.stage.jobs.live_job import LiveJob
 from shardline.contract.decision import Decision, decide
 from shardline.contract.job import FinishReason, JobState, Result, Usage
 from shardline.contract.wire import Delta
+from shardline.store.connection.database import Failure
 from shardline_scheduler.events import SequenceFailed, SequenceFinished
 from shardline_server.celery_results import completion
 from shardline_server.store.ends import End
@@ -39,6 +40,8 @@ class JobOutcome:
     event: SequenceFinished | SequenceFailed
     replies: ChatReplies
     """Reads the text of a chat."""
+    code: str = "engine"
+    """The error's, if it failed."""
 
     @property
     def state(self) -> JobState:
@@ -54,7 +57,14 @@ class JobOutcome:
         """Whether its policy names failures as this one."""
         policy = self.job.claimed.retry
         is_named = policy is not None and "engine" in policy.on
-        return is_named and isinstance(self.event, SequenceFailed)
+        is_engine = isinstance(self.event, SequenceFailed) and self.code == "engine"
+        return is_named and is_engine
+
+    def refused(self, failure: Failure) -> JobOutcome:
+        """Returns how the job ends if Postgres refuses this outcome lastingly."""
+        problem = f"Postgres refuses its result (SQLSTATE {failure.sqlstate}): {failure.problem}"
+        event = SequenceFailed(key=self.event.key, reason=problem)
+        return replace(self, event=event, code="refused_by_database")
 
     @property
     def num_rows(self) -> int:
@@ -73,7 +83,7 @@ class JobOutcome:
         event = self.event
         claimed = job.claimed
         if isinstance(event, SequenceFailed):
-            error = {"code": "engine", "problem": event.reason}
+            error = {"code": self.code, "problem": event.reason}
             return End(job_id=claimed.job_id, fence=claimed.fence, state=self.state, error=error)
         reply = self.replies.read(claimed, event.text, event.output_ids)
         result = Result(
