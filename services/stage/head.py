@@ -9,6 +9,7 @@ from typing import Any
 from uuid import NAMESPACE_URL, uuid5
 
 import structlog
+from sqlalchemy import Connection
 from sqlalchemy import Engine as Database
 from sqlalchemy.exc import DBAPIError
 
@@ -149,6 +150,7 @@ class Head:
                 limits=AttemptLimits.of(self._settings),
                 results=self._results,
                 observer=JobTelemetry(self.meter, self._spans, self._energy.row_j),
+                register_model=self._register_model,
                 on_announced=self.subscription.open,
                 on_superseded=self._pipeline.lost,
             ),
@@ -246,6 +248,12 @@ class Head:
         """The engine's thread."""
         self.meter.report(events)
         self.delivery_handler.report(events)
+
+    def _register_model(self, connection: Connection) -> None:
+        """The lease manager's thread: the row was deleted."""
+        register_model(connection, self._model_row)
+        found = self._loaded.executor.adapters.known()
+        register_adapters(connection, self._settings.name, found)
 
     def _register_adapters(self, adapters: Mapping[str, str]) -> None:
         """The adapter watch's thread: doors take jobs for these. Raises Unavailable."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from sqlalchemy import Connection
+
 from services.stage.jobs.live_job import LiveJob
 from services.stage.jobs.outcome import JobOutcome
 from services.stage.jobs.result_publisher import ResultPublisher
@@ -27,12 +29,14 @@ class JobObserver(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseHost:
-    """A head. Called in the lease manager's thread; no function may block."""
+    """A head. Called in the lease manager's thread; none but `register_model` may block."""
 
     limits: AttemptLimits
     results: ResultPublisher | None
     """Takes the ends of jobs that are no Celery tasks; None without a result backend."""
     observer: JobObserver
+    register_model: Callable[[Connection], None]
+    """Stores the model's row again, with its adapters."""
     on_announced: Callable[[], None]
     """Postgres knows that the pipeline is ready: jobs may come."""
     on_superseded: Callable[[int, str], None]

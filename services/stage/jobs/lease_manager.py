@@ -210,6 +210,7 @@ class LeaseManager(threading.Thread):
                 self._heartbeater.postpone()
                 self._heartbeater.beat()
                 self._claimer.again()
+                self._readiness.keep_registered()
                 if not self._has_failed:
                     self._outage.end()
 

@@ -6,13 +6,16 @@ manager's thread writes them down.
 
 from __future__ import annotations
 
+import structlog
 from sqlalchemy import Engine as Database
 
 from services.stage.jobs.identity import Identity
 from services.stage.jobs.lease_host import LeaseHost
 from shardline.base.clock import monotonic_s
 from shardline.base.config import Times
-from shardline.store import pipelines
+from shardline.store import models, pipelines
+
+log = structlog.get_logger(__name__)
 
 SUPERSEDED = "another head took this pipeline: its lease ran out, or one of the same name started"
 
@@ -92,3 +95,14 @@ class PipelineReadiness:
             )
         if not held and announced is self.identity:
             self._host.on_superseded(announced.epoch, SUPERSEDED)
+
+    def keep_registered(self) -> None:
+        """Stores the model's row again if somebody has deleted it: doors refuse its jobs."""
+        if self._announced is None:
+            return
+        model = self._announced.model
+        with self._database.begin() as connection:
+            # The whole row has a tokenizer, which is too much for each heartbeat.
+            if not models.is_registered(connection, model):
+                log.warning("the model's row was deleted: it is registered again", model=model)
+                self._host.register_model(connection)

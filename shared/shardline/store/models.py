@@ -24,6 +24,7 @@ REGISTER = NEW.on_conflict_do_update(
         "updated_at": func.now(),
     },
 )
+IS_REGISTERED = select(models.c.name).where(models.c.name == bindparam("name"))
 MODEL = select(models).where(models.c.name == bindparam("name"))
 CHOICES = select(models.c.name, models.c.chat_template.is_not(None)).order_by(models.c.name)
 VERSIONS = select(models.c.name, models.c.fingerprint)
@@ -44,6 +45,11 @@ class ModelChoice:
 def register_model(connection: Connection, row: Mapping[str, Any]) -> None:
     """Registers what a head serves, with the fields of `models`. The newest word counts."""
     connection.execute(REGISTER, {name: row.get(name) for name in WRITABLE})
+
+
+def is_registered(connection: Connection, name: str) -> bool:
+    """Whether a head has registered it, and nobody has deleted it since."""
+    return connection.scalar(IS_REGISTERED, {"name": name}) is not None
 
 
 def get_model(connection: Connection, name: str) -> RowMapping | None:

@@ -37,7 +37,7 @@ from services.stage.jobs.outcome import JobOutcome
 from services.stage.jobs.quarantine import Seats
 from services.stage.metrics import StageMeter
 from shardline.base.config import Times
-from shardline.store import jobs
+from shardline.store import jobs, models
 from shardline.streams import DeltaWriter
 from shardline_scheduler.events import Event
 from shardline_scheduler.scheduler import Scheduler
@@ -46,7 +46,7 @@ from shardline_scheduler.step_times import EngineProgress
 from shardline_server.store.crashes import NO_CEILING
 from shardline_server.tokenize import Tokens
 from shardline_server.tracing import OFF, Tracer
-from tests.integration.rows import cell, change, request
+from tests.integration.rows import MODEL, cell, change, model_row, request
 from tests.links import make_card
 from tests.models import VOCAB_SIZE, save_model
 from tests.pinned import first_core
@@ -205,6 +205,7 @@ def open_lone_head(
             limits=NO_CEILING,
             results=None,
             observer=counter,
+            register_model=lambda connection: models.register_model(connection, model_row(MODEL)),
             on_announced=announced.set,
             on_superseded=lambda *_: None,
         ),

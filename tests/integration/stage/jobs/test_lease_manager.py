@@ -209,6 +209,17 @@ def test_tokens_are_streamed_while_postgres_holds_up_a_heartbeat(
     assert head.verdict() == (job_id, Terminated.__name__)
 
 
+def test_a_model_that_somebody_deleted_is_registered_again(head: LoneHead) -> None:
+    num_models = "SELECT count(*) FROM models"
+    change(head.database, "DELETE FROM models")
+    until(lambda: cell(head.database, num_models) == 1)
+    head.lease_manager.lost()
+    until(lambda: cell(head.database, "SELECT ready_at IS NULL FROM pipelines WHERE id = 'p'"))
+    change(head.database, "DELETE FROM models")
+    head.lease_manager.ready(identity(head.executor))
+    until(lambda: cell(head.database, num_models) == 1)
+
+
 def test_jobs_wait_unclaimed_until_the_pipeline_is_ready(head: LoneHead) -> None:
     head.lease_manager.lost()
     until(lambda: cell(head.database, "SELECT ready_at IS NULL FROM pipelines WHERE id = 'p'"))
