@@ -21,6 +21,7 @@ from services.gateway.errors import Stopping, error_of_job
 from services.gateway.http.sse import disconnected
 from shardline.base.aio import cancel_and_wait
 from shardline.base.errors import JobEnded, Unavailable
+from shardline.client import questions
 from shardline.client.job_reader import JobReader
 from shardline.client.requests import succeeded
 from shardline.contract.job import Job, JobRequest, Result
@@ -46,7 +47,7 @@ class JobGroup:
 
 
 async def wait_for_group(gateway: Gateway, request: Request, group: JobGroup) -> list[Job] | None:
-    """The ended jobs, or None when the caller left first. Raises Stopping."""
+    """The ended jobs, or None when the caller left first. Raises Stopping, NotFound."""
     reader = gateway.client.reader
     waiting = asyncio.create_task(_until_ended(reader, group.job_ids))
     leaving = asyncio.create_task(disconnected(request))
@@ -55,7 +56,8 @@ async def wait_for_group(gateway: Gateway, request: Request, group: JobGroup) ->
         await asyncio.wait({waiting, leaving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if waiting.done():
             waiting.result()
-            return await gateway.client.get_many(group.job_ids)
+            outcomes = questions.outcomes(group.job_ids, must_succeed=False)
+            return await gateway.client.ask(outcomes)
         if not leaving.done():
             raise Stopping(group.job_ids[0])
         await _abandon(gateway, group)

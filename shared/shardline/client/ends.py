@@ -36,7 +36,7 @@ PAUSE_FACTOR = 3
 """Of the time that a look took: looking never takes more than a quarter of the time."""
 
 Ended = Callable[[Sequence[UUID]], Iterable[UUID]]
-"""Which of them have ended. Raises Unavailable."""
+"""Which of them have ended, or were deleted. Raises Unavailable."""
 
 
 class Ends:
@@ -58,7 +58,7 @@ class Ends:
     @contextmanager
     def watch(self, job_id: UUID, buffer: DeltaBuffer) -> Iterator[None]:
         """While inside, `buffer.end()` is called once the job has ended, also if that was long
-        ago."""
+        ago, or has no row any more."""
         if not self._tasks:
             listening = asyncio.create_task(self._listen(), name="ends-listen")
             self._tasks = [listening, asyncio.create_task(self._look(), name="ends-look")]
@@ -132,7 +132,7 @@ class SyncEnds:
         leads."""
 
     def wait(self, ids: Iterable[UUID], timeout_s: float | None) -> None:
-        """Until all have ended. Raises TimeoutError."""
+        """Until all have ended or were deleted. Raises TimeoutError."""
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         pending = set(ids)
         with self._changed:

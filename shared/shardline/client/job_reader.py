@@ -49,7 +49,7 @@ class JobReader:
         await self._reader.close()
 
     async def until_ended(self, job_id: UUID) -> None:
-        """Returns once a job that is known to exist has ended, in any way."""
+        """Returns once a job that is known to exist has ended, in any way, or was deleted."""
         buffer = DeltaBuffer()
         with self._ends.watch(job_id, buffer):
             while not buffer.ended:

@@ -140,14 +140,20 @@ def check_exist(ids: Sequence[UUID]) -> Question[None]:
 
 
 def ended(ids: Sequence[UUID]) -> Question[Ids]:
-    """Find those that have ended."""
+    """Find those that have ended, or were deleted."""
     return lambda connection: [one for some in _chunks(ids) for one in jobs.ended(connection, some)]
 
 
 def outcomes(ids: Sequence[UUID], *, must_succeed: bool) -> Question[Jobs]:
-    """Read jobs that have ended. With `must_succeed` raises the end of one that did not."""
-    check = succeeded if must_succeed else lambda job: job
-    return lambda connection: [check(job) for job in _jobs(connection, ids)]
+    """Read jobs that have ended. Raises NotFound for one that was deleted meanwhile, and with
+    `must_succeed` the end of one that did not succeed."""
+
+    def read(connection: Connection) -> Jobs:
+        found = {job.id: job for job in _jobs(connection, ids)}
+        ended = [existing(found.get(job_id), job_id) for job_id in ids]
+        return [succeeded(job) for job in ended] if must_succeed else ended
+
+    return read
 
 
 def _jobs(connection: Connection, ids: Sequence[UUID]) -> Jobs:

@@ -13,7 +13,7 @@ from uuid import UUID
 from sqlalchemy import Connection, Select, literal_column, select, text
 
 from shardline.contract.job import Job, JobState
-from shardline.contract.tables import DONE_CHANNEL, JOBS_CHANNEL, TERMINAL, WAITS, jobs, results
+from shardline.contract.tables import DONE_CHANNEL, JOBS_CHANNEL, WAITS, jobs, results
 from shardline.store.connection.encoding import is_any, load_job
 from shardline.store.connection.notify import ring, ring_ids
 from shardline.store.inserts import FailedRequest, StoredRequest, insert_failed, insert_jobs
@@ -50,6 +50,13 @@ changed AS (
 )
 SELECT id, state FROM changed
 """
+ENDED = text("""
+-- One look into the primary key for each id, however many jobs are active.
+SELECT id FROM unnest(CAST(:ids AS uuid[])) AS asked(id)
+WHERE coalesce((SELECT state FROM jobs WHERE jobs.id = asked.id), 'deleted')
+    NOT IN ('queued', 'running')
+""")
+
 CANCEL = text(CANCEL_SQL.format(which=""))
 CANCEL_FREE = text(CANCEL_SQL.format(which="SKIP LOCKED"))
 
@@ -111,12 +118,8 @@ def request_cancel(
 
 
 def ended(connection: Connection, ids: Collection[UUID]) -> set[UUID]:
-    """Those in a terminal state."""
-    return set(
-        connection.scalars(
-            select(jobs.c.id).where(is_any(jobs.c.id, ids), jobs.c.state.in_(TERMINAL))
-        )
-    )
+    """Those in a terminal state, and those that somebody has deleted: they were jobs once."""
+    return set(connection.scalars(ENDED, {"ids": list(ids)}))
 
 
 def job_rows() -> Select[Any]:

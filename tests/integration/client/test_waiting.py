@@ -12,6 +12,7 @@ from uuid import UUID, uuid4
 import psycopg
 import pytest
 
+from shardline.base.errors import NotFound
 from shardline.client import AsyncClient, Client
 from shardline.client.ends import SyncEnds
 from shardline.contract.job import JobState
@@ -162,6 +163,43 @@ def test_one_bell_makes_one_query_for_all_waiters(database_url: str, server: Ser
             future.result()
     assert looks[-1] == NUM_WAITING
     assert len(looks) <= NUM_WAITING + 4
+
+
+def delete(database_url: str, job_id: UUID) -> None:
+    """As an operator does by hand."""
+    with psycopg.connect(**libpq_parameters(database_url), autocommit=True) as connection:
+        connection.execute("DELETE FROM jobs WHERE id = %s", (job_id,))
+
+
+def test_a_thread_that_waits_for_a_deleted_job_gets_not_found(
+    database_url: str, redis_url: str, head: TinyHead, server: Server
+) -> None:
+    with (
+        Client(database_url=database_url, redis_url=redis_url) as client,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        kept, deleted = (client.submit("clerk", PROMPT) for _ in range(2))
+        waiting = threads.submit(client.wait, [kept, deleted], NEVER_S)
+        server.until_others_listen(set())
+        delete(database_url, deleted)
+        run_all(head, [kept])
+        with pytest.raises(NotFound, match=str(deleted)):
+            waiting.result()
+
+
+async def test_tasks_that_wait_for_a_deleted_job_get_not_found(
+    database_url: str, redis_url: str, head: TinyHead, server: Server
+) -> None:
+    async with AsyncClient(database_url=database_url, redis_url=redis_url) as client:
+        kept, deleted = [await client.submit("clerk", PROMPT) for _ in range(2)]
+        waiting = asyncio.create_task(client.wait([kept, deleted], NEVER_S))
+        streaming = asyncio.create_task(anext(client.stream(deleted)))
+        await asyncio.to_thread(server.until_others_listen, set())
+        delete(database_url, deleted)
+        run_all(head, [kept])
+        for task in (waiting, streaming):
+            with pytest.raises(NotFound, match=str(deleted)):
+                await task
 
 
 def ring(database_url: str) -> None:

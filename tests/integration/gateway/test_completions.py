@@ -14,6 +14,7 @@ import pytest
 
 from shardline.contract.job import JobState
 from tests.integration.gateway.running_gateway import PROMPT, claimed, events_of
+from tests.integration.rows import change
 from tests.tiny_head import NUM_CACHED, TinyHead
 
 TEXT = "/v1/completions"
@@ -234,6 +235,30 @@ async def test_the_status_says_why_there_is_no_completion(
     assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
     assert reply.headers["x-request-id"].startswith("cmpl-")
     assert reply.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status"),
+    [
+        (TEXT, {"prompt": PROMPT}, 404),
+        (TEXT, {"prompt": PROMPT, "stream": True}, 200),
+        (
+            "/v1/decisions",
+            {"input": PROMPT, "questions": [{"type": "predicate", "instructions": "A sum?"}]},
+            404,
+        ),
+    ],
+    ids=["whole", "stream", "decision"],
+)
+async def test_a_job_that_somebody_deletes_is_told_as_not_found(
+    http: httpx.AsyncClient, head: TinyHead, path: str, fields: dict[str, Any], status: int
+) -> None:
+    asking = asyncio.create_task(http.post(path, json={"model": "clerk", **fields}))
+    job_id = (await claimed(head)).claimed.job_id
+    change(head.database, "DELETE FROM jobs WHERE id = :id", id=job_id)
+    reply = await asking
+    assert reply.status_code == status
+    assert f"no job has the id {job_id}" in reply.text
 
 
 @pytest.mark.parametrize("stream", [False, True])

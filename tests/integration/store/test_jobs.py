@@ -212,7 +212,8 @@ def test_a_cancelled_queued_job_ends_at_once(engine: Engine) -> None:
         assert jobs.request_cancel(connection, [job_id, new_id()]) == {job_id: JobState.CANCELLED}
     assert claim(engine, [job_id]) == []
     with engine.begin() as connection:
-        assert jobs.ended(connection, [job_id]) == {job_id}
+        gone = new_id()
+        assert jobs.ended(connection, [job_id, gone]) == {job_id, gone}
         assert jobs.request_cancel(connection, [job_id]) == {job_id: JobState.CANCELLED}
 
 
