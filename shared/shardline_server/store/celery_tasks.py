@@ -9,6 +9,7 @@ LOCKED, then theirs here; `lend` rows here with SKIP LOCKED; the others only row
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -45,6 +46,15 @@ WHERE celery_tasks.revoked_at IS NOT NULL
     AND celery_tasks.job_id IS NULL AND celery_tasks.error IS NULL
 RETURNING revoked_at
 """)
+
+AGAIN = text("""
+UPDATE celery_tasks SET settled_at = NULL, due_at = now(), request = :request, num_failures = 0
+WHERE task_id = :task_id AND job_id = :job_id AND settled_at IS NOT NULL
+    AND EXISTS (SELECT FROM jobs WHERE id = :job_id AND finished_at IS NOT NULL)
+""")
+
+EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
+"""What Celery's request says of others that follow or count the task."""
 
 REVOKE = text("""
 INSERT INTO celery_tasks (task_id, revoked_at)
@@ -189,7 +199,9 @@ def store(
     job_id: UUID | None,
     error: Mapping[str, Any] | None = None,
 ) -> datetime | None:
-    """Store a task with its job, or with the reason why it has none. A repeat changes nothing.
+    """Store a task with its job, or with the reason why it has none. A repeat changes nothing,
+    unless the task is settled: its result is due again, which a backend may have forgotten. What
+    follows it is not sent again.
 
     Returns when the task was revoked, if that was before it came.
     """
@@ -201,9 +213,18 @@ def store(
         "expires_s": task.expires_s,
     }
     row = connection.execute(STORE, values).first()
+    if row is None and job_id is not None:
+        again = {"task_id": task.task_id, "job_id": job_id, "request": _alone(task.request)}
+        connection.execute(AGAIN, again)
     if row is not None and job_id is None:
         ring(connection, TASKS_CHANNEL)
     return None if row is None else row.revoked_at
+
+
+def _alone(request: str) -> str:
+    """Returns a request without what follows its task."""
+    kept = json.loads(request)
+    return json.dumps({name: value for name, value in kept.items() if name not in EMBEDDED})
 
 
 def revoke(connection: Connection, task_ids: Collection[str]) -> dict[str, UUID]:

@@ -17,6 +17,7 @@ from shardline.client import AsyncClient, Client
 from shardline.client.ends import SyncEnds
 from shardline.contract.job import JobState
 from shardline.contract.tables import DONE_CHANNEL
+from shardline.contract.wire import Delta
 from shardline.store.connection.database_url import libpq_parameters
 from tests.tiny_head import TinyHead, tiny_head
 
@@ -187,19 +188,24 @@ def test_a_thread_that_waits_for_a_deleted_job_gets_not_found(
             waiting.result()
 
 
+async def first_delta(client: AsyncClient, job_id: UUID) -> Delta:
+    return await anext(client.stream(job_id))
+
+
 async def test_tasks_that_wait_for_a_deleted_job_get_not_found(
     database_url: str, redis_url: str, head: TinyHead, server: Server
 ) -> None:
     async with AsyncClient(database_url=database_url, redis_url=redis_url) as client:
         kept, deleted = [await client.submit("clerk", PROMPT) for _ in range(2)]
         waiting = asyncio.create_task(client.wait([kept, deleted], NEVER_S))
-        streaming = asyncio.create_task(anext(client.stream(deleted)))
+        streaming = asyncio.create_task(first_delta(client, deleted))
         await asyncio.to_thread(server.until_others_listen, set())
         delete(database_url, deleted)
         run_all(head, [kept])
-        for task in (waiting, streaming):
-            with pytest.raises(NotFound, match=str(deleted)):
-                await task
+        with pytest.raises(NotFound, match=str(deleted)):
+            await waiting
+        with pytest.raises(NotFound, match=str(deleted)):
+            await streaming
 
 
 def ring(database_url: str) -> None:

@@ -69,6 +69,29 @@ def test_a_result_is_found_under_any_task_id(here: ForeignStack, task_id: str) -
     assert (result.state, value["id"], value["text"]) == ("SUCCESS", str(job_id), TEXT)
 
 
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_a_repeat_of_a_forgotten_result_gets_it_and_calls_nobody_again(
+    here: ForeignStack, succeeds: bool
+) -> None:
+    take = foreign(here.app, "take")
+    linked: dict[str, Any] = {"task_id": str(uuid4()), "link": take, "link_error": take}
+    result = send(here, **linked)
+    if succeeds:
+        here.complete()
+    else:
+        here.fail_next()
+    first = result.get(timeout=PATIENCE_S, propagate=False)
+    here.wait_for_calls(1)
+    here.wait_until_settled()
+    result.forget()
+
+    again = send(here, **linked)
+
+    assert str(again.get(timeout=PATIENCE_S, propagate=False)) == str(first)
+    here.wait_until_settled()
+    assert len(here.calls()) == 1
+
+
 def test_a_repeat_by_key_or_id_under_another_task_id_gets_the_same_completion(
     here: ForeignStack,
 ) -> None:

@@ -3,6 +3,7 @@ condition."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -135,20 +136,32 @@ def test_what_is_lent_is_due_again_only_after_the_lease_and_never_once_settled(
     assert (again.task_id, again.num_failures) == ("b", 2)
 
 
-def test_a_task_that_comes_again_changes_nothing_before_and_after_it_is_settled(
-    engine: Engine,
-) -> None:
+def test_a_task_that_comes_again_changes_nothing_until_it_is_settled(engine: Engine) -> None:
     claimed = running(engine)
     keep(engine, "t", claimed.job_id)
     keep(engine, "t", submit(engine)[0])
     end(engine, success(claimed))
     (lent,) = lend(engine)
     assert lent.job_id == claimed.job_id
-    with engine.begin() as connection:
-        celery_tasks.settle(connection, ["t"])
     keep(engine, "t", claimed.job_id)
     assert lend(engine) == []
-    assert cell(engine, "SELECT request IS NULL FROM celery_tasks")
+
+
+def test_a_settled_task_that_comes_again_is_due_without_its_followers(engine: Engine) -> None:
+    claimed = running(engine)
+    keep(engine, "t", claimed.job_id)
+    end(engine, success(claimed))
+    lend(engine)
+    with engine.begin() as connection:
+        celery_tasks.settle(connection, ["t"])
+    linked = '{"id": "t", "door": "d", "callbacks": [1], "errbacks": [1], "chain": [1], "chord": 1}'
+    with engine.begin() as connection:
+        for job_id in (submit(engine)[0], claimed.job_id):
+            task = CeleryTask(task_id="t", request=linked)
+            assert celery_tasks.store(connection, task, job_id=job_id) is None
+    (lent,) = lend(engine)
+    assert (lent.job_id, lent.text) == (claimed.job_id, "done")
+    assert json.loads(lent.request or "") == {"id": "t", "door": "d"}
 
 
 def test_a_revoke_waits_for_its_task_and_finds_one_that_is_there(engine: Engine) -> None:
