@@ -1,5 +1,5 @@
-"""Reads config.json and generation_config.json of a model's folder, and refuses by name values
-without a meaning.
+"""Reads config.json and generation_config.json of a model's folder, also how its weights are
+quantized, and refuses by name values without a meaning.
 
 Knows no rule by which a model can be sharded.
 """
@@ -15,6 +15,16 @@ import torch
 import transformers as tf
 from huggingface_hub.errors import StrictDataclassError
 
+from services.stage.model.quantization import (
+    BITS,
+    REMEDY,
+    Awq,
+    Gptq,
+    Mxfp4,
+    PackedIntegers,
+    Quantization,
+    ScaledQuantization,
+)
 from services.stage.model.refusal import refuse
 from services.stage.model.text_part import text_config
 from services.stage.products.module_failures import FAILURES
@@ -32,6 +42,9 @@ RULES = (
 """Fields of generation_config.json by which transformers' `generate` forbids or forces tokens."""
 DTYPES = ("torch_dtype", "dtype")
 SIZE_NAMES = ("size", "head", "layers")
+METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
+SCALED = ("int-quantized", "naive-quantized", "float-quantized")
+"""Formats of compressed-tensors."""
 
 
 def read_config(path: Path) -> Any:
@@ -131,6 +144,47 @@ def _is_rule(name: str, value: object) -> bool:
     return bool(value) and not (name == "num_beams" and value == 1)
 
 
+def quantization_of(config: Any) -> Quantization | None:
+    """Returns how a model's weights are quantized; None if they are not. Raises Invalid for what is
+    not read here."""
+    scopes = (config, text_config(config))
+    found = next(
+        filter(None, (getattr(each, "quantization_config", None) for each in scopes)), None
+    )
+    if found is None:
+        return None
+    spec: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
+    method = str(spec.get("quant_method")).lower()
+    if method not in METHODS:
+        refuse(f"it is quantized by {method}", REMEDY)
+    if method == "gptq":
+        _known("bits", spec.get("bits"), BITS)
+        is_second = spec.get("checkpoint_format") == "gptq_v2"
+        _known("checkpoint_format", spec.get("checkpoint_format") or "gptq", ("gptq", "gptq_v2"))
+        return Gptq(zeros_are_less=0 if is_second else 1)
+    if method == "awq":
+        _known("bits", spec.get("bits", spec.get("w_bit")), (4,))
+        _known("version", str(spec.get("version") or "gemm").lower(), ("gemm",))
+        return Awq()
+    if method in ("fp8", "mxfp4"):
+        is_fp8 = method == "fp8"
+        return ScaledQuantization(_block(spec.get("weight_block_size"))) if is_fp8 else Mxfp4()
+    if spec.get("transform_config"):
+        refuse(
+            "its quantization_config has a transform_config, and no transform is applied", REMEDY
+        )
+    name = _known("format", spec.get("format"), (*SCALED, "pack-quantized"))
+    if name not in SCALED:
+        return PackedIntegers()
+    groups = [group.get("weights") or {} for group in (spec.get("config_groups") or {}).values()]
+    return ScaledQuantization(
+        next(
+            (_block(group["block_structure"]) for group in groups if group.get("block_structure")),
+            None,
+        )
+    )
+
+
 def _ids(file: Path, eos: Any) -> list[int]:
     """Returns the ids that a file states; negative ones, as llama.cpp writes them, mean none."""
     found = list(eos) if isinstance(eos, list | tuple) else [eos]
@@ -152,3 +206,14 @@ def _generation(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         refuse(f"{file} is no JSON object", "Correct it, or remove it")
     return found
+
+
+def _block(size: Any) -> tuple[int, int] | None:
+    return (int(size[0]), int(size[1])) if size else None
+
+
+def _known(name: str, value: Any, known: tuple[Any, ...]) -> Any:
+    if value not in known:
+        shown = " or ".join(map(str, known))
+        refuse(f"its quantization_config has {name} {value!r}, not {shown}", REMEDY)
+    return value

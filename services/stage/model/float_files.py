@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from services.stage.model.config_files import quantization_of
 from services.stage.model.encoder_class import is_encoder, mark
 from services.stage.model.gguf.gguf_tensors import GgufTensors
 from services.stage.model.model_info import ModelInfo
@@ -33,7 +34,6 @@ from services.stage.model.quantization import (
     Parts,
     Quantization,
     ScaledQuantization,
-    quantization_of,
 )
 from services.stage.model.refusal import refuse
 from services.stage.model.text_part import other_parts

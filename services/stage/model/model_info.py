@@ -24,12 +24,11 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from services.stage.model.config_files import eos_ids, ignored_rules, read_config
+from services.stage.model.config_files import eos_ids, ignored_rules, quantization_of, read_config
 from services.stage.model.distance_bias import biases_by_distance
 from services.stage.model.encoder_class import first_position, is_encoder, mark, sees_both_ways
 from services.stage.model.encoder_files import MODULES, EncoderFiles, read_encoder
 from services.stage.model.gguf.unpacked_folder import gguf_of, unpack
-from services.stage.model.quantization import quantization_of
 from services.stage.model.refusal import refuse
 from services.stage.model.text_part import is_container, layers_class, model_class, text_config
 from services.stage.model.weights import DENSE, MORE_TEMPLATES, ONE_FILE, header_of, weight_files

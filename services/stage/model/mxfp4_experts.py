@@ -15,10 +15,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from services.stage.model.config_files import quantization_of
 from services.stage.model.float_files import LAYER
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.packed_weights import BROKEN
-from services.stage.model.quantization import Mxfp4, e2m1_pairs, e8m0_powers, quantization_of
+from services.stage.model.quantization import Mxfp4, e2m1_pairs, e8m0_powers
 from services.stage.model.refusal import refuse
 from services.stage.model.weights import COPY_AGAIN, WeightFile, check_file, weight_files
 from services.stage.products.experts import is_experts, stacked_weights

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from services.stage.model.config_files import quantization_of
 from services.stage.model.float_files import LAYER
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.quantization import (
@@ -29,7 +30,6 @@ from services.stage.model.quantization import (
     PackedQuantization,
     Parts,
     Sizes,
-    quantization_of,
 )
 from services.stage.model.refusal import refuse
 from services.stage.model.weights import COPY_AGAIN, WeightFile, check_file, weight_files

@@ -10,13 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from math import nan
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from services.stage.model.refusal import refuse
-from services.stage.model.text_part import text_config
 
 REMEDY = "Give the float checkpoint, or one in compressed-tensors, GPTQ, AWQ, fp8 or MXFP4"
 WORD_BITS = 32
@@ -301,52 +300,6 @@ class Floats(Quantization):
         return parts["weight"]
 
 
-METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
-SCALED = ("int-quantized", "naive-quantized", "float-quantized")
-"""Formats of compressed-tensors."""
-
-
-def quantization_of(config: Any) -> Quantization | None:
-    """Returns how a model's weights are quantized; None if they are not. Raises Invalid for what is
-    not read here."""
-    scopes = (config, text_config(config))
-    found = next(
-        filter(None, (getattr(each, "quantization_config", None) for each in scopes)), None
-    )
-    if found is None:
-        return None
-    spec: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
-    method = str(spec.get("quant_method")).lower()
-    if method not in METHODS:
-        refuse(f"it is quantized by {method}", REMEDY)
-    if method == "gptq":
-        _known("bits", spec.get("bits"), BITS)
-        is_second = spec.get("checkpoint_format") == "gptq_v2"
-        _known("checkpoint_format", spec.get("checkpoint_format") or "gptq", ("gptq", "gptq_v2"))
-        return Gptq(zeros_are_less=0 if is_second else 1)
-    if method == "awq":
-        _known("bits", spec.get("bits", spec.get("w_bit")), (4,))
-        _known("version", str(spec.get("version") or "gemm").lower(), ("gemm",))
-        return Awq()
-    if method in ("fp8", "mxfp4"):
-        is_fp8 = method == "fp8"
-        return ScaledQuantization(_block(spec.get("weight_block_size"))) if is_fp8 else Mxfp4()
-    if spec.get("transform_config"):
-        refuse(
-            "its quantization_config has a transform_config, and no transform is applied", REMEDY
-        )
-    name = _known("format", spec.get("format"), (*SCALED, "pack-quantized"))
-    if name not in SCALED:
-        return PackedIntegers()
-    groups = [group.get("weights") or {} for group in (spec.get("config_groups") or {}).values()]
-    return ScaledQuantization(
-        next(
-            (_block(group["block_structure"]) for group in groups if group.get("block_structure")),
-            None,
-        )
-    )
-
-
 def e2m1_pairs() -> Tensor:
     """Returns the two numbers that each byte holds, float32 [256, 2]."""
     values = [*E2M1, *(-value for value in E2M1)]
@@ -382,14 +335,3 @@ def _spread(values: Tensor, shape: torch.Size, group_of_input: Tensor | None) ->
     if values.dim() < 2:
         return values.view(-1, 1).expand(shape)
     return values.repeat_interleave(shape[1] // values.shape[1], 1)
-
-
-def _block(size: Any) -> tuple[int, int] | None:
-    return (int(size[0]), int(size[1])) if size else None
-
-
-def _known(name: str, value: Any, known: tuple[Any, ...]) -> Any:
-    if value not in known:
-        shown = " or ".join(map(str, known))
-        refuse(f"its quantization_config has {name} {value!r}, not {shown}", REMEDY)
-    return value
