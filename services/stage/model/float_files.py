@@ -93,7 +93,8 @@ def with_floats(
         quantization = Floats()
     if quantization is None:
         return info
-    folder = _folder(info, dtype, cache_folder, "-rest" if stored else "")
+    kind = quantization.reading + ("-rest" if stored else "")
+    folder = _folder(info, dtype, cache_folder, kind)
     return _PackedWriter(info, quantization, dtype, folder, stored).write(layers)
 
 

@@ -41,6 +41,8 @@ class Quantization(ABC):
     """Between the name of a layer and those of its parts."""
     suffix: ClassVar[str] = ".weight"
     """Behind the name of a layer, in the model's name of its weight."""
+    reading: str = ""
+    """In the names of folders of floats: another once parts come to mean other weights."""
 
     @abstractmethod
     def weight(self, parts: Parts) -> Tensor:
@@ -114,14 +116,17 @@ class Gptq(PackedQuantization):
     def __init__(self, *, zeros_are_less: int) -> None:
         """Takes how much less than meant the zero points are that the files hold."""
         self._zeros_are_less = zeros_are_less
+        self.reading = "-words" if zeros_are_less else ""
 
     def grid(self, parts: Parts, sizes: Sizes) -> Grid:
         """Returns the numbers of a linear layer."""
-        zeros = unpacked(parts["qzeros"], sizes.bits)[:, : sizes.num_outputs]
+        # Writers subtract from whole words: a zero point of 0 borrows from the next number.
+        less = sum(self._zeros_are_less << place for place in range(0, WORD_BITS, sizes.bits))
+        zeros = unpacked(parts["qzeros"] + less, sizes.bits)[:, : sizes.num_outputs]
         return Grid(
             sizes.bits,
             unpacked(parts["qweight"].T, sizes.bits),
-            (zeros + self._zeros_are_less).T,
+            zeros.T,
             parts["scales"].T,
             self.groups(parts, sizes, "g_idx"),
         )

@@ -86,8 +86,10 @@ def gptq(
     alike: bool = False,
     group: int | None = GROUP,
     symmetric: bool = False,
+    borrows: bool = False,
 ) -> Pack:
-    """Zero points are stored this much less than meant; `reordered` gives each layer another order
+    """Zero points are stored this much less than meant, by whole words: with `borrows` some are
+    0; `reordered` gives each layer another order
     of inputs, `alike` those of as many inputs one."""
 
     def pack(shape: torch.Size, generator: torch.Generator) -> Packed:
@@ -95,7 +97,9 @@ def gptq(
         numbers = integers(generator, bits, inputs, outputs)
         size = group or inputs
         scales = scales_of(generator, inputs // size, outputs, bits=bits)
-        zeros = torch.randint(1, 1 << bits, scales.shape, generator=generator)
+        zeros = torch.randint(0 if borrows else 1, 1 << bits, scales.shape, generator=generator)
+        if borrows:
+            zeros[:, ::3] = 0
         if symmetric:
             zeros[:] = 1 << (bits - 1)
         groups = torch.arange(inputs) // size
@@ -107,7 +111,7 @@ def gptq(
         )
         tensors = {
             "qweight": rows_in_words(numbers.T, bits).T,
-            "qzeros": rows_in_words(zeros - less, bits),
+            "qzeros": rows_in_words(zeros, bits) - sum(less << at for at in range(0, 32, bits)),
             "scales": scales,
             "g_idx": groups.int(),
         }

@@ -59,6 +59,7 @@ AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "version": "gemm"}
 PACKED: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 FORMATS: dict[str, tuple[Pack, dict[str, Any]]] = {
     "gptq-32": (gptq(group=32), BITS_4),
+    "gptq-32-zeros": (gptq(group=32, borrows=True), BITS_4),
     "gptq-64-symmetric": (gptq(group=64, symmetric=True), BITS_4),
     "gptq-128-v2": (gptq(group=128, less=0), V2),
     "gptq-column": (gptq(group=None), BITS_4),
@@ -150,7 +151,9 @@ def test_8_bits_stay_but_for_the_lowest_number(name: str, tmp_path: Path) -> Non
 
 def test_8_bits_with_zero_points_are_rounded_to_8_bits(tmp_path: Path) -> None:
     for number, group in enumerate((64, 16)):
-        whole, packed = save_both(tmp_path / str(number), gptq(8, group=group), BITS_8, **SIZES)
+        whole, packed = save_both(
+            tmp_path / str(number), gptq(8, group=group, borrows=True), BITS_8, **SIZES
+        )
         expected = load_file(whole / FILE)
         for each, stored in stored_of(packed).items():
             weight = stored.groups()

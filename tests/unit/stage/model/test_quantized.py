@@ -41,6 +41,8 @@ COMPRESSED = {"quant_method": "compressed-tensors"}
 FORMATS: dict[str, tuple[Pack, dict[str, Any]]] = {
     "gptq": (gptq(), {"quant_method": "gptq", "bits": 4}),
     "gptq-8": (gptq(8), {"quant_method": "gptq", "bits": 8}),
+    "gptq-zeros": (gptq(borrows=True), {"quant_method": "gptq", "bits": 4}),
+    "gptq-8-zeros": (gptq(8, borrows=True), {"quant_method": "gptq", "bits": 8}),
     "gptq-dynamic": (
         gptq_dynamic,
         {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down_proj.*": {"bits": 8}}},
