@@ -23,7 +23,7 @@ from shardline_gguf.gguf_header import IN_4_BITS, GgufHeader, TensorPlace
 from shardline_gguf.refusal import refuse
 
 CONFIG = "config.json"
-FORMAT = 2
+FORMAT = 3
 """Raised when a file comes to mean other weights or texts: fingerprints differ then."""
 TOKENS = "tokenizer.ggml.tokens"
 TOKEN_TYPES = "tokenizer.ggml.token_type"  # noqa: S105 (a key of metadata)
@@ -283,9 +283,11 @@ class _Metadata:
                 "original_max_position_embeddings": original or config["max_position_embeddings"],
                 **({} if attention is None else {"attention_factor": _decimal(attention)}),
             }
-        kind = self._get("rope.scaling.type") or "none"
-        factor = self._get("rope.scaling.factor") or self._get("rope.scale_linear")
-        if kind == "none" or not factor:
+        # Files of 2023 have the factor of a linear scaling alone.
+        kind = self._get("rope.scaling.type") or "linear"
+        keys = ("rope.scaling.factor", "rope.scale_linear")
+        factor = next((self._number(key, each) for key in keys if (each := self._get(key))), 0)
+        if kind == "none" or not factor or (kind == "linear" and factor == 1):
             return {"rope_type": "default"}
         if kind not in ("linear", "yarn"):
             refuse(
@@ -293,7 +295,7 @@ class _Metadata:
                 "read are linear, yarn and factors",
                 "Give the model in safetensors",
             )
-        scaling = {"rope_type": kind, "factor": _decimal(factor)}
+        scaling = {"rope_type": kind, "factor": float(factor)}
         if kind == "yarn":
             length = original or config["max_position_embeddings"]
             scaling["original_max_position_embeddings"] = length

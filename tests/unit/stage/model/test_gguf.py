@@ -248,6 +248,20 @@ def test_numbers_of_each_type_are_those_that_transformers_reads(name: str, tmp_p
     assert any(not torch.equal(found[weight], found[weight].round()) for weight in found)
 
 
+def test_a_rope_of_2023_is_scaled_by_the_factor_that_names_no_type(tmp_path: Path) -> None:
+    model = save_model(tmp_path)
+    for factor, limit in ((1.0, 512), (4.0, 2048)):
+        path = tmp_path / f"{factor}.gguf"
+        write_gguf(model, path, metadata={"llama.rope.scale_linear": factor})
+        info = ModelInfo.read(path, cache_folder=tmp_path)
+        rope = info.config.rope_parameters
+        assert (rope["rope_type"], rope.get("factor", 1.0)) == (
+            "default" if factor == 1 else "linear",
+            factor,
+        )
+        assert info.context_length == limit
+
+
 def test_a_stage_unpacks_its_own_layers_alone(tmp_path: Path) -> None:
     path = write_gguf(save_model(tmp_path), tmp_path / "model.gguf")
     info = ModelInfo.read(path, cache_folder=tmp_path)
