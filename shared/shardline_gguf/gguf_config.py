@@ -32,6 +32,7 @@ ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 """Control tokens that end a reply: a header names one, a model's generation config all."""
 USUAL_THETA = 10_000.0
+BETAS = ("beta_fast", "beta_slow")
 MAX_LAYERS = 4096
 MAX_FACTORS = 4096
 SINGLE = struct.Struct("<f")
@@ -296,15 +297,30 @@ class _Metadata:
                 "Give the model in safetensors",
             )
         scaling = {"rope_type": kind, "factor": float(factor)}
-        if kind == "yarn":
-            length = original or config["max_position_embeddings"]
-            scaling["original_max_position_embeddings"] = length
-            for beta in ("beta_fast", "beta_slow"):
-                key = f"rope.scaling.yarn_{beta}"
-                value = self._get(key)
-                if value is not None:
-                    scaling[beta] = self._number(key, value)
-        return scaling
+        if kind == "linear":
+            return scaling
+        length = original or config["max_position_embeddings"]
+        return scaling | {"original_max_position_embeddings": length} | self._yarn(float(factor))
+
+    def _yarn(self, factor: float) -> dict[str, int | float]:
+        """Returns YaRN's optional parameters. Raises Invalid where it scales attention otherwise
+        than by its factor."""
+        usual = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+        for key in ("rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor"):
+            stated = self._get(key)
+            scale = 1.0 if stated is None else self._number(key, stated)
+            if not any(math.isclose(scale, each, rel_tol=1e-5) for each in (1.0, usual)):
+                refuse(
+                    f"{self._header.path} has {self._name}.{key} {scale}; "
+                    f"read are 1 and YaRN's own {usual:.6g}",
+                    "Give the model in safetensors",
+                )
+        values = {each: self._get(f"rope.scaling.yarn_{each}") for each in BETAS}
+        return {
+            beta: self._number(f"rope.scaling.yarn_{beta}", value)
+            for beta, value in values.items()
+            if value is not None
+        }
 
     def _factors(self, place: TensorPlace | None, num: int) -> list[float] | None:
         if place is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,21 @@ def test_a_rope_of_2023_is_scaled_by_the_factor_that_names_no_type(tmp_path: Pat
             factor,
         )
         assert info.context_length == limit
+
+
+@pytest.mark.parametrize("key", ["yarn_attn_factor", "attn_factor"])
+def test_a_factor_of_attention_that_is_not_yarns_is_refused(key: str, tmp_path: Path) -> None:
+    model = save_model(tmp_path, **MODELS["llama-yarn"][1])
+    for factor in (1.0, 0.1 * log(4.0) + 1.0):
+        path = tmp_path / f"{factor}.gguf"
+        write_gguf(model, path, metadata={f"llama.rope.scaling.{key}": factor})
+        rope = ModelInfo.read(path, cache_folder=tmp_path).config.rope_parameters
+        assert rope.get("attention_factor") is None
+
+    path = tmp_path / "other.gguf"
+    write_gguf(model, path, metadata={f"llama.rope.scaling.{key}": 0.75})
+    with pytest.raises(Invalid, match=rf"has llama\.rope\.scaling\.{key} 0\.75; read are 1 and"):
+        ModelInfo.read(path, cache_folder=tmp_path)
 
 
 def test_a_stage_unpacks_its_own_layers_alone(tmp_path: Path) -> None:
