@@ -24,7 +24,13 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from services.stage.model.config_files import eos_ids, ignored_rules, quantization_of, read_config
+from services.stage.model.config_files import (
+    CONFIG,
+    eos_ids,
+    ignored_rules,
+    quantization_of,
+    read_config,
+)
 from services.stage.model.distance_bias import biases_by_distance
 from services.stage.model.encoder_class import first_position, is_encoder, mark, sees_both_ways
 from services.stage.model.encoder_files import MODULES, EncoderFiles, read_encoder
@@ -52,6 +58,7 @@ SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 RECURRENT_TYPES = frozenset({"conv", "linear_attention", "hybrid"})
 """Layers of these types are recognized by their parts, or refused by the trial of the miniature."""
+CAUSAL = "ForCausalLM"
 ROW_BY_ROW = frozenset({"mlp", "moe"})
 """Types of layers that compute each row alone."""
 
@@ -222,12 +229,7 @@ def check_can_be_sharded(config: Any) -> None:
         refuse(f"{kind!r} is an encoder-decoder, not a causal LM")
     if model_class(config) is None:
         refuse(f"{kind!r} is not a causal LM")
-    name = model_class(config).__name__
-    if config.architectures and name not in config.architectures and not is_encoder(config):
-        refuse(
-            f"it was saved as {config.architectures[0]}, not as {name}",
-            f"Give a checkpoint with a language-model head, or an encoder with {MODULES}",
-        )
+    _check_class(config)
     text = text_config(config)
     if text is config and is_container(config) and not config.base_model_pp_plan:
         refuse(f"{kind!r} is multimodal in one piece")
@@ -261,6 +263,19 @@ def check_can_be_sharded(config: Any) -> None:
     if looks_ahead and not sees_both_ways(config):
         remedy = f"Choose another model, or an encoder with {MODULES}"
         refuse(f"{kind!r} attends to later tokens", remedy)
+
+
+def _check_class(config: Any) -> None:
+    """Raises Invalid for a checkpoint that was saved as another class. Some publishers spell it
+    otherwise than transformers: PhiMoEForCausalLM is its PhimoeForCausalLM."""
+    name = model_class(config).__name__
+    saved = [str(each) for each in config.architectures or ()]
+    if not saved or is_encoder(config) or name.lower() in {each.lower() for each in saved}:
+        return
+    remedy = f"Give a checkpoint with a language-model head, or an encoder with {MODULES}"
+    if saved[0].endswith(CAUSAL) and name.endswith(CAUSAL):
+        remedy = f"If the weights are this model's, write {name} into architectures in {CONFIG}"
+    refuse(f"it was saved as {saved[0]}, not as {name}", remedy)
 
 
 def _has_size(config: Any, name: str) -> bool:

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from services.stage.model.model_info import ModelInfo
 from shardline.base.errors import Invalid, Unavailable
-from tests.models import save_model
+from tests.models import edit_config, save_model
 
 OLD = "0" * 39 + "1"
 NEW = "0" * 39 + "2"
@@ -60,6 +60,21 @@ def test_the_commit_of_a_moving_revision_is_kept_and_warned_of(
 def test_an_unknown_commit_is_not_replaced_by_another(hub: Path) -> None:
     with pytest.raises(Unavailable, match="cannot fetch 'owner/name'"):
         ModelInfo.read("owner/name", "f" * 40)
+
+
+def test_a_class_is_known_in_another_spelling_and_others_are_refused(tmp_path: Path) -> None:
+    folder = save_model(tmp_path)
+    for known in ("LLaMAForCausalLM", "LlamaForCausalLM"):
+        edit_config(folder, architectures=[known])
+        assert ModelInfo.read(folder).num_layers == 4
+
+    for other, remedy in (
+        ("AlpacaForCausalLM", "If the weights are this model's, write LlamaForCausalLM into arch"),
+        ("LlamaForQuestionAnswering", "Give a checkpoint with a language-model head"),
+    ):
+        edit_config(folder, architectures=[other])
+        with pytest.raises(Invalid, match=f"saved as {other}, not as LlamaForCausalLM.*{remedy}"):
+            ModelInfo.read(folder)
 
 
 def test_a_folder_has_no_revision_and_refuses_one(tmp_path: Path) -> None:
