@@ -17,7 +17,7 @@ from services.stage.model.text_part import model_class
 from shardline.base.errors import Invalid
 from shardline.contract.job import SamplingParams
 from tests.chain import generate, load_chain, requests
-from tests.models import CONFIGS, VOCAB_SIZE, save_model
+from tests.models import COMMON, CONFIGS, VOCAB_SIZE, save_drawn, save_model
 from tests.multimodal_models import CONTAINERS, save_container
 
 NUM_NEW = 12
@@ -119,6 +119,21 @@ def test_a_norm_for_each_head_is_no_layer_and_no_product(
     )
 
     assert found == reference(path)
+    assert all(stage.exact for stage in stages)
+
+
+@pytest.mark.parametrize("window", [24, 512])
+def test_a_window_that_only_a_mask_applies_is_seen(
+    window: int, tmp_path: Path, device: Device
+) -> None:
+    config = tf.PhimoeConfig(
+        **COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=window
+    )
+    path = save_drawn(tmp_path / "phimoe", lambda: tf.AutoModelForCausalLM.from_config(config))
+    stages = load_chain(path, 2, device, tmp_path)
+    greedy = SamplingParams(max_tokens=NUM_NEW, temperature=0.0)
+
+    assert generate(stages, requests(prompts(), greedy), budget=BUDGET) == reference(path)
     assert all(stage.exact for stage in stages)
 
 
