@@ -19,6 +19,7 @@ from services.stage.model.quantization import (
     BITS,
     REMEDY,
     Awq,
+    Floats,
     Gptq,
     Mxfp4,
     PackedIntegers,
@@ -45,6 +46,12 @@ SIZE_NAMES = ("size", "head", "layers")
 METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
 SCALED = ("int-quantized", "naive-quantized", "float-quantized")
 """Formats of compressed-tensors."""
+DENSE = "dense"
+COMPRESSION = "compression_config"
+"""As compressed-tensors named it in 2024."""
+QUANTIZATION_NAMES = ("quantization_config", COMPRESSION)
+MLX_FIELDS = frozenset({"bits", "group_size"})
+"""What MLX's config has, without a method."""
 
 
 def read_config(path: Path) -> Any:
@@ -105,7 +112,7 @@ def _parts(raw: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _is_config(name: str, part: object) -> bool:
-    return isinstance(part, dict) and name.endswith("_config") and name != "quantization_config"
+    return isinstance(part, dict) and name.endswith("_config") and name not in QUANTIZATION_NAMES
 
 
 def _rename(config: Any, model_type: str) -> None:
@@ -147,17 +154,17 @@ def _is_rule(name: str, value: object) -> bool:
 def quantization_of(config: Any) -> Quantization | None:
     """Returns how a model's weights are quantized; None if they are not. Raises Invalid for what is
     not read here."""
-    scopes = (config, text_config(config))
-    found = next(
-        filter(None, (getattr(each, "quantization_config", None) for each in scopes)), None
-    )
-    if found is None:
+    spec = _quantization_spec(config)
+    if spec is None:
         return None
-    spec: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
     method = str(spec.get("quant_method")).lower()
+    if method == "none" and spec.keys() >= MLX_FIELDS:
+        refuse("it is quantized by MLX", REMEDY)
     if method not in METHODS:
         refuse(f"it is quantized by {method}", REMEDY)
     if method == "gptq":
+        if spec.get("is_marlin_format"):
+            refuse("its quantization_config has is_marlin_format: its words are Marlin's", REMEDY)
         _known("bits", spec.get("bits"), BITS)
         is_second = spec.get("checkpoint_format") == "gptq_v2"
         _known("checkpoint_format", spec.get("checkpoint_format") or "gptq", ("gptq", "gptq_v2"))
@@ -169,20 +176,40 @@ def quantization_of(config: Any) -> Quantization | None:
     if method in ("fp8", "mxfp4"):
         is_fp8 = method == "fp8"
         return ScaledQuantization(_block(spec.get("weight_block_size"))) if is_fp8 else Mxfp4()
+    return _compressed_tensors(spec)
+
+
+def _quantization_spec(config: Any) -> dict[str, Any] | None:
+    """Returns what a config, or that of its text, says of quantized weights."""
+    for scope in (config, text_config(config)):
+        for name in QUANTIZATION_NAMES:
+            if found := getattr(scope, name, None):
+                spec: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
+                method = {"quant_method": "compressed-tensors"}
+                return (method if name == COMPRESSION else {}) | spec
+        found = getattr(scope, "quantization", None)
+        if isinstance(found, dict) and found.keys() >= MLX_FIELDS:
+            return found
+    return None
+
+
+def _compressed_tensors(spec: Mapping[str, Any]) -> Quantization:
     if spec.get("transform_config"):
         refuse(
             "its quantization_config has a transform_config, and no transform is applied", REMEDY
         )
+    sparsity = (spec.get("sparsity_config") or {}).get("format") or DENSE
+    if sparsity != DENSE:
+        refuse(f"its sparsity_config has format {sparsity!r}, not {DENSE}", REMEDY)
+    groups = (spec.get("config_groups") or {}).values()
+    if spec.get("format") == DENSE and not groups:
+        return Floats()
     name = _known("format", spec.get("format"), (*SCALED, "pack-quantized"))
     if name not in SCALED:
         return PackedIntegers()
-    groups = [group.get("weights") or {} for group in (spec.get("config_groups") or {}).values()]
-    return ScaledQuantization(
-        next(
-            (_block(group["block_structure"]) for group in groups if group.get("block_structure")),
-            None,
-        )
-    )
+    weights = [group.get("weights") or {} for group in groups]
+    blocks = (each.get("block_structure") for each in weights)
+    return ScaledQuantization(_block(next(filter(None, blocks), None)))
 
 
 def _ids(file: Path, eos: Any) -> list[int]:
@@ -209,7 +236,14 @@ def _generation(path: Path) -> dict[str, Any]:
 
 
 def _block(size: Any) -> tuple[int, int] | None:
-    return (int(size[0]), int(size[1])) if size else None
+    if not size:
+        return None
+    try:
+        rows, columns = size.split("x") if isinstance(size, str) else size
+        return int(rows), int(columns)
+    except (TypeError, ValueError) as error:
+        problem = f"its quantization_config has blocks of {size!r}, not rows and columns"
+        refuse(problem, REMEDY, error)
 
 
 def _known(name: str, value: Any, known: tuple[Any, ...]) -> Any:

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.stage.model.config_files import quantization_of
+from services.stage.model.config_files import QUANTIZATION_NAMES, quantization_of
 from services.stage.model.encoder_class import is_encoder, mark
 from services.stage.model.gguf.gguf_tensors import GgufTensors
 from services.stage.model.model_info import ModelInfo
@@ -137,7 +137,8 @@ class _Writer(ABC):
         config = json.loads((self._info.path / CONFIG).read_text(encoding="utf-8"))
         for scope in [config, *config.values()]:
             if isinstance(scope, dict):
-                scope.pop("quantization_config", None)
+                for name in QUANTIZATION_NAMES:
+                    scope.pop(name, None)
         _replace(own / CONFIG, config)
         written = type(self._info.config).from_dict(config)
         if is_encoder(self._info.config):

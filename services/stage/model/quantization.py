@@ -169,6 +169,8 @@ class Awq(PackedQuantization):
 
     def sizes(self, parts: Parts) -> Sizes:
         """Returns the sizes of a linear layer."""
+        if "qzeros" not in parts:
+            refuse("it is quantized by AWQ without zero points (qzeros)", REMEDY)
         num_groups, num_outputs = parts["scales"].shape
         return Sizes(4, num_outputs, len(parts["qweight"]), num_groups)
 
@@ -296,7 +298,8 @@ class Mxfp4(Quantization):
 
 
 class Floats(Quantization):
-    """Not quantized, but of another dtype than is asked for: `weight`."""
+    """Not quantized, but of another dtype than is asked for, or with a config that transformers
+    takes for quantized: `weight`."""
 
     parts = ("weight",)
 

@@ -263,7 +263,9 @@ def _num_experts(scope: Mapping[str, Any], number: int) -> int:
 def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the quantization of a config, or of a container's text."""
     scopes = (config, config.get("text_config") or {})
-    return next(filter(None, (each.get("quantization_config") for each in scopes)), {})
+    names = ("quantization_config", "compression_config")
+    found = (each.get(name) for each in scopes for name in names)
+    return next(filter(None, found), {})
 
 
 def _is_packed_in_8_bits(config: Mapping[str, Any]) -> bool:

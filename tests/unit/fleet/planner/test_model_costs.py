@@ -98,7 +98,8 @@ def test_plans_know_the_bits_of_a_packed_checkpoint(
     quantization: dict[str, Any], weight_bytes: float, tmp_path: Path
 ) -> None:
     config = {**CONFIGS["llama"]().to_dict(), "quantization_config": quantization}
-    for each in (config, {"text_config": config}):
+    older = {**CONFIGS["llama"]().to_dict(), "compression_config": quantization}
+    for each in (config, {"text_config": config}, older):
         (tmp_path / "config.json").write_text(json.dumps(each))
 
         assert ModelCosts.read(tmp_path).weight_bytes("int4") == weight_bytes

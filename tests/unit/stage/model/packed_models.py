@@ -193,8 +193,13 @@ def int8_rows(shape: torch.Size, generator: torch.Generator) -> Packed:
     )
 
 
-def fp8(block: int | None) -> Pack:
-    """With a scale for each row, or for each square block."""
+def plain(shape: torch.Size, generator: torch.Generator) -> Packed:
+    weight = torch.randn(shape, generator=generator)
+    return Packed({"weight": weight}, weight)
+
+
+def fp8(block: int | None, scale: str = "weight_scale_inv") -> Pack:
+    """With a scale for each row, or for each square block, of this name."""
 
     def pack(shape: torch.Size, generator: torch.Generator) -> Packed:
         numbers = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
@@ -211,6 +216,6 @@ def fp8(block: int | None) -> Pack:
                 for o in range(shape[0])
             ]
         )
-        return Packed({"weight": numbers, "weight_scale_inv": scales}, weight)
+        return Packed({"weight": numbers, scale: scales}, weight)
 
     return pack

@@ -34,6 +34,7 @@ from tests.unit.stage.model.packed_models import (
     gptq_dynamic,
     int8_rows,
     packed_integers,
+    plain,
     save_both,
 )
 
@@ -68,6 +69,15 @@ FORMATS: dict[str, tuple[Pack, dict[str, Any]]] = {
     ),
     "int8": (int8_rows, {**COMPRESSED, "format": "int-quantized"}),
     "fp8-rows": (fp8(None), {**COMPRESSED, "format": "float-quantized"}),
+    "fp8-blocks-text": (
+        fp8(20, "weight_scale"),
+        {
+            **COMPRESSED,
+            "format": "float-quantized",
+            "config_groups": {"group_0": {"weights": {"block_structure": "20x20"}}},
+        },
+    ),
+    "dense": (plain, {**COMPRESSED, "format": "dense", "config_groups": {}}),
     "fp8-blocks": (fp8(20), {"quant_method": "fp8", "weight_block_size": [20, 20]}),
 }
 
@@ -161,6 +171,20 @@ def test_a_stage_that_reads_the_files_never_sees_half_of_one(tmp_path: Path) -> 
         ({"quant_method": "bitsandbytes"}, "it is quantized by bitsandbytes"),
         ({"quant_method": "gptq", "bits": 3}, "quantization_config has bits 3, not 4 or 8"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv', not gemm"),
+        ({"bits": 4, "group_size": 64}, "it is quantized by MLX"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "its words are Marlin's"),
+        (
+            {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+            "checkpoint_format 'marlin', not gptq",
+        ),
+        (
+            {**COMPRESSED, "format": "dense", "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "its sparsity_config has format 'sparse-24-bitmask', not dense",
+        ),
+        (
+            {**FORMATS["fp8-blocks"][1], "weight_block_size": "20"},
+            "quantization_config has blocks of '20', not rows and columns",
+        ),
         (
             {**COMPRESSED, "format": "nvfp4-pack-quantized"},
             "format 'nvfp4-pack-quantized', not int-quantized",
@@ -185,6 +209,36 @@ def test_other_formats_are_refused_by_name(
         refused.value.remedy
         == "Give the float checkpoint, or one in compressed-tensors, GPTQ, AWQ, fp8 or MXFP4"
     )
+
+
+def test_mlx_is_refused_by_the_field_that_it_writes(tmp_path: Path) -> None:
+    path = save_model(tmp_path)
+    edit_config(path, quantization={"bits": 4, "group_size": 64})
+    with pytest.raises(Invalid, match="it is quantized by MLX"):
+        ModelInfo.read(path)
+
+
+def test_awq_without_zero_points_is_refused_by_name(tmp_path: Path) -> None:
+    _, packed = save_both(tmp_path, *FORMATS["awq"])
+    tensors = load_file(packed / FILE)
+    kept = {name: each for name, each in tensors.items() if not name.endswith("qzeros")}
+    save_file(kept, packed / FILE, metadata={"format": "pt"})
+    with pytest.raises(Invalid, match=r"quantized by AWQ without zero points \(qzeros\)"):
+        with_floats(ModelInfo.read(packed), range(2), torch.bfloat16, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["int8", "packed-4"])
+def test_a_compression_config_is_read_as_quantization_config(name: str, tmp_path: Path) -> None:
+    pack, config = FORMATS[name]
+    whole, packed = save_both(tmp_path, pack, config)
+    edit_config(packed, quantization_config=None, compression_config=config)
+
+    found = floats(packed, range(4), torch.float32, tmp_path)
+
+    expected = load_file(whole / FILE)
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    info = with_floats(ModelInfo.read(packed), range(4), torch.float32, tmp_path)
+    assert "compression_config" not in (info.path / "config.json").read_text()
 
 
 def test_experts_in_one_tensor_are_multiplied_by_the_scales_of_their_blocks(
