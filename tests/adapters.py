@@ -86,6 +86,12 @@ def change_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def rename_tensors(folder: Path, old: str, new: str) -> None:
+    """Writes other names into an adapter's weights."""
+    tensors = load_file(folder / WEIGHTS)
+    save_file({name.replace(old, new): each for name, each in tensors.items()}, folder / WEIGHTS)
+
+
 def merged(model: Path, adapter: Path) -> Any:
     """The model by transformers, with the adapter's products added to its weights."""
     config = json.loads((adapter / CONFIG).read_text())

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from services.stage.adapters.adapted_products import AdaptedProducts, RankTable, place_of
-from services.stage.adapters.peft import DOWN, PREFIX, UP, Adapter
+from services.stage.adapters.peft import DOWN, UP, Adapter, tensor_names
 from services.stage.model.shard import Shard
 from services.stage.products.packing import Packing
 
@@ -82,11 +82,12 @@ class ShardAdapters:
         if not self._is_hooked:
             self._hook()
         with safe_open(adapter.weights, framework="pt") as file:
+            names = tensor_names(file.keys())
             layers = {
                 name: LoadedLayer(
-                    down=self._product(file.get_tensor(PREFIX + name + DOWN), 1.0),
+                    down=self._product(file.get_tensor(names[name, DOWN]), 1.0),
                     up=self._product(
-                        self._share(name, file.get_tensor(PREFIX + name + UP)), layer.scale
+                        self._share(name, file.get_tensor(names[name, UP])), layer.scale
                     ),
                 )
                 for name, layer in adapter.layers.items()

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Never
@@ -23,10 +23,11 @@ from shardline.contract.job import ADAPTER_NAME
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."
-"""Of PEFT's tensor names, before a layer's name in the model."""
-DOWN = ".lora_A.weight"
-UP = ".lora_B.weight"
+TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+"""PEFT's names: its state_dict has the adapter's name too, other libraries leave out the prefix."""
+DOWN = "A"
+UP = "B"
+"""What the name of a layer's tensor says of its place in the product."""
 SETTING = "SHARDLINE_ADAPTERS_DIR"
 ALIKE = f"Give all stages the same files in {SETTING}"
 FIELD = "model"
@@ -172,6 +173,12 @@ def read_adapter(folder: Path, sizes: Mapping[str, LinearSize], cache_folder: Pa
     return Adapter(name=name, weights=folder / WEIGHTS, fingerprint=fingerprint, layers=layers)
 
 
+def tensor_names(names: Iterable[str]) -> dict[tuple[str, str], str]:
+    """Returns the names of low-rank weights, by the layer in the model and DOWN or UP."""
+    found = ((name, TENSOR.fullmatch(name)) for name in names)
+    return {(match[1], match[2]): name for name, match in found if match is not None}
+
+
 def refuse(name: str, problem: str, remedy: str, cause: Exception | None = None) -> Never:
     """Raises Invalid for an adapter that cannot serve here."""
     raise Invalid(FIELD, f"adapter {name!r}: {problem}", remedy) from cause
@@ -236,23 +243,24 @@ def _layers(
 ) -> dict[str, LowRank]:
     """The layers that both tensors are there for, and nothing else. Raises Invalid."""
     layers: dict[str, LowRank] = {}
-    for key, tensor in tensors.items():
-        if not key.endswith((DOWN, UP)) or not key.startswith(PREFIX):
-            refuse(
-                name,
-                f"the tensor {key} is not supported",
-                "Train it on linear layers alone, without embeddings",
-            )
-        layer = key.removeprefix(PREFIX).removesuffix(DOWN).removesuffix(UP)
+    names = tensor_names(tensors)
+    for key in sorted(tensors.keys() - names.values()):
+        remedy = "Train it on linear layers alone, without embeddings"
+        if ".lora_A." in key or ".lora_B." in key:
+            remedy = "Save this adapter alone, with PEFT's save_pretrained"
+        refuse(name, f"the tensor {key} is not supported", remedy)
+    for (layer, _), key in names.items():
+        tensor = tensors[key]
         if (size := sizes.get(layer)) is None:
             refuse(
                 name,
                 f"the model has no linear layer {layer} within its layers",
                 "Use an adapter of this model",
             )
-        down, up = (tensors.get(f"{PREFIX}{layer}{end}") for end in (DOWN, UP))
+        down, up = (tensors.get(names.get((layer, end), "")) for end in (DOWN, UP))
         if down is None or up is None:
-            refuse(name, f"{layer} lacks {DOWN if down is None else UP}", "Copy the adapter again")
+            end = DOWN if down is None else UP
+            refuse(name, f"{layer} lacks lora_{end}.weight", "Copy the adapter again")
         rank = (down["shape"] or [0])[0]
         expected = [[rank, size.num_inputs], [size.num_outputs, rank]]
         if [down["shape"], up["shape"]] != expected:

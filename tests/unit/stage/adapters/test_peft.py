@@ -16,7 +16,7 @@ from services.stage.adapters.adapter_watch import AdapterWatch
 from services.stage.adapters.peft import AdapterFolder, LowRank
 from services.stage.model.shard import LinearSize
 from shardline.base.errors import Invalid, Unavailable
-from tests.adapters import CONFIG, PREFIX, WEIGHTS, change_config, save_adapter
+from tests.adapters import CONFIG, PREFIX, WEIGHTS, change_config, rename_tensors, save_adapter
 from tests.models import save_model
 
 QUERY = "model.layers.0.self_attn.q_proj"
@@ -114,7 +114,7 @@ def test_configs_that_mean_more_are_refused_by_name(
             [(4, 64), (64, 4)],
             f"{QUERY} has the shapes [4, 64] and [64, 4], this model needs [[4, 32], [32, 4]]",
         ),
-        (QUERY, [(4, 32)], f"{QUERY} lacks .lora_B.weight"),
+        (QUERY, [(4, 32)], f"{QUERY} lacks lora_B.weight"),
         (QUERY, [(600, 32), (32, 600)], "has rank 600 of F32"),
         (
             "model.embed_tokens.lora_embedding_A",
@@ -131,6 +131,25 @@ def test_weights_of_other_models_and_layers_are_refused_by_name(
     save_file(tensors or {f"{PREFIX}{layer}": torch.zeros(4, 96)}, adapter / WEIGHTS)
 
     assert problem in reason(folder)
+
+
+@pytest.mark.parametrize(("old", "new"), [(".weight", ".default.weight"), (PREFIX, "")])
+def test_names_of_a_state_dict_or_without_prefix_mean_the_layers(
+    old: str, new: str, folder: AdapterFolder, adapter: Path
+) -> None:
+    expected = folder.get("a").layers
+    rename_tensors(adapter, old, new)
+
+    assert folder.get("a").layers == expected
+
+
+def test_a_file_of_two_adapters_is_refused_with_the_way_to_save_one(
+    folder: AdapterFolder, adapter: Path
+) -> None:
+    rename_tensors(adapter, ".weight", ".other.weight")
+    with pytest.raises(Invalid, match=r"lora_A\.other\.weight is not supported") as refused:
+        folder.get("a")
+    assert refused.value.remedy == "Save this adapter alone, with PEFT's save_pretrained"
 
 
 def test_folders_that_are_no_adapters_are_refused(

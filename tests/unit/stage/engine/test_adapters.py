@@ -14,7 +14,7 @@ from services.stage.device.device import Device
 from services.stage.engine.executor import Executor
 from shardline.contract.job import SamplingParams
 from shardline_scheduler.events import SequenceFailed, SequenceFinished
-from tests.adapters import merged, save_adapter
+from tests.adapters import PREFIX, merged, rename_tensors, save_adapter
 from tests.chain import Guesses, complete, load_chain, requests, with_adapters
 from tests.engines import open_engines
 from tests.models import VOCAB_SIZE, save_model
@@ -142,6 +142,21 @@ def test_kv_is_shared_by_jobs_of_one_adapter_only(chains: Chains) -> None:
 
     assert [end.num_cached for end in ends] == [0, 0, 0, 128]
     assert ends[0].output_ids == ends[3].output_ids
+
+
+@pytest.mark.parametrize("change", [(".weight", ".default.weight"), (PREFIX, "")])
+def test_tensors_by_the_names_of_a_state_dict_give_the_same_bits(
+    change: tuple[str, str], model: Path, device: Device, tmp_path: Path
+) -> None:
+    adapter = save_adapter(model, tmp_path / "adapters" / "a", seed=1)
+    found = []
+    for names in (("", ""), change):
+        rename_tensors(adapter, *names)
+        stages = load_chain(model, 2, device, model, adapters_folder=adapter.parent)
+        wanted = with_adapters(stages, requests(prompts(2), GREEDY), "a")
+        found.append(outcomes(complete(stages, wanted, budget=64, seats=4)))
+
+    assert found[0] == found[1]
 
 
 def test_more_adapters_than_fit_take_turns_and_keep_their_bits(
