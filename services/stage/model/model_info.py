@@ -52,6 +52,9 @@ HUB_FILES = (
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 """How names of the tensor end that has a row for each token."""
 
+OTHER_TOKENIZERS = ("vocab.json", "tekken.json", "tokenizer.model", "spiece.model", "vocab.txt")
+"""Tokenizers that transformers converts."""
+
 CACHE = Path.home() / ".cache" / "shardline"
 """The default of SHARDLINE_CACHE_DIR."""
 SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
@@ -151,6 +154,15 @@ class ModelInfo:
             eos_ids=self.eos_ids,
             revision=self.revision,
         )
+        others = [file for file in OTHER_TOKENIZERS if (self.path / file).is_file()]
+        if others and not row["tokenizer"]:
+            log.warning(
+                "without tokenizer.json prompts are token ids only: "
+                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes it",
+                model=name,
+                folder=str(self.path),
+                files=others,
+            )
         chosen = chosen_template(
             row["chat_template"], path=chat_template, reply_family=reply_family
         )

@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from services.stage.model.model_info import ModelInfo
 from shardline.base.errors import Invalid, Unavailable
 from tests.models import edit_config, save_model
+from tests.unit.tokenize.small_tokenizers import byte_level
 
 OLD = "0" * 39 + "1"
 NEW = "0" * 39 + "2"
@@ -60,6 +61,22 @@ def test_the_commit_of_a_moving_revision_is_kept_and_warned_of(
 def test_an_unknown_commit_is_not_replaced_by_another(hub: Path) -> None:
     with pytest.raises(Unavailable, match="cannot fetch 'owner/name'"):
         ModelInfo.read("owner/name", "f" * 40)
+
+
+@pytest.mark.parametrize("file", ["vocab.json", "tekken.json"])
+def test_a_tokenizer_that_is_no_tokenizer_json_is_warned_of_with_the_remedy(
+    file: str, tmp_path: Path
+) -> None:
+    info = ModelInfo.read(save_model(tmp_path))
+    (info.path / file).write_text("{}")
+    with capture_logs() as logs:
+        info.row(name="m", fingerprint="f")
+        byte_level().save(str(info.path / "tokenizer.json"))
+        info.row(name="m", fingerprint="f")
+
+    (warning,) = logs
+    assert (warning["log_level"], warning["files"]) == ("warning", [file])
+    assert "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)" in warning["event"]
 
 
 def test_a_class_is_known_in_another_spelling_and_others_are_refused(tmp_path: Path) -> None:
