@@ -354,7 +354,8 @@ def _scaled(length: int, rope: Mapping[str, Any]) -> int:
 def _limit_of_rope(rope: Mapping[str, Any]) -> int | None:
     """Returns the length from which a rope has other frequencies; None if it never has."""
     kind = rope.get("rope_type")
-    if kind == "longrope" and rope.get("long_factor") == rope.get("short_factor"):
+    pairs = (("long_factor", "short_factor"), ("long_mscale", "short_mscale"))
+    if kind == "longrope" and all(rope.get(long) == rope.get(short) for long, short in pairs):
         return None
     original = rope.get("original_max_position_embeddings")
     return int(original) if kind in ("longrope", "dynamic") and original else None

@@ -81,9 +81,15 @@ def test_a_longrope_with_one_kind_of_factors_reaches_all_its_positions(tmp_path:
         ("warning", 128, 4096)
     ]
 
-    edit_config(path, rope_scaling=rope | {"short_factor": rope["long_factor"]})
+    rope |= {"short_factor": rope["long_factor"]}
+    edit_config(path, rope_scaling=rope)
 
     assert ModelInfo.read(path).context_length == 4096
+
+    # Phi-3.5-MoE scales attention otherwise too
+    edit_config(path, rope_scaling=rope | {"short_mscale": 1.2, "long_mscale": 1.24})
+
+    assert ModelInfo.read(path).context_length == 128
 
 
 @pytest.mark.parametrize(
