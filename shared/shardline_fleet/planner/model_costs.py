@@ -54,6 +54,8 @@ GATED_ATTENTION = {
 }
 """Model types with a gate as wide as the queries."""
 ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+LLAMA4_STEP = "interleave_moe_layer_step"
+"""From one layer of experts to the next: with it, each has a shared expert, too."""
 FIELD = "--model"
 Shape = tuple[int, int]
 
@@ -197,6 +199,7 @@ def _layer(scope: Mapping[str, Any], attention: str, number: int) -> LayerKind:
         name = attention
     elif experts == 0:
         num_up = 1 if scope.get("model_type") in UNGATED else 2
+        inner = scope.get("intermediate_size_mlp") or inner  # Llama 4's, next to experts
         mlp = ((hidden, num_up * inner), (inner, hidden))
         num_mlp = _volume(mlp)
         name = attention
@@ -204,7 +207,7 @@ def _layer(scope: Mapping[str, Any], attention: str, number: int) -> LayerKind:
         width = scope.get("moe_intermediate_size") or inner
         expert = ((hidden, 2 * width), (width, hidden))
         shared = scope.get("shared_expert_intermediate_size") or width * (
-            scope.get("n_shared_experts") or 0
+            scope.get("n_shared_experts") or int(LLAMA4_STEP in scope)
         )
         always = ((hidden, experts), *(((hidden, 2 * shared), (shared, hidden)) if shared else ()))
         active = _size(
@@ -256,6 +259,7 @@ def _num_experts(scope: Mapping[str, Any], number: int) -> int:
         number < (scope.get("first_k_dense_replace") or 0)
         or number in (scope.get("mlp_only_layers") or ())
         or (number + 1) % (scope.get("decoder_sparse_step") or 1) != 0
+        or (number + 1) % (scope.get(LLAMA4_STEP) or 1) != 0
     )
     return 0 if is_dense else num
 
