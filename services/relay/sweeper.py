@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from uuid import UUID
 
 import structlog
+from sqlalchemy.exc import DBAPIError
 
 from services.relay.celery.celery_results import CeleryResults
 from services.relay.loop import POSTGRES_ERRORS, STALL, Loop, LoopContext
 from services.relay.partial_texts import PartialTexts
 from shardline.base.clock import lease_clock_s
+from shardline.store.connection.database import failure_of
 from shardline_server.store import sweeps
 
 log = structlog.get_logger(__name__)
@@ -37,19 +39,30 @@ class Sweeper(Loop):
         """The last answer of Postgres; or the first turn, before which nothing is known."""
 
     def turn(self) -> float:
-        """Make the texts that the last sweeps lacked, then sweep."""
+        """Make the texts that the last sweeps lacked, then sweep. What Postgres refuses of one of
+        these keeps no other from its turn."""
         self._answered_s = min(self._answered_s, lease_clock_s())
-        try:
-            self._partial_texts.catch_up()
-            num_moved = self._end_waiting() + self._rescue()
-        except POSTGRES_ERRORS:
-            self._rescue_after_s = math.inf
-            raise
+        num_moved = 0
+        refused: DBAPIError | None = None
+        for part in (self._make_texts, self._end_waiting, self._rescue):
+            try:
+                num_moved += part()
+            except POSTGRES_ERRORS as error:
+                if not isinstance(error, DBAPIError) or failure_of(error).is_lost:
+                    self._rescue_after_s = math.inf
+                    raise
+                refused = error
+        if refused is not None:
+            raise refused
         return (
             0.0
             if self._partial_texts.was_asked or num_moved >= sweeps.MAX_BATCH
             else self._times.poll_s
         )
+
+    def _make_texts(self) -> int:
+        self._partial_texts.catch_up()
+        return 0
 
     def _end_waiting(self) -> int:
         with self._database.begin() as connection:

@@ -120,6 +120,19 @@ def test_rows_of_the_first_sweep_are_counted_though_the_second_fails(
     assert (swept(registry, "cancelled"), swept(registry, "crashed")) == (1, 0)
 
 
+def test_leases_are_rescued_while_an_end_is_refused(engine: Engine, sweeper: Sweeper) -> None:
+    sweeper.turn()
+    submit(engine)
+    change(engine, "UPDATE jobs SET cancel_requested_at = now()")
+    change(engine, "ALTER TABLE jobs ADD CONSTRAINT no_cancel CHECK (state <> 'cancelled')")
+
+    for _ in range(2):
+        expired(engine)
+        with pytest.raises(DBAPIError, match="no_cancel"):
+            sweeper.turn()
+        assert num_running(engine) == 0
+
+
 def num_running(engine: Engine) -> int:
     """Jobs that no sweep has moved."""
     return int(cell(engine, "SELECT count(*) FROM jobs WHERE state = 'running' AND crashes = 0"))
