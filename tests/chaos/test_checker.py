@@ -190,6 +190,8 @@ def test_a_violation_in_the_rows_is_found(
 ) -> None:
     with psycopg.connect(database_url) as connection:
         connection.execute("ALTER TABLE results DROP CONSTRAINT results_pkey")
+        # The judge trusts nothing that keeps rows from such changes.
+        connection.execute("ALTER TABLE jobs DISABLE TRIGGER shardline_ends_are_final")
         connection.execute(change, (job_id,))
     assert expected in found(database_url, job_id)
 

@@ -3,6 +3,7 @@ else goes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
 
@@ -55,10 +56,9 @@ def age(engine: Engine, job_id: UUID, *, days: float) -> UUID:
 
 
 def ended(engine: Engine, *, days: float, state: JobState = JobState.SUCCEEDED) -> UUID:
-    """A job with an attempt, and a result if it succeeded."""
+    """A job with an attempt and a result."""
     claimed = running(engine)
-    end(engine, success(claimed))
-    change(engine, "UPDATE jobs SET state = :state WHERE id = :id", state=state, id=claimed.job_id)
+    end(engine, replace(success(claimed), state=state))
     return age(engine, claimed.job_id, days=days)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from sqlalchemy import Engine
+from sqlalchemy.exc import IntegrityError
 
 from shardline.contract.job import FinishReason, JobState, Result, Usage
 from shardline.contract.tables import DONE_CHANNEL, JOBS_CHANNEL
@@ -13,7 +15,17 @@ from shardline.store import jobs
 from shardline.store.connection.notify import listening
 from shardline_server.store.claims import ClaimedJob
 from shardline_server.store.ends import End
-from tests.integration.rows import cell, change, claim, end, release, running, submit, success
+from tests.integration.rows import (
+    cell,
+    change,
+    claim,
+    end,
+    release,
+    running,
+    state,
+    submit,
+    success,
+)
 
 RELEASED = "SELECT outcome FROM attempts WHERE job_id = :id AND fence = :fence"
 
@@ -102,3 +114,28 @@ def test_bells_ring_when_jobs_arrive_and_end(database_url: str, engine: Engine) 
         end(engine, success(claimed))
         assert done.wait(10)
         assert not arrivals.wait(0)
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        "state = 'queued', fence = 0, finished_at = NULL, worker = NULL",
+        "state = 'queued', finished_at = NULL",
+        "state = 'failed'",
+    ],
+    ids=["a stale save", "a requeue by hand", "another end"],
+)
+def test_an_update_cannot_change_how_a_job_ended(engine: Engine, save: str) -> None:
+    claimed = running(engine)
+    end(engine, success(claimed))
+    with pytest.raises(IntegrityError, match=r"is succeeded and cannot change.*shardline retry"):
+        change(engine, f"UPDATE jobs SET {save}")
+    change(engine, "UPDATE jobs SET metadata = '{\"seen\": true}', state = state, fence = fence")
+    assert state(engine, claimed.job_id) is JobState.SUCCEEDED
+
+
+def test_an_update_cannot_lower_the_fence_of_a_running_job(engine: Engine) -> None:
+    claimed = running(engine)
+    with pytest.raises(IntegrityError, match=r"fence of job .* is 1 and cannot become 0"):
+        change(engine, "UPDATE jobs SET state = 'queued', fence = 0, lease_until = NULL")
+    assert end(engine, success(claimed)) == {claimed.job_id: JobState.SUCCEEDED}
