@@ -20,6 +20,10 @@ from sqlalchemy import Connection, Row, text
 from shardline.base.errors import Busy, Conflict, ShardlineError
 from shardline.contract.job import JobState
 
+# Not all: the table may have columns of its operator's, also one with the name that is added.
+COMPARED = """id, error, state, created_at, finished_at, tenant_id, model, params, prompt,
+        messages, prompt_ids, depends_on, on_parent_failure"""
+
 REPEATED = text(f"""
 SELECT asked.number, jobs.name, jobs.id, jobs.error,
     -- Its row only records why the request was refused: what is valid now is another request.
@@ -49,9 +53,9 @@ FROM jsonb_to_recordset(CAST(:rows AS jsonb)) AS asked(
     idempotency_key text)
 -- The job of its id and the job of its key: one job, two, or none.
 CROSS JOIN LATERAL (
-    SELECT 'id' AS name, jobs.* FROM jobs WHERE jobs.id = asked.id
+    SELECT 'id' AS name, {COMPARED} FROM jobs WHERE jobs.id = asked.id
     UNION ALL
-    SELECT 'idempotency key', jobs.* FROM jobs
+    SELECT 'idempotency key', {COMPARED} FROM jobs
     WHERE jobs.tenant_id = asked.tenant_id AND jobs.idempotency_key = asked.idempotency_key
 ) AS jobs
 WHERE asked.number = ANY(CAST(:numbers AS int[]))

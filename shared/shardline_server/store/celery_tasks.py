@@ -133,7 +133,8 @@ WITH waiting AS (
 over AS (
     SELECT task_id FROM celery_tasks
     WHERE expires_at <= now()
-        AND (SELECT state = 'queued' AND fence = 0 FROM jobs WHERE id = job_id) IS NOT TRUE
+        AND (SELECT state = 'queued' AND fence = 0 FROM jobs
+            WHERE jobs.id = celery_tasks.job_id) IS NOT TRUE
     ORDER BY expires_at LIMIT :max_batch FOR UPDATE SKIP LOCKED
 ),
 -- As if they had a deadline, which is now.

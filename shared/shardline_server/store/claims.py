@@ -115,12 +115,17 @@ attempt AS (
         ON previous.job_id = claimed.id AND previous.fence = claimed.fence - 1
     RETURNING job_id, tokens, logprobs
 )
-SELECT claimed.id, claimed.fence, tenant_id, prompt_ids, params, max_tokens, seed, priority,
-    crashes, retry, exact, tokens, logprobs, traceparent, messages IS NOT NULL AS is_chat,
-    extract(epoch FROM now() - greatest(created_at, not_before, requeued_at))::float8 AS queued_s,
-    extract(epoch FROM now() - greatest(created_at, not_before))::float8 AS due_s,
-    extract(epoch FROM now() - created_at)::float8 AS age_s
-FROM claimed JOIN attempt ON attempt.job_id = claimed.id ORDER BY priority, created_at, claimed.id
+SELECT claimed.id, claimed.fence, claimed.tenant_id, claimed.prompt_ids, claimed.params,
+    claimed.max_tokens, claimed.seed, claimed.priority, claimed.crashes, claimed.retry,
+    claimed.exact, attempt.tokens, attempt.logprobs, claimed.traceparent,
+    claimed.messages IS NOT NULL AS is_chat,
+    extract(epoch FROM now() - greatest(
+        claimed.created_at, claimed.not_before, claimed.requeued_at))::float8 AS queued_s,
+    extract(epoch FROM now() - greatest(
+        claimed.created_at, claimed.not_before))::float8 AS due_s,
+    extract(epoch FROM now() - claimed.created_at)::float8 AS age_s
+FROM claimed JOIN attempt ON attempt.job_id = claimed.id
+ORDER BY claimed.priority, claimed.created_at, claimed.id
 """)  # noqa: S608 (constants of ours)
 
 PARK = text("""

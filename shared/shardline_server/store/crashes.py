@@ -52,17 +52,17 @@ WHERE jobs.state = 'running' FOR UPDATE OF jobs SKIP LOCKED
 # In a separate statement: it must see the tokens that the last holder committed before we got the
 # lock.
 LAST_ATTEMPTS = text("""
-SELECT jobs.id, jobs.fence, crashes, max_crashes, retry,
+SELECT jobs.id, jobs.fence, jobs.crashes, jobs.max_crashes, jobs.retry,
     -- This one is not among them yet.
-    CASE WHEN retry IS NOT NULL THEN (
+    CASE WHEN jobs.retry IS NOT NULL THEN (
         SELECT count(*) FROM attempts AS failed
         WHERE failed.job_id = jobs.id AND failed.outcome IN ('crashed', 'failed')
     ) END AS num_failures,
-    cancel_requested_at IS NOT NULL AS is_cancelled,
-    coalesce(deadline_at <= now(), false) AS is_expired,
-    coalesce(cardinality(tokens) > 0, false) AS has_tokens,
-    coalesce(cardinality(tokens) > num_resumed, false) AS has_progress,
-    coalesce(parked, false) AS parked
+    jobs.cancel_requested_at IS NOT NULL AS is_cancelled,
+    coalesce(jobs.deadline_at <= now(), false) AS is_expired,
+    coalesce(cardinality(attempts.tokens) > 0, false) AS has_tokens,
+    coalesce(cardinality(attempts.tokens) > attempts.num_resumed, false) AS has_progress,
+    coalesce(attempts.parked, false) AS parked
 FROM jobs LEFT JOIN attempts ON attempts.job_id = jobs.id AND attempts.fence = jobs.fence
 WHERE jobs.id = ANY(CAST(:ids AS uuid[]))
 """)

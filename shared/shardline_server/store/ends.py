@@ -101,8 +101,8 @@ locked AS (
 requeued AS (
     UPDATE jobs SET state = 'queued', lease_until = NULL, worker = NULL, pipeline = NULL,
         requeued_at = now(), sent_at = NULL, num_sends = 0,
-        not_before = CASE WHEN wait_s IS NULL THEN not_before
-            ELSE now() + make_interval(secs => wait_s * (0.5 + 0.5 * {JITTER})) END,
+        not_before = CASE WHEN keys.wait_s IS NULL THEN jobs.not_before
+            ELSE now() + make_interval(secs => keys.wait_s * (0.5 + 0.5 * {JITTER})) END,
         crashes = CASE CAST(:outcome AS text)
             WHEN 'crashed' THEN crashes + 1 WHEN 'lost' THEN 0 ELSE crashes END
     FROM locked, keys

@@ -50,7 +50,7 @@ oldest AS (
         row_number() OVER behind AS number_of_tenant
     FROM parties CROSS JOIN LATERAL (
         SELECT id, created_at, deadline_at,
-            CASE WHEN parties.has_rivals THEN (cardinality(prompt_ids) + max_tokens) * ratio
+            CASE WHEN parties.has_rivals THEN (cardinality(prompt_ids) + max_tokens) * parties.ratio
                 ELSE 0 END AS num_tokens
         FROM jobs
         WHERE {IS_NEXT}

@@ -76,11 +76,11 @@ RETURNING id
 
 # Of a job that fails with its parents.
 FAILED = text("""
-SELECT parent_id, coalesce(parents.state, 'deleted') AS state
-FROM jobs JOIN parents_of_jobs ON job_id = jobs.id
-    LEFT JOIN jobs AS parents ON parents.id = parent_id
+SELECT parents_of_jobs.parent_id, coalesce(parents.state, 'deleted') AS state
+FROM jobs JOIN parents_of_jobs ON parents_of_jobs.job_id = jobs.id
+    LEFT JOIN jobs AS parents ON parents.id = parents_of_jobs.parent_id
 WHERE jobs.id = :job_id AND jobs.on_parent_failure = 'fail' AND parents_of_jobs.state = 'failed'
-ORDER BY parent_id LIMIT 1
+ORDER BY parents_of_jobs.parent_id LIMIT 1
 """)
 
 TEXTS = text(f"""
@@ -89,9 +89,10 @@ WITH made AS MATERIALIZED (
     SELECT sum(octet_length(text)) AS num_bytes FROM results
     WHERE job_id = ANY(CAST(:ids AS uuid[]))
 )
-SELECT id, model, params, messages IS NOT NULL AS is_chat,
-    prompt_ids[cardinality(prompt_ids) - {PROMPT_END_TOKENS} + 1 :] AS prompt_end,
-    coalesce(choice, CASE WHEN num_bytes <= {MAX_FILLED_CHARS} THEN text END) AS text
+SELECT jobs.id, jobs.model, jobs.params, jobs.messages IS NOT NULL AS is_chat,
+    jobs.prompt_ids[cardinality(jobs.prompt_ids) - {PROMPT_END_TOKENS} + 1 :] AS prompt_end,
+    coalesce(results.choice, CASE WHEN made.num_bytes <= {MAX_FILLED_CHARS} THEN results.text END)
+        AS text
 FROM made CROSS JOIN jobs JOIN results ON results.job_id = jobs.id
 WHERE jobs.id = ANY(CAST(:ids AS uuid[])) AND results.job_id = ANY(CAST(:ids AS uuid[]))
     -- Whatever a hand has written into its row since: these were seen to be its tenant's.

@@ -48,7 +48,7 @@ totals AS (
 -- Those that fit, loaned for one lease: if the relay dies, any other may have them after that.
 lent AS (
     UPDATE jobs SET preparing_until = now() + make_interval(secs => :lease_s)
-    FROM totals WHERE jobs.id = totals.id AND num_bytes_before < :max_bytes
+    FROM totals WHERE jobs.id = totals.id AND totals.num_bytes_before < :max_bytes
     RETURNING jobs.id, model, prompt, messages, prompt_ids, params, retry, created_at, depends_on,
         CASE WHEN octet_length(metadata::text) <= :max_metadata_chars THEN metadata END AS metadata
 )

@@ -87,8 +87,9 @@ WITH old AS MATERIALIZED (
         AND NOT EXISTS (
             SELECT FROM batch_lines WHERE job_id = coalesce(jobs.choice_of, jobs.id))
         AND NOT EXISTS (
-            SELECT FROM parents_of_jobs JOIN jobs AS children ON children.id = job_id
-            WHERE parent_id = jobs.id AND children.state = 'queued'
+            SELECT FROM parents_of_jobs JOIN jobs AS children
+                ON children.id = parents_of_jobs.job_id
+            WHERE parents_of_jobs.parent_id = jobs.id AND children.state = 'queued'
                 AND children.prepared_at IS NULL
             -- Asked of each row by itself: to join all of them would read the whole table.
             OFFSET 0)

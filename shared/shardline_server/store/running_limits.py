@@ -26,14 +26,14 @@ ORDER BY id FOR NO KEY UPDATE
 """)
 OVER = text("""
 SELECT DISTINCT id FROM (
-    SELECT jobs.id, max_running - (
+    SELECT jobs.id, quotas.max_running - (
             SELECT count(*) FROM jobs AS others
             WHERE others.tenant_id = quotas.tenant_id AND others.state = 'running'
                 AND (quotas.key_name = '' OR others.key_name = quotas.key_name)
         ) AS room,
-        row_number() OVER (PARTITION BY quotas.id ORDER BY priority, jobs.created_at, jobs.id)
+        row_number() OVER (PARTITION BY quotas.id ORDER BY jobs.priority, jobs.created_at, jobs.id)
             AS number
-    FROM jobs JOIN quotas ON quotas.tenant_id = jobs.tenant_id AND max_running IS NOT NULL
+    FROM jobs JOIN quotas ON quotas.tenant_id = jobs.tenant_id AND quotas.max_running IS NOT NULL
         AND quotas.key_name IN ('', coalesce(jobs.key_name, ''))
     WHERE jobs.id = ANY(CAST(:ids AS uuid[]))
 ) AS numbered WHERE number > room

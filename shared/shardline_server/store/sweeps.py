@@ -94,7 +94,8 @@ PARTIALS = text("""
 -- Sizes of what was saved, known without reading a token. Log-probabilities are kept compressed, to
 -- an eighth of their length or more.
 WITH sizes AS (
-    SELECT jobs.id, pg_column_size(tokens) + 8 * coalesce(pg_column_size(logprobs), 0) AS num_bytes
+    SELECT jobs.id, pg_column_size(attempts.tokens)
+        + 8 * coalesce(pg_column_size(attempts.logprobs), 0) AS num_bytes
     FROM jobs JOIN attempts ON attempts.job_id = jobs.id AND attempts.fence = jobs.fence
     WHERE jobs.id = ANY(CAST(:ids AS uuid[]))
 ),
@@ -102,12 +103,13 @@ WITH sizes AS (
 totals AS (
     SELECT id, sum(num_bytes) OVER (ORDER BY id) - num_bytes AS num_bytes_before FROM sizes
 )
-SELECT jobs.id, jobs.fence, model, params, max_tokens,
-    coalesce(cardinality(prompt_ids), 0) AS num_prompt,
-    prompt_ids[cardinality(prompt_ids) - :num_prompt_end + 1 :] AS prompt_end, tokens, logprobs
+SELECT jobs.id, jobs.fence, jobs.model, jobs.params, jobs.max_tokens,
+    coalesce(cardinality(jobs.prompt_ids), 0) AS num_prompt,
+    jobs.prompt_ids[cardinality(jobs.prompt_ids) - :num_prompt_end + 1 :] AS prompt_end,
+    attempts.tokens, attempts.logprobs
 FROM totals JOIN jobs ON jobs.id = totals.id
 JOIN attempts ON attempts.job_id = jobs.id AND attempts.fence = jobs.fence
-WHERE num_bytes_before < :max_bytes
+WHERE totals.num_bytes_before < :max_bytes
 """)
 
 FIX_NOW = text("""
