@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from uuid import UUID
 
 import structlog
+from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
 from services.relay.celery.celery_results import CeleryResults
@@ -76,7 +77,7 @@ class Sweeper(Loop):
         moved: dict[UUID, str] = {}
         with self._database.begin() as connection:
             # A stall after this moment ends no lease too early: they are judged by it.
-            sweeps.fix_now(connection)
+            self._fix_now(connection)
             now_s = self._note_answer()
             if now_s >= self._rescue_after_s:
                 moved = sweeps.sweep_expired_leases(
@@ -88,6 +89,15 @@ class Sweeper(Loop):
         self._record(moved)
         self._spans.rescued(moved)
         return len(moved)
+
+    def _fix_now(self, connection: Connection) -> None:
+        """Fixes the time. Heads wait for the tables too: where that takes too long for Postgres,
+        they may have waited for as long."""
+        try:
+            sweeps.fix_now(connection)
+        except POSTGRES_ERRORS:
+            self._rescue_after_s = math.inf
+            raise
 
     def _note_answer(self) -> float:
         now_s = lease_clock_s()

@@ -112,10 +112,9 @@ JOIN attempts ON attempts.job_id = jobs.id AND attempts.fence = jobs.fence
 WHERE totals.num_bytes_before < :max_bytes
 """)
 
-FIX_NOW = text("""
--- Waits with the heads where one of their tables is locked: this silence ends no lease.
-SELECT now(), EXISTS (SELECT FROM pipelines WHERE false), EXISTS (SELECT FROM results WHERE false)
-""")
+# Waits with the heads where one of the tables that they write is locked, also against writes alone
+# (CREATE INDEX): this silence ends no lease. now() is the moment before the wait.
+FIX_NOW = text("LOCK TABLE jobs, attempts, pipelines, results IN ROW EXCLUSIVE MODE")
 
 COUNTS = text(f"""
 -- Each state and model that there is, by one step in jobs_active.

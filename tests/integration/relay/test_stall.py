@@ -80,15 +80,26 @@ def test_heads_may_beat_before_a_rescue_after_a_stall_of_postgres(
     assert cell(here.engine, "SELECT crashes FROM jobs WHERE id = :id", id=living.job_id) == 0
 
 
-@pytest.mark.parametrize("table", ["pipelines", "results"])
-def test_a_table_that_heads_wait_for_is_a_stall_too(here: RelayStack, table: str) -> None:
+@pytest.mark.parametrize(
+    ("table", "mode"),
+    [
+        ("pipelines", "ACCESS EXCLUSIVE"),
+        ("results", "ACCESS EXCLUSIVE"),
+        # VACUUM FULL, then CREATE INDEX.
+        ("attempts", "ACCESS EXCLUSIVE"),
+        ("jobs", "SHARE"),
+    ],
+)
+def test_a_table_that_heads_wait_for_is_a_stall_too(
+    here: RelayStack, table: str, mode: str
+) -> None:
     here.start_relay()
     wait_for_a_sweep(here)
 
     living = running(here.engine, lease_s=LEASE_S)
     expired = "SELECT lease_until < now() FROM jobs WHERE id = :id"
     with here.engine.begin() as connection:
-        connection.execute(text(f"LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"))
+        connection.execute(text(f"LOCK TABLE {table} IN {mode} MODE"))
         until(lambda: cell(here.engine, expired, id=living.job_id))
     wait_for_a_sweep(here)
 

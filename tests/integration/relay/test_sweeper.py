@@ -171,6 +171,29 @@ def test_no_lease_expires_when_an_answer_takes_half_a_lease(
     assert num_running(engine) == 1
 
 
+def test_no_lease_expires_after_a_wait_for_a_table_that_took_too_long(
+    engine: Engine, database_url: str, registry: CollectorRegistry, clock: Clock
+) -> None:
+    database = connect(database_url, lock_timeout_s=0.01)
+    context = LoopContext(database=database, times=TIMES, metrics=RelayMetrics(registry))
+    sweeper = Sweeper(context, results=CeleryResults(context, backend_app=None))
+    sweeper.turn()
+    expired(engine)
+
+    with engine.begin() as connection:
+        connection.execute(text("LOCK TABLE attempts IN SHARE MODE"))
+        with pytest.raises(DBAPIError, match="lock timeout"):
+            sweeper.turn()
+    sweeper.turn()
+    assert num_running(engine) == 1
+
+    for _ in range(4):
+        clock.pass_leases(0.25)
+        sweeper.turn()
+    assert num_running(engine) == 0
+    database.dispose()
+
+
 def test_a_stall_between_statements_judges_leases_by_the_first_one(engine: Engine) -> None:
     claimed = running(engine)
     with engine.begin() as connection:
