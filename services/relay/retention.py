@@ -34,9 +34,14 @@ class Retention(Loop):
         self._days = days
         self._is_default = is_default
         self._audit_days = audit_days
-        self._pause_s = TURNS_APART * context.times.poll_s
+        self._poll_s = context.times.poll_s
+        self._pause_s = TURNS_APART * self._poll_s
         self._metrics = context.metrics
         self._after: retention.Place | None = None
+        self._num_kept = 0
+        self._told_kept = 0
+        """How many this pass came upon that foreign keys keep, and an earlier one told of."""
+        self._kept_by: str | None = None
 
     def turn(self) -> float:
         """Delete one batch."""
@@ -50,7 +55,26 @@ class Retention(Loop):
         if batch.num_deleted:
             self._metrics.deleted.inc(batch.num_deleted)
             log.info("old jobs deleted", jobs=batch.num_deleted)
-        return pause_s if batch.after is None else 0.0
+        self._note_kept(batch)
+        if batch.after is None:
+            return pause_s
+        # Each pass comes upon those that are kept again, one by one.
+        return self._poll_s if batch.num_kept else 0.0
+
+    def _note_kept(self, batch: retention.Batch) -> None:
+        """Warns once, and again when a pass came upon another number of them."""
+        self._num_kept += batch.num_kept
+        self._kept_by = batch.kept_by or self._kept_by
+        if batch.after is not None:
+            return
+        if self._num_kept and self._num_kept != self._told_kept:
+            log.warning(
+                "old jobs are kept by foreign keys: let them say ON DELETE CASCADE or SET NULL",
+                jobs=self._num_kept,
+                error=self._kept_by,
+            )
+        self._told_kept = self._num_kept
+        self._num_kept = 0
 
     def _prune(self) -> bool:
         """Returns whether more files may go. What Postgres refuses keeps no job from being

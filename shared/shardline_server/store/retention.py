@@ -11,13 +11,16 @@ Locks: the advisory lock LOCK, then rows of `jobs` with SKIP LOCKED, so in any o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
 from sqlalchemy import Connection, Interval, cast, delete, func, select, text
+from sqlalchemy.exc import IntegrityError
 
 from shardline.contract.tables import DEAD, pipeline_energy, pipelines, workers
+from shardline.store.connection.database import failure_of
 from shardline.store.files import IS_READ
 from shardline.store.statistics import costs
 
@@ -149,6 +152,8 @@ DELETE FROM batches WHERE id = ANY(ARRAY(
     ORDER BY created_at LIMIT 8))
 """)
 DELETE = text("DELETE FROM jobs WHERE id = ANY(CAST(:ids AS uuid[]))")
+# A foreign key that is checked at COMMIT would undo the whole batch.
+CHECK_AT_ONCE = text("SET CONSTRAINTS ALL IMMEDIATE")
 
 
 def announced_s(connection: Connection, *, age_s: float) -> float | None:
@@ -185,13 +190,17 @@ class Batch:
     num_deleted: int
     after: Place | None
     """Where the pass goes on; None when it is through."""
+    num_kept: int = 0
+    """Those that rows of an operator's own tables refer to."""
+    kept_by: str | None = None
+    """What Postgres says of one of them."""
 
 
 def delete_old(
     connection: Connection, *, age_s: float, after: Place | None = None, max_batch: int = MAX_BATCH
 ) -> Batch:
-    """The next of those that ended more than `age_s` ago. Rows that somebody else has locked stay
-    until the next pass."""
+    """The next of those that ended more than `age_s` ago. Rows that somebody else has locked, or
+    that foreign keys keep, stay until the next pass."""
     if not connection.scalar(TRY_LOCK, {"lock": LOCK}):
         return Batch(num_deleted=0, after=None)
     if after is None:
@@ -203,10 +212,35 @@ def delete_old(
     wanted = {"ids": [row.id for row in read], "max_batch": max_batch, "max_bytes": MAX_BYTES}
     old = connection.execute(LOCK_OLD, {"age_s": age_s, **wanted}).all() if read else []
     fitting = [row for row in old if row.fits]
-    if fitting:
-        connection.execute(DELETE, {"ids": [row.id for row in fitting]})
+    num_kept, kept_by = _delete(connection, [row.id for row in fitting])
     is_cut = len(fitting) < len(old) or len(old) == max_batch
     last = fitting[-1] if is_cut else read[-1] if len(read) == MAX_READ else None
     return Batch(
-        num_deleted=len(fitting), after=None if last is None else (last.created_at, last.id)
+        num_deleted=len(fitting) - num_kept,
+        after=None if last is None else (last.created_at, last.id),
+        num_kept=num_kept,
+        kept_by=kept_by,
     )
+
+
+def _delete(connection: Connection, ids: Sequence[UUID]) -> tuple[int, str | None]:
+    """Deletes these together, or one by one where a foreign key keeps some. Returns how many are
+    kept, and why the last of them is."""
+    if not ids:
+        return 0, None
+    connection.execute(CHECK_AT_ONCE)
+    if _refusal(connection, ids) is None:
+        return 0, None
+    refusals = [_refusal(connection, [job_id]) for job_id in ids]
+    problems = [problem for problem in refusals if problem is not None]
+    return len(problems), problems[-1] if problems else None
+
+
+def _refusal(connection: Connection, ids: Sequence[UUID]) -> str | None:
+    """Deletes these in a savepoint. Returns why none of them may go; None: they are gone."""
+    try:
+        with connection.begin_nested():
+            connection.execute(DELETE, {"ids": ids})
+    except IntegrityError as error:
+        return failure_of(error).problem
+    return None

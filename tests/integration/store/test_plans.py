@@ -48,6 +48,8 @@ MAX_READ = 4_000
 """Rows that a node may give to the one above: more than any batch or page. Counts are bounded by
 their own limits."""
 
+UNEXPLAINED = ("advisory", "pg_notify", "SET CONSTRAINTS", "SAVEPOINT")
+
 # Two tenants, a common and a rare model. Of those that wait a fifth is delayed, of those that ended
 # most succeeded.
 ROWS = f"""
@@ -128,7 +130,7 @@ def engine(database_url: str, plans: list[tuple[str, dict[str, Any]]]) -> Iterat
         def explain(
             _connection: Any, cursor: Any, statement: str, parameters: Any, *_: Any
         ) -> None:
-            if "advisory" in statement or "pg_notify" in statement:
+            if any(word in statement for word in UNEXPLAINED):
                 return
             cursor.execute("SAVEPOINT explained")
             cursor.execute(f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}", parameters)
