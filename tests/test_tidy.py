@@ -308,7 +308,7 @@ def test_each_cte_has_a_line_above_it() -> None:
 
 
 def test_modules_that_lock_rows_say_which_ones_in_which_order() -> None:
-    locks = re.compile(r"FOR UPDATE|with_for_update|pg_try_advisory")
+    locks = re.compile(r"FOR (?:NO KEY )?UPDATE|with_for_update|pg_try_advisory")
     silent = [
         at(path, 1, "no line with its locks")
         for path in python_files(*map(str, STORES))

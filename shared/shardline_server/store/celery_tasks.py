@@ -125,7 +125,7 @@ WITH waiting AS (
     ) AS late
     CROSS JOIN LATERAL (
         SELECT id FROM jobs WHERE id = late.job_id AND state = 'queued' AND fence = 0
-        FOR UPDATE SKIP LOCKED
+        FOR NO KEY UPDATE SKIP LOCKED
     ) AS job
     LIMIT :max_batch
 ),

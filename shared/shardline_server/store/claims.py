@@ -71,7 +71,7 @@ WHERE jobs.id = ANY(CAST(:ids AS uuid[])) AND jobs.state = 'queued' AND jobs.pre
 
 LOCK_CLAIMABLE = text(f"""
 SELECT jobs.id, jobs.fence, jobs.params, {IS_LIMITED} AS is_limited
-{CLAIMABLE} FOR UPDATE OF jobs SKIP LOCKED
+{CLAIMABLE} FOR NO KEY UPDATE OF jobs SKIP LOCKED
 """)
 
 FIND_CLAIMABLE = text(f"SELECT jobs.id {CLAIMABLE}")
@@ -81,7 +81,7 @@ SELECT jobs.id FROM jobs JOIN pipelines ON pipelines.id = :pipeline
 WHERE jobs.id = ANY(CAST(:ids AS uuid[])) AND jobs.state = 'queued' AND jobs.model = pipelines.model
     AND jobs.prepared_at IS NOT NULL
     AND ({KNOWN_TOKENS} > pipelines.kv_tokens OR {LACKS_EXACT_ROWS})
-FOR UPDATE OF jobs SKIP LOCKED
+FOR NO KEY UPDATE OF jobs SKIP LOCKED
 """)  # noqa: S608 (constants of ours)
 
 # Out of the window of what is sent ahead, so that rows which no head here can run do not fill it.
@@ -143,7 +143,7 @@ WITH keys AS (
 locked AS (
     SELECT jobs.id, jobs.fence
     FROM jobs JOIN keys ON keys.job_id = jobs.id AND keys.fence = jobs.fence
-    WHERE jobs.state = 'running' FOR UPDATE OF jobs SKIP LOCKED
+    WHERE jobs.state = 'running' FOR NO KEY UPDATE OF jobs SKIP LOCKED
 )
 UPDATE attempts SET parked = false
 FROM locked WHERE attempts.job_id = locked.id AND attempts.fence = locked.fence

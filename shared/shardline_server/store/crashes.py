@@ -46,7 +46,7 @@ LOCK_HELD = text("""
 SELECT jobs.id
 FROM jobs JOIN jsonb_to_recordset(CAST(:keys AS jsonb)) AS keys(job_id uuid, fence bigint)
     ON keys.job_id = jobs.id AND keys.fence = jobs.fence
-WHERE jobs.state = 'running' FOR UPDATE OF jobs SKIP LOCKED
+WHERE jobs.state = 'running' FOR NO KEY UPDATE OF jobs SKIP LOCKED
 """)
 
 # In a separate statement: it must see the tokens that the last holder committed before we got the

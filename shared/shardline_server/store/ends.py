@@ -37,7 +37,7 @@ WITH ends AS (
 -- elsewhere.
 locked AS (
     SELECT jobs.id FROM jobs JOIN ends ON ends.job_id = jobs.id AND ends.fence = jobs.fence
-    WHERE jobs.state = :left FOR UPDATE OF jobs SKIP LOCKED
+    WHERE jobs.state = :left FOR NO KEY UPDATE OF jobs SKIP LOCKED
 ),
 -- Their end: nothing changes them after this.
 ended AS (
@@ -94,7 +94,7 @@ WITH keys AS (
 -- Those that are still held, and not locked elsewhere.
 locked AS (
     SELECT jobs.id FROM jobs JOIN keys ON keys.job_id = jobs.id AND keys.fence = jobs.fence
-    WHERE jobs.state = 'running' FOR UPDATE OF jobs SKIP LOCKED
+    WHERE jobs.state = 'running' FOR NO KEY UPDATE OF jobs SKIP LOCKED
 ),
 -- Due to be sent at once, or after half to all of a wait: jobs that failed together do not come
 -- back together. A crash counts, progress forgets those before, all else leaves the count as it is.

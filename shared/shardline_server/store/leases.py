@@ -28,7 +28,7 @@ WITH beats AS (
 -- The jobs that it still holds, and that are not locked elsewhere.
 locked AS (
     SELECT jobs.id FROM jobs JOIN beats ON beats.job_id = jobs.id AND beats.fence = jobs.fence
-    WHERE jobs.state = 'running' FOR UPDATE OF jobs SKIP LOCKED
+    WHERE jobs.state = 'running' FOR NO KEY UPDATE OF jobs SKIP LOCKED
 ),
 -- Their leases, from now on, and what their holder must hear of.
 renewed AS (
@@ -72,7 +72,7 @@ EXPIRE = text("""
 WITH held AS (
     SELECT id FROM jobs
     WHERE state = 'running' AND worker = :worker AND pipeline = :pipeline AND lease_until > now()
-    ORDER BY id FOR UPDATE SKIP LOCKED
+    ORDER BY id FOR NO KEY UPDATE SKIP LOCKED
 )
 UPDATE jobs SET lease_until = now() FROM held WHERE jobs.id = held.id
 """)

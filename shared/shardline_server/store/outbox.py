@@ -92,7 +92,7 @@ locked AS (
     SELECT id FROM jobs
     WHERE id = ANY(ARRAY(SELECT id FROM looked))
         AND state = 'queued' AND cancel_requested_at IS NULL AND {PAUSED_BY} IS NULL
-    ORDER BY id FOR UPDATE SKIP LOCKED
+    ORDER BY id FOR NO KEY UPDATE SKIP LOCKED
 ),
 -- The time that the next look compares with: the message itself leaves after COMMIT.
 stamped AS (
@@ -111,7 +111,7 @@ UNSTAMP = text("""
 WITH sent AS (
     SELECT id FROM jobs
     WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'queued' AND sent_at IS NOT NULL
-    FOR UPDATE SKIP LOCKED
+    FOR NO KEY UPDATE SKIP LOCKED
 )
 UPDATE jobs SET sent_at = NULL, num_sends = greatest(num_sends - 1, 0)
 FROM sent WHERE jobs.id = sent.id AND state = 'queued'
@@ -121,7 +121,7 @@ UNSTAMP_SENT = text(f"""
 -- Some of those that count as sent; what is locked is being claimed or has its turn the next time.
 WITH sent AS (
     SELECT id FROM jobs WHERE state = 'queued' AND sent_at IS NOT NULL
-    LIMIT {MAX_BATCH} FOR UPDATE SKIP LOCKED
+    LIMIT {MAX_BATCH} FOR NO KEY UPDATE SKIP LOCKED
 )
 UPDATE jobs SET sent_at = NULL, num_sends = 0 FROM sent WHERE jobs.id = sent.id AND state = 'queued'
 """)  # noqa: S608 (a constant of ours)

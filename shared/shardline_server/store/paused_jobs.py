@@ -32,7 +32,7 @@ next AS MATERIALIZED (
 halted AS (
     SELECT id, {PAUSED_BY} AS paused_by FROM jobs
     WHERE id = ANY(ARRAY(SELECT id FROM next WHERE paused_by IS NOT NULL)) AND state = 'queued'
-    ORDER BY id FOR UPDATE SKIP LOCKED
+    ORDER BY id FOR NO KEY UPDATE SKIP LOCKED
 )
 UPDATE jobs SET paused_by = halted.paused_by, sent_at = NULL, num_sends = 0
 FROM halted WHERE jobs.id = halted.id AND state = 'queued'
@@ -57,7 +57,7 @@ freed AS (
     WHERE state = 'queued' AND paused_by = ANY(ARRAY(
         SELECT paused_by FROM held
         WHERE NOT EXISTS (SELECT FROM pauses WHERE kind || ' ' || target = held.paused_by)))
-    ORDER BY paused_by LIMIT {MAX_RELEASED} FOR UPDATE SKIP LOCKED
+    ORDER BY paused_by LIMIT {MAX_RELEASED} FOR NO KEY UPDATE SKIP LOCKED
 )
 UPDATE jobs SET paused_by = NULL FROM freed WHERE jobs.id = freed.id AND state = 'queued'
 """)  # noqa: S608 (constants of ours)

@@ -38,7 +38,7 @@ WITH oldest AS (
     FROM jobs
     WHERE state = 'queued' AND prepared_at IS NULL AND ({IS_READY})
         AND (preparing_until IS NULL OR preparing_until <= now())
-    ORDER BY created_at LIMIT :max_batch FOR UPDATE SKIP LOCKED
+    ORDER BY created_at LIMIT :max_batch FOR NO KEY UPDATE SKIP LOCKED
 ),
 -- How many bytes the rows before each one take: the first one is in, however long it is.
 totals AS (
@@ -72,7 +72,7 @@ WHERE jobs.id = ready.id AND state = 'queued' AND num_nulls(prepared_at) = 1
 UNPREPARED = """
 SELECT id FROM jobs
 WHERE id = ANY(CAST(:ids AS uuid[])) AND state = 'queued' AND num_nulls(prepared_at) = 1
-ORDER BY id FOR UPDATE
+ORDER BY id FOR NO KEY UPDATE
 """
 LOCK_UNPREPARED = text(f"{UNPREPARED} SKIP LOCKED")
 AWAIT_UNPREPARED = text(UNPREPARED)

@@ -72,7 +72,7 @@ LOCK_EXPIRED = text("""
 SELECT id FROM jobs
 WHERE state = 'running' AND lease_until < now()
     AND pg_postmaster_start_time() < now() - make_interval(secs => :lease_s)
-ORDER BY lease_until LIMIT :max_batch FOR UPDATE SKIP LOCKED
+ORDER BY lease_until LIMIT :max_batch FOR NO KEY UPDATE SKIP LOCKED
 """)
 
 # Each half walks its own partial index: a table of finished jobs is never read.
@@ -80,12 +80,12 @@ LOCK_STOPPED = text("""
 -- The oldest that were cancelled; locked rows do not count.
 WITH cancelled AS (
     SELECT id FROM jobs WHERE state = 'queued' AND cancel_requested_at IS NOT NULL
-    ORDER BY id LIMIT :max_batch FOR UPDATE SKIP LOCKED
+    ORDER BY id LIMIT :max_batch FOR NO KEY UPDATE SKIP LOCKED
 ),
 -- Those with the earliest deadlines, likewise.
 late AS (
     SELECT id FROM jobs WHERE state = 'queued' AND deadline_at <= now()
-    ORDER BY deadline_at LIMIT :max_batch FOR UPDATE SKIP LOCKED
+    ORDER BY deadline_at LIMIT :max_batch FOR NO KEY UPDATE SKIP LOCKED
 )
 SELECT id FROM cancelled UNION SELECT id FROM late ORDER BY id
 """)
