@@ -4,12 +4,13 @@ batch_tables, schedule_tables and webhook_tables."""
 
 from __future__ import annotations
 
+import re
 import sys
 
 from alembic import context
 from alembic.script import ScriptDirectory
 from psycopg.errors import DeadlockDetected, LockNotAvailable
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, inspect
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 from tenacity import (
@@ -22,6 +23,7 @@ from tenacity import (
 )
 
 from shardline.base.config import Settings
+from shardline.base.errors import Invalid
 from shardline.contract.audit_table import audit
 from shardline.contract.batches.batch_tables import batches
 from shardline.contract.response_table import responses
@@ -37,6 +39,30 @@ LOCK = 7_305_793_411
     table.metadata for table in (audit, batches, responses, schedules, webhook_endpoints)
 }
 """One for all tables: whole once each module that has some is imported."""
+
+VERSION_TABLE = "shardline_version"
+"""Not Alembic's default name: an app may keep its own revision under that, in this schema."""
+
+FORMER_TABLE = "alembic_version"
+"""Where releases up to 0.1 noted our revision."""
+
+FIRST_TABLES = frozenset({"models", "pipelines", "tenants", "jobs", "attempts", "results"})
+"""Those of revision 0001. An app's revisions may have our form, but its schema has not all of
+these."""
+
+MOVE = (
+    """
+    CREATE TABLE shardline_version (
+        version_num varchar(32) NOT NULL,
+        CONSTRAINT shardline_version_pkc PRIMARY KEY (version_num))
+    """,
+    "INSERT INTO shardline_version VALUES (%(revision)s)",
+    "DELETE FROM alembic_version WHERE version_num = %(revision)s",
+)
+"""The table as Alembic makes it."""
+
+REVISION = re.compile(r"[0-9]{4}")
+"""The form of our revisions, also of those that later releases add."""
 
 PATIENCE_S = 600.0
 """A lock that is not to be had for so long is somebody's business: the migration fails and says
@@ -59,13 +85,18 @@ def run_online() -> None:
     )
     with refusing():
         engine = _engine()
-    with engine.connect() as connection:
+    with refusing(), engine.connect() as connection:
         patient(_migrate, connection)
 
 
 def run_offline() -> None:
     """`alembic upgrade head --sql`: the SQL for a database administrator."""
-    context.configure(dialect_name="postgresql", target_metadata=METADATA, literal_binds=True)
+    context.configure(
+        dialect_name="postgresql",
+        target_metadata=METADATA,
+        literal_binds=True,
+        version_table=VERSION_TABLE,
+    )
     with context.begin_transaction():
         context.run_migrations()
 
@@ -90,11 +121,13 @@ def _migrate(connection: Connection) -> None:
         connection.rollback()
         raise Busy("another migration runs")
     connection.commit()
+    _take_over(connection)
     context.configure(
         connection=connection,
         target_metadata=METADATA,
         compare_server_default=True,
         transaction_per_migration=True,
+        version_table=VERSION_TABLE,
     )
     if _is_ahead(connection):
         sys.stderr.write("the database is of a later release: there is nothing to add\n")
@@ -103,14 +136,52 @@ def _migrate(connection: Connection) -> None:
         context.run_migrations()
 
 
+def _take_over(connection: Connection) -> None:
+    """Moves the revision that a former release noted, in one transaction. What an app notes in the
+    same table stays."""
+    tables = set(inspect(connection).get_table_names())
+    if VERSION_TABLE in tables or not FIRST_TABLES | {FORMER_TABLE} <= tables:
+        connection.rollback()
+        return
+    # Nobody adds a row before the table is dropped.
+    connection.exec_driver_sql("LOCK TABLE alembic_version IN ACCESS EXCLUSIVE MODE")
+    noted = set(connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalars())
+    ours = noted & _known_revisions()
+    if len(ours) > 1:
+        raise Invalid(
+            "database_url",
+            f"its table {FORMER_TABLE} holds {_listed(ours)}, which all may be Shardline's",
+            "Delete those of your app for this upgrade, and insert them again after it",
+        )
+    for revision in ours:
+        for statement in MOVE:
+            connection.exec_driver_sql(statement, {"revision": revision})
+        if noted == ours:
+            connection.exec_driver_sql("DROP TABLE alembic_version")
+    connection.commit()
+
+
 def _is_ahead(connection: Connection) -> bool:
     """Whoever goes back to an earlier release starts it on the later schema, as a rolling upgrade
-    does."""
+    does. Raises Invalid for a revision that is of no release."""
     migration = context.get_context()
-    known = {step.revision for step in ScriptDirectory.from_config(context.config).walk_revisions()}
-    current = set(migration.get_current_heads())
+    unknown = set(migration.get_current_heads()) - _known_revisions()
     connection.rollback()
-    return migration.opts.get("destination_rev") == "head" and not current <= known
+    if strange := {revision for revision in unknown if not REVISION.fullmatch(revision)}:
+        raise Invalid(
+            "database_url",
+            f"its table {VERSION_TABLE} holds {_listed(strange)}, no revision of Shardline",
+            "Write the last revision there that was applied, or name another database",
+        )
+    return migration.opts.get("destination_rev") == "head" and bool(unknown)
+
+
+def _known_revisions() -> set[str]:
+    return {step.revision for step in ScriptDirectory.from_config(context.config).walk_revisions()}
+
+
+def _listed(revisions: set[str]) -> str:
+    return ", ".join(map(repr, sorted(revisions)))
 
 
 def _is_locked(error: BaseException) -> bool:

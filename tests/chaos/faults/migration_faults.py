@@ -23,7 +23,7 @@ MAX_UNANSWERED = 1
 PATIENCE_S = 180.0
 """A migration runs beside a stack under load, which holds locks."""
 
-VERSION = "SELECT version_num FROM alembic_version"
+VERSION = "SELECT version_num FROM shardline_version"
 
 
 def there_and_back(target: LocalTarget, rng: random.Random) -> None:

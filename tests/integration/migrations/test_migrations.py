@@ -20,18 +20,18 @@ from tests.repository import REPOSITORY
 CONSTRAINTS = """
 SELECT conrelid::regclass || ' ' || conname || ' ' || pg_get_constraintdef(oid)
 FROM pg_constraint
-WHERE connamespace = 'public'::regnamespace AND conrelid::regclass::text <> 'alembic_version'
+WHERE connamespace = 'public'::regnamespace AND conrelid::regclass::text <> 'shardline_version'
 ORDER BY 1
 """
 INDEXES = (
     "SELECT indexdef FROM pg_indexes"
-    " WHERE schemaname = 'public' AND tablename <> 'alembic_version' ORDER BY 1"
+    " WHERE schemaname = 'public' AND tablename <> 'shardline_version' ORDER BY 1"
 )
 COLUMNS = """
 SELECT table_name || '.' || column_name || ' ' || data_type || ' ' || is_nullable || ' '
     || coalesce(column_default, '')
 FROM information_schema.columns JOIN information_schema.tables USING (table_schema, table_name)
-WHERE table_schema = 'public' AND table_name <> 'alembic_version' AND table_type = 'BASE TABLE'
+WHERE table_schema = 'public' AND table_name <> 'shardline_version' AND table_type = 'BASE TABLE'
 ORDER BY 1
 """
 

@@ -35,7 +35,7 @@ WAITING = (
     " WHERE application_name = 'shardline-migrate' AND wait_event_type = 'Lock'"
 )
 NEXT_RELEASE = REPOSITORY / "tests" / "chaos" / "faults" / "next_release" / "alembic.ini"
-VERSION = "SELECT version_num FROM alembic_version"
+VERSION = "SELECT version_num FROM shardline_version"
 INVALID = "SELECT count(*) FROM pg_index WHERE NOT indisvalid"
 
 
@@ -130,9 +130,7 @@ def test_a_migration_steps_back_from_a_table_that_a_reader_holds(
     alembic(empty_database_url, "upgrade", NEW)
     with closing(psycopg.connect(empty_database_url)) as reader:
         reader.execute(PROMPTS)
-        with migrating(
-            empty_database_url, "-c", str(NEXT_RELEASE), "upgrade", "next_1"
-        ) as migration:
+        with migrating(empty_database_url, "-c", str(NEXT_RELEASE), "upgrade", "9001") as migration:
             assert migration.stderr is not None
             assert "lock timeout" in migration.stderr.readline()
             producer.execute(PLAIN_INSERT, ("meanwhile",))

@@ -9,7 +9,7 @@ from alembic import op
 
 VERSIONS = Path(__file__).parents[4] / "migrations" / "versions"
 
-revision = "next_1"
+revision = "9001"
 down_revision = max(path.name.partition("_")[0] for path in VERSIONS.glob("[0-9]*.py"))
 branch_labels = None
 depends_on = None

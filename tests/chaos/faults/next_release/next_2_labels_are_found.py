@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from alembic import op
 
-revision = "next_2"
-down_revision = "next_1"
+revision = "9002"
+down_revision = "9001"
 branch_labels = None
 depends_on = None
 

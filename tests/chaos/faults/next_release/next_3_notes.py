@@ -6,8 +6,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-revision = "next_3"
-down_revision = "next_2"
+revision = "9003"
+down_revision = "9002"
 branch_labels = None
 depends_on = None
 
