@@ -15,6 +15,7 @@ from tenacity import RetryError
 from services.relay.celery import atomic_transport
 from services.relay.celery.celery_request import (
     EMBEDDED,
+    check_of_all,
     check_of_tenant,
     headers_of_tenant,
 )
@@ -68,11 +69,13 @@ class IntakeConsumer(Reconnecting):
         super().stop(c)
 
     def check(self, message: Any) -> None:
-        """Raises ValueError for what a tenant's queue may not hold; takes away those headers of a
-        tenant's that do not count."""
-        if TenantDoor.of_queue(message.delivery_info["routing_key"]) is not None:
-            check_of_tenant(message.headers, message.payload)
-            message.headers = headers_of_tenant(message.headers)
+        """Raises ValueError for what a queue may not hold; takes away those headers of a tenant's
+        that do not count."""
+        if TenantDoor.of_queue(message.delivery_info["routing_key"]) is None:
+            check_of_all(message.headers, message.payload)
+            return
+        check_of_tenant(message.headers, message.payload)
+        message.headers = headers_of_tenant(message.headers)
 
     def _follow(self, c: Any) -> None:
         wanted = {door.tasks for door in c.app.relay.doors}

@@ -26,6 +26,9 @@ from shardline.store.connection.encoding import storable, unstorable_alone
 from shardline_server.store.celery_tasks import MAX_REQUEST_BYTES, CeleryTask
 
 MAX_TASK_ID = 256
+MAX_TOLD = 80
+"""Characters of a task's name in a refusal."""
+
 ALREADY_EXPIRED_S = 0.001
 """The shortest deadline: such a job never begins."""
 
@@ -93,6 +96,15 @@ def task_key(task_id: object, door: TenantDoor | None = None) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_of_all(headers: object, payload: object) -> None:
+    """Raises ValueError for another task than ours in the common queue. Celery's own, such as map
+    and chunks, call ours without a message: without an id, and with nobody who hears its end."""
+    named = headers if isinstance(headers, dict) and "task" in headers else payload
+    name = named.get("task") if isinstance(named, dict) else None
+    if name != SUBMIT_TASK:
+        raise ValueError(f"{str(name)[:MAX_TOLD]!r} is no task {SUBMIT_TASK}")
 
 
 def check_of_tenant(headers: object, payload: object) -> None:

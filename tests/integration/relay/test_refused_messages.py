@@ -4,11 +4,13 @@ reason."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
+from celery.canvas import Signature, chunks, xmap, xstarmap
 
 from shardline.contract.keys import RELAY_UNACKED
 from shardline.contract.queues import INTAKE_QUEUE, SUBMIT_TASK
@@ -72,3 +74,27 @@ def test_the_sender_of_an_unknown_task_gets_a_failure(here: RelayStack) -> None:
         )
     with pytest.raises(Exception, match=r"shardline\.sumbit"):
         here.app.AsyncResult(sent.id).get(timeout=PATIENCE_S)
+
+
+PROMPTS = [("one", "m"), ("two", "m")]
+BUILT_IN: dict[str, Callable[[Signature], Any]] = {
+    "celery.map": lambda ours: xmap(ours, PROMPTS, app=ours.app),
+    "celery.starmap": lambda ours: xstarmap(ours, PROMPTS, app=ours.app),
+    "celery.chunks": lambda ours: chunks(ours, PROMPTS, 1, app=ours.app).group(),
+    "celery.backend_cleanup": lambda ours: ours.app.signature("celery.backend_cleanup"),
+}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_task_of_celerys_own_is_refused_with_its_prompts(here: RelayStack, name: str) -> None:
+    here.start_relay()
+    signature = BUILT_IN[name](here.app.signature(SUBMIT_TASK))
+    with here.app.connection_for_write() as connection:
+        sent = signature.apply_async(queue=INTAKE_QUEUE, connection=connection)
+    first = (sent.results or [sent])[0] if hasattr(sent, "results") else sent
+
+    with pytest.raises(Exception, match=rf"is no task {SUBMIT_TASK}"):
+        first.get(timeout=PATIENCE_S)
+    assert first.id.encode() in {dead[b"entry"] for _, dead in here.dead_letters()}
+    if name != "celery.backend_cleanup":
+        assert b"one" in b"".join(dead[b"request"] for _, dead in here.dead_letters())
