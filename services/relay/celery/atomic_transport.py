@@ -11,6 +11,7 @@ its sender's words: kombu would put it back into any queue that they name, or ov
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from queue import Empty
 from typing import Any
 from uuid import uuid4
@@ -29,6 +30,10 @@ log = structlog.get_logger(__name__)
 
 WAIT_S = 0.1
 """A message of a priority with its own queue is seen after this long at most."""
+
+OTHER_SEP = ":"
+"""In apps that tell priorities apart as Celery's documentation shows, with `sep`: kombu's own
+default is another."""
 
 TAKE = """
 for place = 3, #KEYS do
@@ -134,8 +139,9 @@ class AtomicChannel(redis.Channel):
         tag."""
         active = self._queue_cycle.consume(len(self.active_queues))
         # A queue's urgent messages go before its own others alone: senders name their priorities.
-        queues = [queue for queue in active for _ in self.priority_steps]
-        keys = [self._q_for_pri(queue, step) for queue in active for step in self.priority_steps]
+        places = [(queue, key) for queue in active for key in self._keys(queue)]
+        queues = [queue for queue, _ in places]
+        keys = [key for _, key in places]
         tag = str(uuid4())
         with self.conn_or_acquire() as client:
             noted = (self.unacked_index_key, self.unacked_key)
@@ -145,6 +151,14 @@ class AtomicChannel(redis.Channel):
             return None
         queue, message = map(bytes_to_str, taken)
         return queue, message, tag
+
+    def _keys(self, queue: str) -> Iterator[str]:
+        """Yields the lists of a queue, the most urgent first. A tenant's user may write into those
+        of kombu's own form alone."""
+        for step in self.priority_steps:
+            yield self._q_for_pri(queue, step)
+            if step and TenantDoor.of_queue(queue) is None:
+                yield f"{queue}{OTHER_SEP}{step}"
 
     def _prefixed(self, command: list[Any]) -> list[Any]:
         if not self.global_keyprefix:

@@ -97,6 +97,26 @@ def test_a_message_of_lower_priority_alone_is_received(redis_url: str) -> None:
     assert received(redis_url, 1) == ["later"]
 
 
+def test_priorities_of_an_app_with_another_separator_are_received(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of Celery's documentation.
+    options = {"priority_steps": list(range(10)), "sep": ":", "queue_order_strategy": "priority"}
+    with (
+        closing(Connection(redis_url, transport_options=options)) as app,
+        app.Producer() as producer,
+    ):
+        for priority in (9, 3, 0):
+            body = {"priority": priority}
+            producer.publish(body, routing_key=QUEUE, declare=[Queue(QUEUE)], priority=priority)
+    with Redis.from_url(redis_url) as redis:
+        assert redis.llen(f"{QUEUE}:3") == redis.llen(f"{QUEUE}:9") == 1
+
+    monkeypatch.setitem(OPTIONS, "priority_steps", list(range(10)))
+    assert received(redis_url, 3) == [{"priority": step} for step in (0, 3, 9)]
+    assert left(redis_url) == (0, 0)
+
+
 def take_and_die(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a worker does that is killed between a message's receipt and its delivery."""
 
