@@ -1,5 +1,5 @@
 """The relay's Celery app: the `shardline.submit` task, the bootstep that runs the loops, and the
-revoke override."""
+answers to remote control."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from celery import Celery, Task, bootsteps
 from celery.app.task import Context
 from celery.exceptions import Reject
-from celery.worker.control import control_command, ok
+from celery.worker.control import control_command, nok, ok
 from kombu.utils.functional import maybe_list
 from tenacity import RetryError
 
@@ -29,6 +29,11 @@ from shardline.contract.tenants.tenant_door import TenantDoor
 from shardline_server.broker import ExpiringControl, Reconnecting
 from shardline_server.message_guard import RefusedMessage
 from shardline_server.refusals import refusing
+
+FIXED_POOL = (
+    "a relay's threads are set when it starts: "
+    "set SHARDLINE_CONCURRENCY and start it again, or start more relays"
+)
 
 
 class RelayStep(bootsteps.StartStopStep):
@@ -113,6 +118,18 @@ def terminate(
 ) -> dict[str, Any]:
     """Cancel rows, those of running jobs too."""
     return revoke(state, task_id, terminate=True)
+
+
+@control_command(args=[("n", int)], signature="[N=1]")
+def pool_grow(state: Any, **_: Any) -> dict[str, Any]:  # noqa: ARG001 (Celery's signature)
+    """Refuse: a pool of threads does not change its size."""
+    return nok(FIXED_POOL)
+
+
+@control_command(args=[("n", int)], signature="[N=1]")
+def pool_shrink(state: Any, **_: Any) -> dict[str, Any]:  # noqa: ARG001 (Celery's signature)
+    """Refuse, as `pool_grow` does."""
+    return nok(FIXED_POOL)
 
 
 def make_app(settings: RelaySettings) -> Celery:

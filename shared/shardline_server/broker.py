@@ -1,5 +1,6 @@
 """What our Celery workers do when Redis ends, is full or refuses: they stay, and connect again.
-Imports Celery, so only workers import it.
+They take no queue that another team's remote control names. Imports Celery, so only workers import
+it.
 
 Messages that were not acknowledged are no loss: relays send again what no head has claimed, a claim
 drops what comes twice, and what a relay had taken comes back after its visibility timeout.
@@ -15,6 +16,7 @@ import structlog
 from celery import bootsteps
 from celery.app.control import Control
 from celery.worker import state
+from celery.worker.control import control_command, nok
 from kombu.pidbox import Mailbox
 from redis.exceptions import ResponseError
 
@@ -22,6 +24,8 @@ from shardline_server.message_guard import MessageGuard, RefusedMessage
 
 log = structlog.get_logger(__name__)
 
+MAX_TOLD = 80
+"""Characters of a queue's name in an answer."""
 EVENTS_S = 0.05
 """So long a task's events wait for others, to travel as one message."""
 MAX_EVENTS = 1_000
@@ -54,6 +58,19 @@ class ExpiringControl(Control):
     """What `celery inspect` and Flower ask of a worker."""
 
     Mailbox = ExpiringMailbox
+
+
+@control_command(
+    args=[("queue", str), ("exchange", str), ("exchange_type", str), ("routing_key", str)],
+    signature="<queue> [exchange [type [routing_key]]]",
+)
+def add_consumer(state: Any, queue: Any, **_: Any) -> dict[str, Any]:  # noqa: ARG001 (Celery's)
+    """Refuse, instead of Celery's own command: without a destination it is for all workers of a
+    broker, and ours would take another app's tasks and drop them."""
+    return nok(
+        f"no consumer of {str(queue)[:MAX_TOLD]!r}: Shardline's workers take their own queues only."
+        " Name your app's workers as destination"
+    )
 
 
 class Reconnecting(bootsteps.StartStopStep):

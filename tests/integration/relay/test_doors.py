@@ -15,6 +15,7 @@ from sqlalchemy import text
 
 from shardline.contract.job import MAX_METADATA_BYTES, JobState
 from shardline.contract.keys import INTAKE, INTAKE_DEAD, INTAKE_GROUP
+from shardline.contract.queues import INTAKE_QUEUE
 from shardline.contract.retry_policy import RetryPolicy
 from shardline.store import pipelines
 from shardline.store.tenants import quotas
@@ -216,6 +217,20 @@ def test_a_revoke_before_its_request_cancels_the_later_row(here: RelayStack) -> 
     here.app.control.revoke(task_id, reply=True)
     here.submit({"model": MODEL, "prompt": "one"}, task_id=task_id)
     assert here.wait_for_end(task_id).state is JobState.CANCELLED
+
+
+def test_a_broadcast_for_another_apps_queue_is_refused(here: RelayStack) -> None:
+    (answer,) = here.app.control.add_consumer("emails", reply=True)
+    assert "no consumer of 'emails'" in str(answer)
+    found = here.app.control.inspect().active_queues()
+    assert [queue["name"] for queues in found.values() for queue in queues] == [INTAKE_QUEUE]
+
+
+def test_a_relays_pool_keeps_its_size_and_says_so(here: RelayStack) -> None:
+    for command in (here.app.control.pool_grow, here.app.control.pool_shrink):
+        assert "set SHARDLINE_CONCURRENCY" in str(command(2, reply=True))
+    task_id = here.submit({"model": MODEL, "prompt": "one"})
+    assert here.take_messages(1) == [task_id]
 
 
 def test_an_answer_to_a_dead_caller_does_not_stay_in_redis(here: RelayStack) -> None:

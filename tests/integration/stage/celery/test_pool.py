@@ -101,6 +101,18 @@ def handler(app: Celery) -> Iterator[HoldingHandler]:
         yield app.shardline.delivery_handler
 
 
+def test_a_head_takes_no_queue_that_a_broadcast_names(
+    app: Celery, handler: HoldingHandler, redis_url: str
+) -> None:
+    (answer,) = app.control.add_consumer("emails", reply=True)
+    assert "no consumer of 'emails'" in str(answer)
+    with Redis.from_url(redis_url) as redis:
+        redis.lpush("emails", json.dumps(envelope("emails.send", "emails")))
+        send(app, num=1, priority=5)
+        until(lambda: handler.priorities() == [5])
+        assert redis.llen("emails") == 1
+
+
 def send(app: Celery, num: int, priority: int) -> None:
     """Jobs of one priority."""
     for _ in range(num):
