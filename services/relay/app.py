@@ -18,6 +18,7 @@ from services.relay.celery.celery_request import (
     check_of_all,
     check_of_tenant,
     headers_of_tenant,
+    unlocked_body_id,
 )
 from services.relay.intake_request import IntakeTask
 from services.relay.plain_json import read_plainly
@@ -77,6 +78,10 @@ class IntakeConsumer(Reconnecting):
         """Raises ValueError for what a queue may not hold; takes away those headers of a tenant's
         that do not count."""
         if TenantDoor.of_queue(message.delivery_info["routing_key"]) is None:
+            if (body_id := unlocked_body_id(message.headers, message.payload)) is not None:
+                # Nobody waits for Celery's own task; it would be tried again for ever.
+                message.headers = {**message.headers, "id": body_id}
+                raise ValueError("a chord whose body is a job needs a Redis backend")
             check_of_all(message.headers, message.payload)
             return
         check_of_tenant(message.headers, message.payload)

@@ -25,6 +25,7 @@ from shardline.contract.tenants.tenant_door import TenantDoor
 from shardline.store.connection.encoding import storable, unstorable_alone
 from shardline_server.store.celery_tasks import MAX_REQUEST_BYTES, CeleryTask
 
+UNLOCK_TASK = "celery.chord_unlock"
 MAX_TASK_ID = 256
 MAX_TOLD = 80
 """Characters of a task's name in a refusal."""
@@ -105,6 +106,17 @@ def check_of_all(headers: object, payload: object) -> None:
     name = named.get("task") if isinstance(named, dict) else None
     if name != SUBMIT_TASK:
         raise ValueError(f"{str(name)[:MAX_TOLD]!r} is no task {SUBMIT_TASK}")
+
+
+def unlocked_body_id(headers: object, payload: Any) -> str | None:
+    """Returns the id of the chord's body that Celery's own task waits to send; None for any other
+    message. Celery puts that task into the body's queue where the backend counts no parts."""
+    if not isinstance(headers, dict) or headers.get("task") != UNLOCK_TASK:
+        return None
+    try:
+        return str(payload[0][1]["options"]["task_id"])
+    except (LookupError, TypeError):
+        return None
 
 
 def check_of_tenant(headers: object, payload: object) -> None:

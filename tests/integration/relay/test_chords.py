@@ -13,6 +13,7 @@ from celery import chord
 
 from services.standalone.servers import Valkey
 from shardline.contract.job import JobState
+from shardline.contract.keys import RELAY_UNACKED
 from shardline_server.failpoints import Point
 from tests.chaos.faults.arming import arm
 from tests.integration.relay.foreign_stack import ForeignStack, foreign_stack
@@ -109,3 +110,19 @@ def test_a_relay_killed_between_joining_a_chord_and_sending_it_loses_no_body(
     assert [one["text"] for one in result.get(timeout=PATIENCE_S)] == [TEXT, TEXT]
     here.wait_until_settled()
     assert [name for name, _ in here.calls()] == ["take"]
+
+
+def test_a_job_as_the_body_of_a_chord_is_refused_without_a_redis_backend(
+    database_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    backend = database_url.replace("postgresql://", "db+postgresql+psycopg://")
+    with foreign_stack(
+        database_url, redis_url, tmp_path, backend=backend, foreign_backend=backend
+    ) as here:
+        here.relays.start_relay()
+        parts = [foreign(here.app, "say", "one"), foreign(here.app, "say", "two")]
+        body = chord(parts)(submit(here.app))
+        with pytest.raises(Exception, match="a chord whose body is a job needs a Redis backend"):
+            body.get(timeout=PATIENCE_S)
+        until(lambda: here.relays.redis.llen("shardline.intake") == 0)
+        assert here.relays.redis.hlen(RELAY_UNACKED) == 0
