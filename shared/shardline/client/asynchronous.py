@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from shardline.base.errors import Invalid
 from shardline.client import questions
 from shardline.client.base_client import BaseClient
-from shardline.client.database import reachable
+from shardline.client.database import check_driver, reachable
 from shardline.client.decisions import AnyQuestion, Input, decisions_of, question_requests
 from shardline.client.fields import JobFields
 from shardline.client.job_reader import JobReader
@@ -330,6 +330,7 @@ class AsyncClient(BaseClient[AsyncEngine]):
         if session is not None:
             if not isinstance(session, AsyncConnection):
                 session = await session.connection()
+            check_driver(session.sync_connection)
             return await session.run_sync(question)
         self._move_here()
         with reachable():

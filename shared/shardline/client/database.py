@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from sqlalchemy import Connection
 from sqlalchemy.exc import DataError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
@@ -25,8 +26,19 @@ BUSY = {
 }
 """What Postgres itself answers, by SQLSTATE: it is there, and has stored nothing."""
 
+PARAMSTYLE = "pyformat"
+"""How our SQL names its parameters."""
+
 NO_TABLES = ("42P01", "42703", "3F000")
 """SQLSTATEs of a table, a column or a schema that is not there."""
+
+
+def check_driver(connection: Connection) -> None:
+    """Raises Invalid for a caller's connection whose driver cannot take our SQL, as asyncpg's."""
+    dialect = connection.dialect
+    if dialect.paramstyle != PARAMSTYLE:
+        problem = f"its driver is {dialect.driver}"
+        raise Invalid("session", problem, "Use a database URL with postgresql+psycopg")
 
 
 @contextmanager

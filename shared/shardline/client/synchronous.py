@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from shardline.base.errors import Unavailable
 from shardline.client import questions
 from shardline.client.base_client import BaseClient
-from shardline.client.database import reachable
+from shardline.client.database import check_driver, reachable
 from shardline.client.decisions import AnyQuestion, Input, decisions_of, question_requests
 from shardline.client.ends import SyncEnds
 from shardline.client.fields import JobFields
@@ -296,7 +296,9 @@ class Client(BaseClient[Engine]):
     ) -> Answer:
         """Asks in a separate transaction, or in the caller's."""
         if session is not None:
-            return question(session if isinstance(session, Connection) else session.connection())
+            theirs = session if isinstance(session, Connection) else session.connection()
+            check_driver(theirs)
+            return question(theirs)
         self._move_here()
         with reachable(), self._database.begin() as connection:
             return question(connection)

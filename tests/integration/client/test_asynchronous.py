@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 from uuid import UUID, uuid4
 
 import pytest
-from sqlalchemy import event, text
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy import event, make_url, text
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 from services.gateway.client import GatewayClient
 from services.standalone.servers import Postgres, Valkey
@@ -56,6 +56,18 @@ async def test_no_job_is_left_when_the_callers_transaction_rolls_back(client: As
     async with AsyncSession(client._database) as session, session.begin():
         job_id = await client.submit("clerk", PROMPT, session=session)
     assert [job.id for job in await client.list()] == [job_id]
+
+
+async def test_a_session_of_a_driver_with_other_parameters_is_refused(
+    client: AsyncClient, database_url: str
+) -> None:
+    url = make_url(database_url).set(drivername="postgresql+psycopg")
+    # asyncpg's are "numeric_dollar".
+    engine = create_async_engine(url, paramstyle="format")
+    async with AsyncSession(engine) as session:
+        with pytest.raises(Invalid, match=r"its driver is psycopg.*Use .*postgresql\+psycopg"):
+            await client.submit("clerk", PROMPT, session=session)
+    await engine.dispose()
 
 
 async def test_concurrent_reads_share_one_connection_and_few_queries(

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 from uuid import UUID, uuid4
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import create_engine, text
 from sqlalchemy.orm import Session
 
 from services.standalone.servers import Valkey
@@ -159,6 +159,14 @@ def test_no_job_is_left_when_the_callers_transaction_rolls_back(client: Client) 
         job_id = client.submit("clerk", PROMPT, session=session)
         assert num_jobs(client) == 0
     assert client.get(job_id).state is JobState.QUEUED
+
+
+def test_a_session_of_another_driver_is_refused_before_any_sql(client: Client) -> None:
+    engine = create_engine("sqlite://")
+    with Session(engine) as session, pytest.raises(Invalid) as caught:
+        client.submit("clerk", PROMPT, session=session)
+    assert (caught.value.field, caught.value.problem) == ("session", "its driver is pysqlite")
+    engine.dispose()
 
 
 def test_repeating_an_id_or_key_inserts_nothing(client: Client) -> None:
