@@ -104,7 +104,7 @@ class Intake(Loop):
         self._next_look_s = now_s + self._times.poll_s
 
     def _create_groups(self) -> None:
-        """Creates the group of each stream. A key that is no stream stops no other."""
+        """Creates the group of each stream. A tenant's that cannot have one stops no other."""
         self._common.create_group()
         for door, stream in list(self._tenants.items()):
             try:

@@ -3,16 +3,20 @@ Knows no row."""
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+import structlog
 from redis import Redis
 from redis.exceptions import ResponseError
 
 from shardline.base.clock import monotonic_s
 from shardline.contract.keys import INTAKE, INTAKE_GROUP
 from shardline.contract.tenants.tenant_door import TenantDoor
+
+log = structlog.get_logger(__name__)
 
 FIELD = b"request"
 CONSUMER_IDLE_S = 600.0
@@ -29,6 +33,14 @@ while #taken < tonumber(ARGV[3]) and num_bytes < tonumber(ARGV[4]) do
     table.insert(taken, entry)
 end
 return taken
+"""
+
+# Another relay may have made the stream meanwhile.
+MOVE_ASIDE = """
+local kind = redis.call('TYPE', KEYS[1]).ok
+if kind == 'stream' or kind == 'none' then return false end
+redis.call('RENAME', KEYS[1], KEYS[2])
+return kind
 """
 
 Entry = tuple[str, str | None]
@@ -63,7 +75,12 @@ class IntakeStream:
 
     def create_group(self) -> None:
         """Create the group at the stream's beginning, so that entries from before its loss are
-        read."""
+        read. A key that is no stream is moved aside."""
+        aside = f"{self.key}:wrong:{secrets.token_hex(8)}"
+        kind: Any = self._redis.eval(MOVE_ASIDE, 2, self.key, aside)
+        if kind is not None:
+            kind = kind.decode()
+            log.warning("a key of the wrong type is moved aside", key=self.key, type=kind, to=aside)
         try:
             self._redis.xgroup_create(self.key, INTAKE_GROUP, id="0", mkstream=True)
         except ResponseError as error:

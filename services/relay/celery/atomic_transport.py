@@ -20,7 +20,7 @@ import structlog
 from kombu.transport import TRANSPORT_ALIASES, redis
 from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import loads
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from shardline.base.clock import monotonic_s, wall_clock_s
 from shardline.contract.tenants.tenant_door import TenantDoor
@@ -35,9 +35,19 @@ OTHER_SEP = ":"
 """In apps that tell priorities apart as Celery's documentation shows, with `sep`: kombu's own
 default is another."""
 
+WRONG_TYPE = "WRONGTYPE"
+"""In an error of Redis for a key that is no list."""
+
 TAKE = """
 for place = 3, #KEYS do
-    local message = redis.call('RPOP', KEYS[place])
+    local message = redis.pcall('RPOP', KEYS[place])
+    if type(message) == 'table' then
+        -- An error: no list. It would stop this queue and all others.
+        local kind = redis.call('TYPE', KEYS[place]).ok
+        local moved = KEYS[place] .. ':wrong:' .. ARGV[2]
+        redis.call('RENAME', KEYS[place], moved)
+        return {KEYS[place], kind, moved}
+    end
     if message then
         -- What kombu itself writes next; a message that cannot be read is refused, and needs no
         -- second try. Without an exchange it is put back into the queue itself.
@@ -106,6 +116,10 @@ class AtomicChannel(redis.Channel):
             except self.connection_errors:
                 self.client.connection.disconnect()
                 raise
+            except ResponseError as error:
+                # The script moves that key aside.
+                if WRONG_TYPE not in str(error):
+                    raise
             taken = self._take()
             if taken is None:
                 raise Empty
@@ -149,8 +163,22 @@ class AtomicChannel(redis.Channel):
             taken = client.eval(TAKE, len(noted) + len(keys), *noted, *keys, *arguments)
         if not taken:
             return None
-        queue, message = map(bytes_to_str, taken)
+        queue, message, *moved = map(bytes_to_str, taken)
+        if moved:
+            log.warning(
+                "a key of the wrong type is moved aside", key=queue, type=message, to=moved[0]
+            )
+            return None
         return queue, message, tag
+
+    def _size(self, queue: str) -> int:
+        """Returns the number of messages, for the declaration of a queue."""
+        try:
+            return int(super()._size(queue))
+        except ResponseError as error:
+            if WRONG_TYPE not in str(error):
+                raise
+            return 0
 
     def _keys(self, queue: str) -> Iterator[str]:
         """Yields the lists of a queue, the most urgent first. A tenant's user may write into those

@@ -117,6 +117,24 @@ def test_priorities_of_an_app_with_another_separator_are_received(
     assert left(redis_url) == (0, 0)
 
 
+@pytest.mark.parametrize("key", [QUEUE, f"{QUEUE}\x06\x163"])
+def test_a_key_of_the_wrong_type_is_moved_aside_whole(redis_url: str, key: str) -> None:
+    with Redis.from_url(redis_url) as redis:
+        redis.xadd(key, {"kept": "yes"})
+        with consuming(redis_url, lambda *_: None) as connection:
+
+            def moved() -> Any:
+                with suppress(TimeoutError):
+                    connection.drain_events(timeout=WAIT_S / 2)
+                return redis.keys(f"{key}:wrong:*")
+
+            (aside,) = until(moved, timeout_s=30)
+        assert redis.xlen(aside) == 1
+        assert not redis.exists(key)
+    send(redis_url, "good", priority=3)
+    assert received(redis_url, 1) == ["good"]
+
+
 def take_and_die(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a worker does that is killed between a message's receipt and its delivery."""
 

@@ -12,7 +12,7 @@ from uuid import uuid4
 import pytest
 from celery.canvas import Signature, chunks, xmap, xstarmap
 
-from shardline.contract.keys import RELAY_UNACKED
+from shardline.contract.keys import INTAKE, RELAY_UNACKED
 from shardline.contract.queues import INTAKE_QUEUE, SUBMIT_TASK
 from tests.integration.relay.relay_stack import PATIENCE_S, RelayStack, relay_stack
 from tests.integration.rows import MODEL
@@ -74,6 +74,25 @@ def test_the_sender_of_an_unknown_task_gets_a_failure(here: RelayStack) -> None:
         )
     with pytest.raises(Exception, match=r"shardline\.sumbit"):
         here.app.AsyncResult(sent.id).get(timeout=PATIENCE_S)
+
+
+def test_keys_of_the_wrong_type_stop_neither_door(here: RelayStack) -> None:
+    here.redis.xadd(INTAKE_QUEUE, {"kept": "yes"})
+    here.redis.lpush(INTAKE, "kept")
+    relay = here.start_relay()
+    until(lambda: here.redis.keys(f"{INTAKE_QUEUE}:wrong:*"))
+    until(lambda: here.redis.keys(f"{INTAKE}:wrong:*"))
+
+    document = {"model": MODEL, "prompt": "one"}
+    asked = [here.submit(document), str(uuid4())]
+    here.redis.xadd(INTAKE, {"request": json.dumps({"id": asked[1], **document})})
+    for job_id in asked:
+        here.wait_for(job_id, lambda job: job.state == "queued")
+    (aside,) = here.redis.keys(f"{INTAKE}:wrong:*")
+    assert here.redis.lrange(aside, 0, -1) == [b"kept"]
+    log = relay.log.read_text()
+    assert "unreachable" not in log
+    assert log.count("a key of the wrong type is moved aside") == 2
 
 
 PROMPTS = [("one", "m"), ("two", "m")]
