@@ -330,7 +330,7 @@ class AsyncClient(BaseClient[AsyncEngine]):
         if session is not None:
             if not isinstance(session, AsyncConnection):
                 session = await session.connection()
-            check_driver(session.sync_connection)
+            check_driver(session.dialect)
             return await session.run_sync(question)
         self._move_here()
         with reachable():

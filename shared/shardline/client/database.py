@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sqlalchemy import Connection
+from sqlalchemy import Dialect
 from sqlalchemy.exc import DataError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
@@ -33,9 +33,8 @@ NO_TABLES = ("42P01", "42703", "3F000")
 """SQLSTATEs of a table, a column or a schema that is not there."""
 
 
-def check_driver(connection: Connection) -> None:
-    """Raises Invalid for a caller's connection whose driver cannot take our SQL, as asyncpg's."""
-    dialect = connection.dialect
+def check_driver(dialect: Dialect) -> None:
+    """Raises Invalid for a caller's connection whose driver cannot take our SQL, as asyncpg."""
     if dialect.paramstyle != PARAMSTYLE:
         problem = f"its driver is {dialect.driver}"
         raise Invalid("session", problem, "Use a database URL with postgresql+psycopg")

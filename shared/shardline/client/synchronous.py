@@ -297,7 +297,7 @@ class Client(BaseClient[Engine]):
         """Asks in a separate transaction, or in the caller's."""
         if session is not None:
             theirs = session if isinstance(session, Connection) else session.connection()
-            check_driver(theirs)
+            check_driver(theirs.dialect)
             return question(theirs)
         self._move_here()
         with reachable(), self._database.begin() as connection:
