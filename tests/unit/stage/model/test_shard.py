@@ -217,7 +217,7 @@ def test_tied_weights_count_twice_before_they_are_read(tmp_path: Path) -> None:
     ("config", "reason"),
     [
         (tf.T5Config(), "'t5' is an encoder-decoder"),
-        (tf.Llama4Config(), "'llama4' has layers of type chunked_attention"),
+        (tf.GlmMoeDsaConfig(), "'glm_moe_dsa' has layers of type indexed_attention"),
         (tf.GitConfig(), "'git' is multimodal in one piece"),
         (tf.ViTConfig(), "'vit' is not a causal LM"),
         (tf.FalconConfig(), "'falcon' does not attend through transformers' attention interface"),
