@@ -126,6 +126,11 @@ def model(tables: Tables, *, name: str) -> Rows:
     return [dict(tables.models[name])] if name in tables.models else []
 
 
+def is_registered(tables: Tables, *, name: str) -> Rows:
+    """The name alone."""
+    return [{"name": name}] if name in tables.models else []
+
+
 def versions(tables: Tables) -> Rows:
     """Fingerprints by name."""
     return [
@@ -147,6 +152,7 @@ TWINS: Mapping[Executable, Twin] = {
     pipelines.RELEASE: release,
     pipelines.LONGEST: longest,
     models.REGISTER: register,
+    models.IS_REGISTERED: is_registered,
     models.MODEL: model,
     models.VERSIONS: versions,
     models.ADAPTERS: adapters,
