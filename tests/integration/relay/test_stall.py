@@ -96,7 +96,8 @@ def test_a_table_that_heads_wait_for_is_a_stall_too(
     here.start_relay()
     wait_for_a_sweep(here)
 
-    living = running(here.engine, lease_s=LEASE_S)
+    # So long that the lock lasts for a stall, however late it is had.
+    living = running(here.engine, lease_s=2 * LEASE_S)
     expired = "SELECT lease_until < now() FROM jobs WHERE id = :id"
     with here.engine.begin() as connection:
         connection.execute(text(f"LOCK TABLE {table} IN {mode} MODE"))
