@@ -143,7 +143,7 @@ class Attention:
         layer = module.layer_idx
         assert isinstance(layer, int), f"{type(module).__name__} has no layer index"
         params = _params(module, query.shape[-1], kwargs, both_ways=self.both_ways)
-        if (temperature := getattr(module, "query_temperature", None)) is not None:
+        if (temperature := vars(module).get("query_temperature")) is not None:
             query = temperature.scaled(query, self._position)
         qkv = PackedQkv(query=query, key=key, value=value)
         if self.only_writes:
@@ -173,7 +173,7 @@ def _params(
     return AttentionParams(
         scale=head_dim**-0.5 if scaling is None else float(scaling),
         window=_window(module, options),
-        chunk=getattr(module, "attention_chunk", None),
+        chunk=vars(module).get("attention_chunk"),
         both_ways=both_ways,
         softcap=options.get("softcap"),
         sinks=options.get("s_aux"),
