@@ -59,18 +59,18 @@ class Retention(Loop):
         if batch.after is None:
             return pause_s
         # Each pass comes upon those that are kept again, one by one.
-        return self._poll_s if batch.num_kept else 0.0
+        return self._poll_s if batch.kept.num else 0.0
 
     def _note_kept(self, batch: retention.Batch) -> None:
         """Warns once, and again when a pass came upon another number of them."""
-        self._num_kept += batch.num_kept
-        self._kept_by = batch.kept_by or self._kept_by
+        self._num_kept += batch.kept.num
+        self._kept_by = batch.kept.why or self._kept_by
         if batch.after is not None:
             return
         if self._num_kept and self._num_kept != self._told_kept:
             log.warning(
-                "old jobs are kept by foreign keys: let them say ON DELETE CASCADE or SET NULL",
-                jobs=self._num_kept,
+                "old rows are kept by foreign keys: let them say ON DELETE CASCADE or SET NULL",
+                rows=self._num_kept,
                 error=self._kept_by,
             )
         self._told_kept = self._num_kept

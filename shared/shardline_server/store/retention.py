@@ -12,11 +12,11 @@ Locks: the advisory lock LOCK, then rows of `jobs` with SKIP LOCKED, so in any o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
-from sqlalchemy import Connection, Interval, cast, delete, func, select, text
+from sqlalchemy import Connection, Interval, TextClause, cast, delete, func, select, text
 from sqlalchemy.exc import IntegrityError
 
 from shardline.contract.tables import DEAD, pipeline_energy, pipelines, workers
@@ -26,6 +26,7 @@ from shardline.store.statistics import costs
 
 MAX_BATCH = 128
 MAX_FILES = 64
+MAX_BATCHES = 8
 MAX_READ = 1_000
 """Rows that one batch looks at."""
 
@@ -144,13 +145,14 @@ SELECT id, sum(bytes) OVER (ORDER BY id) - bytes < :max_bytes AS fits FROM old
 """)  # noqa: S608 (a constant of ours)
 DELETE_FILES = text("DELETE FROM files WHERE id = ANY(CAST(:ids AS uuid[]))")
 
-DELETE_BATCHES = text("""
-DELETE FROM batches WHERE id = ANY(ARRAY(
-    SELECT id FROM batches WHERE due_at IS NULL
-        AND coalesce(completed_at, expired_at, cancelled_at, failed_at)
-            < now() - make_interval(secs => :age_s)
-    ORDER BY created_at LIMIT 8))
-""")
+OLD_BATCHES = text(f"""
+SELECT created_at, id FROM batches WHERE due_at IS NULL
+    AND coalesce(completed_at, expired_at, cancelled_at, failed_at)
+        < now() - make_interval(secs => :age_s)
+    AND (created_at, id) > (CAST(:after_at AS timestamptz), CAST(:after_id AS uuid))
+ORDER BY created_at, id LIMIT {MAX_BATCHES}
+""")  # noqa: S608 (a constant of ours)
+DELETE_BATCHES = text("DELETE FROM batches WHERE id = ANY(CAST(:ids AS uuid[]))")
 DELETE = text("DELETE FROM jobs WHERE id = ANY(CAST(:ids AS uuid[]))")
 # A foreign key that is checked at COMMIT would undo the whole batch.
 CHECK_AT_ONCE = text("SET CONSTRAINTS ALL IMMEDIATE")
@@ -183,6 +185,15 @@ def prune_files(connection: Connection) -> bool:
     return len(fitting) < len(old) or len(old) == MAX_FILES
 
 
+@dataclass(slots=True)
+class KeptRows:
+    """Old batches and jobs that rows of an operator's own tables refer to."""
+
+    num: int = 0
+    why: str | None = None
+    """What Postgres says of one of them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """What a call of `delete_old` did."""
@@ -190,10 +201,7 @@ class Batch:
     num_deleted: int
     after: Place | None
     """Where the pass goes on; None when it is through."""
-    num_kept: int = 0
-    """Those that rows of an operator's own tables refer to."""
-    kept_by: str | None = None
-    """What Postgres says of one of them."""
+    kept: KeptRows = field(default_factory=KeptRows)
 
 
 def delete_old(
@@ -203,8 +211,9 @@ def delete_old(
     that foreign keys keep, stay until the next pass."""
     if not connection.scalar(TRY_LOCK, {"lock": LOCK}):
         return Batch(num_deleted=0, after=None)
+    kept = KeptRows()
     if after is None:
-        connection.execute(DELETE_BATCHES, {"age_s": age_s})
+        _delete_old_batches(connection, age_s, kept)
     after_at, after_id = after or BEGINNING
     read = connection.execute(
         NEXT, {"age_s": age_s, "after_at": after_at, "after_id": after_id}
@@ -212,35 +221,52 @@ def delete_old(
     wanted = {"ids": [row.id for row in read], "max_batch": max_batch, "max_bytes": MAX_BYTES}
     old = connection.execute(LOCK_OLD, {"age_s": age_s, **wanted}).all() if read else []
     fitting = [row for row in old if row.fits]
-    num_kept, kept_by = _delete(connection, [row.id for row in fitting])
+    num_deleted = _delete(connection, DELETE, [row.id for row in fitting], kept)
     is_cut = len(fitting) < len(old) or len(old) == max_batch
     last = fitting[-1] if is_cut else read[-1] if len(read) == MAX_READ else None
     return Batch(
-        num_deleted=len(fitting) - num_kept,
+        num_deleted=num_deleted,
         after=None if last is None else (last.created_at, last.id),
-        num_kept=num_kept,
-        kept_by=kept_by,
+        kept=kept,
     )
 
 
-def _delete(connection: Connection, ids: Sequence[UUID]) -> tuple[int, str | None]:
+def _delete_old_batches(connection: Connection, age_s: float, kept: KeptRows) -> None:
+    """Deletes the oldest, MAX_BATCHES or a few more; looks past those that are kept."""
+    num_deleted = 0
+    after_at, after_id = BEGINNING
+    while num_deleted < MAX_BATCHES:
+        old = connection.execute(
+            OLD_BATCHES, {"age_s": age_s, "after_at": after_at, "after_id": after_id}
+        ).all()
+        num_deleted += _delete(connection, DELETE_BATCHES, [row.id for row in old], kept)
+        if len(old) < MAX_BATCHES:
+            break
+        after_at, after_id = old[-1]
+
+
+def _delete(
+    connection: Connection, statement: TextClause, ids: Sequence[UUID], kept: KeptRows
+) -> int:
     """Deletes these together, or one by one where a foreign key keeps some. Returns how many are
-    kept, and why the last of them is."""
+    gone."""
     if not ids:
-        return 0, None
+        return 0
     connection.execute(CHECK_AT_ONCE)
-    if _refusal(connection, ids) is None:
-        return 0, None
-    refusals = [_refusal(connection, [job_id]) for job_id in ids]
+    if _refusal(connection, statement, ids) is None:
+        return len(ids)
+    refusals = [_refusal(connection, statement, [row_id]) for row_id in ids]
     problems = [problem for problem in refusals if problem is not None]
-    return len(problems), problems[-1] if problems else None
+    kept.num += len(problems)
+    kept.why = problems[-1] if problems else kept.why
+    return len(ids) - len(problems)
 
 
-def _refusal(connection: Connection, ids: Sequence[UUID]) -> str | None:
+def _refusal(connection: Connection, statement: TextClause, ids: Sequence[UUID]) -> str | None:
     """Deletes these in a savepoint. Returns why none of them may go; None: they are gone."""
     try:
         with connection.begin_nested():
-            connection.execute(DELETE, {"ids": ids})
+            connection.execute(statement, {"ids": ids})
     except IntegrityError as error:
         return failure_of(error).problem
     return None
