@@ -7,7 +7,6 @@ are written with the letters of `paged_kv`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakMethod
@@ -36,10 +35,6 @@ __all__ = ["BLOCK_TOKENS", "Attention", "KvShape", "MicroBatch", "PagedKv", "Spa
 
 Attended = tuple[Tensor, None]
 """The output of a layer, and the weights that transformers asks for and no caller needs."""
-
-
-WINDOW_MASK = "create_sliding_window_causal_mask"
-"""What the code of a model imports that has a window in its mask."""
 
 
 class KvWritten(Exception):
@@ -172,26 +167,13 @@ def _params(
     scaling = options.get("scaling")
     return AttentionParams(
         scale=head_dim**-0.5 if scaling is None else float(scaling),
-        window=_window(module, options),
+        window=options.get("sliding_window", getattr(module, "sliding_window", None)),
         chunk=vars(module).get("attention_chunk"),
         both_ways=both_ways,
         softcap=options.get("softcap"),
         sinks=options.get("s_aux"),
         distance_bias=options.get("distance_bias"),
     )
-
-
-def _window(module: nn.Module, options: dict[str, Any]) -> int | None:
-    """Returns the window that the model passes, or that its mask alone would apply: Qwen2-MoE keeps
-    it on the module, Phi-3.5-MoE in its config."""
-    if "sliding_window" in options or hasattr(module, "sliding_window"):
-        return options.get("sliding_window", getattr(module, "sliding_window", None))
-    config = getattr(module, "config", None)
-    # Configs of others may have one that no code reads.
-    has_mask = hasattr(sys.modules[type(module).__module__], WINDOW_MASK)
-    if not has_mask or getattr(config, "layer_types", None):
-        return None
-    return getattr(config, "sliding_window", None)
 
 
 def _unsupported(module: nn.Module) -> Invalid:
