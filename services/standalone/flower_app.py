@@ -13,6 +13,9 @@ from shardline_server.refusals import refusing
 def make_app(settings: Settings) -> Celery:
     """Raises Invalid for an address that Flower cannot reach."""
     address = RedisAddress.parse(settings.redis_url)
+    if address.sentinel is not None and address.db:
+        problem = "Flower (2.2) looks into database 0 of a server that Sentinels know"
+        raise Invalid("redis_url", problem, "Use database 0")
     if address.path is not None and (address.db or address.username):
         problem = "Flower (2.2) looks into database 0 of a unix socket, as the default user"
         raise Invalid(

@@ -119,13 +119,18 @@ class Valkey(EmbeddedServer):
     """Valkey on a loopback port, with a password, nothing kept on disk: each start is empty."""
 
     def __init__(
-        self, home: Path, *, port: int | None = None, settings: dict[str, str] | None = None
+        self,
+        home: Path,
+        *,
+        port: int | None = None,
+        password: str | None = None,
+        settings: dict[str, str] | None = None,
     ) -> None:
         super().__init__("redis", home)
         self._settings = settings or {}
         self._fixed = port is not None
         self.port = port or free_port()
-        self._password = secrets.token_urlsafe(24)
+        self._password = password or secrets.token_urlsafe(24)
 
     @property
     def url(self) -> str:

@@ -23,12 +23,17 @@ TIMEOUT_S = 2.0
 """For each connection and answer. Longer waits do not help: a loop that stores a result tries
 again, or gives up."""
 
+OPTIONS = "result_backend_transport_options"
+
 
 def results_app(settings: Settings, name: str, **options: Any) -> Celery:
     """An app that never runs a worker: to send and to store results. A dead backend is an error
     soon. `options` replace settings of Celery."""
     app = Celery(name, set_as_current=False)
-    app.conf.update(celery_settings(settings) | backend_limits(settings.result_backend) | options)
+    shared = celery_settings(settings)
+    limits = backend_limits(settings.result_backend)
+    limits[OPTIONS] |= shared.get(OPTIONS, {})
+    app.conf.update(shared | limits | options)
     return app
 
 
@@ -39,7 +44,7 @@ def backend_limits(url: str | None) -> dict[str, Any]:
         "redis_socket_timeout": TIMEOUT_S,
         "redis_socket_connect_timeout": TIMEOUT_S,
         "redis_retry_on_timeout": False,
-        "result_backend_transport_options": {"retry_policy": {"max_retries": 0}},
+        OPTIONS: {"retry_policy": {"max_retries": 0}},
     }
     if url and url.startswith("db+"):
         backend = make_url(url.removeprefix("db+")).get_backend_name()

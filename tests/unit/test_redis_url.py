@@ -13,7 +13,7 @@ from redis.connection import parse_url
 
 from shardline.base.config import Settings
 from shardline.base.errors import Invalid
-from shardline.base.redis_url import RedisAddress
+from shardline.base.redis_url import SENTINEL_WAITS, RedisAddress
 from shardline.contract.queues import celery_settings
 from tests.tls_front import AUTHORITY, TLS
 
@@ -83,14 +83,57 @@ def test_celery_gets_the_options_of_tls_for_broker_and_results_apart() -> None:
     }
 
 
+SENTINELS = (
+    "sentinel://user:p%40ss@one,two:7000,[::1]:7001/3?master_name=main&sentinel_password=secret",
+    "sentinel://user:p%40ss@one/3;sentinel://user:p%40ss@two:7000/3;"
+    "sentinel://user:p%40ss@[::1]:7001/3?master_name=main&sentinel_password=secret",
+    "sentinel://user:p%40ss@one;two:7000; [::1]:7001/3?master_name=main&sentinel_password=secret",
+)
+
+
+@pytest.mark.parametrize("url", SENTINELS)
+def test_sentinels_stand_side_by_side_or_each_as_a_url(url: str) -> None:
+    address = RedisAddress.parse(url)
+
+    assert address.sentinel is not None
+    assert address.sentinel.hosts == (("one", 26379), ("two", 7000), ("::1", 7001))
+    assert (address.username, address.password, address.db) == ("user", "p@ss", 3)
+    assert (address.sentinel.master_name, address.sentinel.password) == ("main", "secret")
+    found = celery_settings(Settings(redis_url=url, result_backend=url))
+    login = "sentinel://user:p%40ss@"
+    celerys = f"{login}one:26379/3;{login}two:7000/3;{login}[::1]:7001/3"
+    assert (found["broker_url"], found["result_backend"]) == (celerys, celerys)
+    options = {"master_name": "main", "sentinel_kwargs": {"password": "secret", **SENTINEL_WAITS}}
+    assert found["result_backend_transport_options"] == options
+    assert found["broker_transport_options"].items() >= options.items()
+
+
+def test_tls_of_sentinels_is_theirs_and_the_servers() -> None:
+    found = celery_settings(
+        Settings(redis_url=f"sentinel://one?master_name=main&ssl_ca_certs={AUTHORITY}")
+    )
+
+    tls = found["broker_use_ssl"]
+    assert (tls["ssl_cert_reqs"], tls["ssl_ca_certs"]) == ("required", str(AUTHORITY))
+    assert found["broker_transport_options"]["sentinel_kwargs"] == {
+        "ssl": True,
+        **tls,
+        **SENTINEL_WAITS,
+    }
+
+
 def test_a_worker_that_shows_its_settings_warns_of_no_insecure_connection(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     app = Celery("shown", set_as_current=False)
-    app.conf.update(celery_settings(Settings(redis_url="rediss://:secret@host/1")))
-    shown = app.conf.humanize(with_defaults=False, censored=True)
-    assert "insecure" not in caplog.text
-    assert "secret" not in shown
+    for url in (
+        "rediss://:secret@host/1",
+        "sentinel://:secret@h?master_name=m&sentinel_password=secret",
+    ):
+        app.conf.update(celery_settings(Settings(redis_url=url)))
+        shown = app.conf.humanize(with_defaults=False, censored=True)
+        assert "insecure" not in caplog.text
+        assert "secret" not in shown
 
 
 def test_another_kind_of_result_backend_is_celerys_own_matter() -> None:
@@ -101,7 +144,13 @@ def test_another_kind_of_result_backend_is_celerys_own_matter() -> None:
 REFUSED = (
     ("nonsense secret", "no URL"),
     ("amqp://u:secret@host", "scheme is 'amqp'"),
-    ("sentinel://u:secret@host:26379", "scheme is 'sentinel'"),
+    ("sentinel://u:secret@host:26379", "which server its Sentinels know"),
+    ("sentinel://u:secret@one,two:none?master_name=m", "host or port"),
+    ("sentinel://u:secret@one,:1?master_name=m", "has no host"),
+    ("sentinel://:secret@one/1;sentinel://two/2?master_name=m", "several databases"),
+    ("sentinel://:secret@one;sentinel://:other@two?master_name=m", "several databases or logins"),
+    ("sentinel://:secret@one;redis://two?master_name=m", "mixes Sentinels"),
+    ("sentinel://:secret@one?master_name=m&socket_timeout=5", "option 'socket_timeout'"),
     ("redis+cluster://u:secret@host", r"scheme is 'redis\+cluster'"),
     ("redis://u:secret@one:1;redis://u:secret@two:2", "several servers"),
     ("redis://u:secret@one:1,two:2/0", "several servers"),

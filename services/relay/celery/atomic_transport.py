@@ -23,6 +23,7 @@ from kombu.utils.json import loads
 from redis.exceptions import RedisError, ResponseError
 
 from shardline.base.clock import monotonic_s, wall_clock_s
+from shardline.base.redis_url import SENTINEL, TCP, TLS
 from shardline.contract.tenants.tenant_door import TenantDoor
 from shardline_server.failpoints import Point, failpoint
 
@@ -225,8 +226,22 @@ class AtomicTransport(redis.Transport):
     Channel = AtomicChannel
 
 
+class AtomicSentinelChannel(AtomicChannel, redis.SentinelChannel):
+    """Asks Sentinels for the server."""
+
+
+class AtomicSentinelTransport(redis.SentinelTransport):
+    """Stands where kombu's transport for Sentinels stands."""
+
+    Channel = AtomicSentinelChannel
+
+
 def register() -> None:
-    """Has this process receive with it. By scheme, because the setting `broker_transport` would
+    """Has this process receive with them. By scheme, because the setting `broker_transport` would
     stand in the URLs that Celery logs."""
-    path = f"{AtomicTransport.__module__}:{AtomicTransport.__name__}"
-    TRANSPORT_ALIASES.update(redis=path, rediss=path)
+    for scheme, kind in (
+        (TCP, AtomicTransport),
+        (TLS, AtomicTransport),
+        (SENTINEL, AtomicSentinelTransport),
+    ):
+        TRANSPORT_ALIASES[scheme] = f"{kind.__module__}:{kind.__name__}"

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 from uuid import uuid4
 
-from celery.backends.redis import RedisBackend
+from celery.backends.redis import RedisBackend, SentinelBackend
 from celery.canvas import Signature, maybe_signature
 from celery.exceptions import ChordError
 from celery.result import GroupResult, allow_join_result
@@ -22,6 +22,7 @@ from kombu.utils.functional import maybe_list
 from redis.exceptions import RedisError
 
 from services.relay.loop import REDIS_ERRORS
+from shardline.base.redis_url import SENTINEL, TCP, TLS
 from shardline.contract.ids import derived_id
 from shardline_server.failpoints import Point, failpoint
 
@@ -156,7 +157,16 @@ class ChordBackend(RedisBackend):
         self.chord_error_from_stack(body, error)
 
 
-BACKENDS = dict.fromkeys(
-    ("redis", "rediss"), f"{ChordBackend.__module__}:{ChordBackend.__qualname__}"
-)
+class SentinelChordBackend(ChordBackend, SentinelBackend):
+    """Asks Sentinels for the server."""
+
+
+BACKENDS = {
+    scheme: f"{kind.__module__}:{kind.__qualname__}"
+    for scheme, kind in (
+        (TCP, ChordBackend),
+        (TLS, ChordBackend),
+        (SENTINEL, SentinelChordBackend),
+    )
+}
 """By scheme of URL; Celery's setting `override_backends`."""

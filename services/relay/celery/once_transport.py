@@ -16,6 +16,7 @@ from typing import Any
 from kombu.transport import redis
 from kombu.utils.json import dumps
 
+from shardline.base.redis_url import SENTINEL
 from shardline.contract.keys import TASK_SENDS_TTL_S
 
 NOTED_IN: ContextVar[str | None] = ContextVar("NOTED_IN", default=None)
@@ -57,3 +58,20 @@ class OnceTransport(redis.Transport):
     """Serves as `broker_transport`."""
 
     Channel = OnceChannel
+
+
+class OnceSentinelChannel(OnceChannel, redis.SentinelChannel):
+    """Asks Sentinels for the server."""
+
+
+class OnceSentinelTransport(redis.SentinelTransport):
+    """Serves as `broker_transport` for Sentinels."""
+
+    Channel = OnceSentinelChannel
+
+
+def once_transport(broker_url: str) -> str:
+    """Returns the value of `broker_transport` for this URL."""
+    is_sentinel = broker_url.startswith(SENTINEL)
+    kind = OnceSentinelTransport if is_sentinel else OnceTransport
+    return f"{kind.__module__}:{kind.__name__}"

@@ -17,7 +17,7 @@ from celery.canvas import maybe_signature
 
 from services.relay import plain_json
 from services.relay.celery.chord_backend import BACKENDS, ChordBackend, results_in
-from services.relay.celery.once_transport import sending
+from services.relay.celery.once_transport import once_transport, sending
 from services.relay.settings import RelaySettings
 from shardline.contract.job import JobState
 from shardline.contract.keys import task_sends
@@ -42,12 +42,13 @@ has by default."""
 
 def make_ends_app(settings: RelaySettings) -> Celery:
     """The app that sends callbacks and stores results."""
-    shared = settings.celery()["broker_transport_options"]
+    celery = settings.celery()
+    shared = celery["broker_transport_options"]
     options = {name: value for name, value in shared.items() if name not in NOT_OURS}
     app = results_app(
         settings,
         "shardline.ends",
-        broker_transport="services.relay.celery.once_transport:OnceTransport",
+        broker_transport=once_transport(celery["broker_url"]),
         broker_transport_options=options
         | {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S},
         broker_connection_timeout=TIMEOUT_S,

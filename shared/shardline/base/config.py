@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from shardline.base.redis_url import SOCKETS, TCP, TLS, RedisAddress
+from shardline.base.redis_url import SCHEMES, RedisAddress
 
 ENV_PREFIX = "SHARDLINE_"
 
@@ -163,5 +163,5 @@ class Settings(BaseSettings):
 def result_address(url: str) -> RedisAddress | None:
     """Returns the address of a result backend that is a Redis; None for other kinds. Raises
     Invalid."""
-    is_redis = url.partition("://")[0] in (TCP, TLS, *SOCKETS)
+    is_redis = url.partition("://")[0] in SCHEMES
     return RedisAddress.parse(url, setting="result_backend") if is_redis else None

@@ -19,7 +19,13 @@ DEFAULT_PORT = 6379
 TCP = "redis"
 TLS = "rediss"
 SOCKETS = ("unix", "redis+socket")
+SENTINEL = "sentinel"
+SENTINEL_PORT = 26379
+SENTINEL_WAITS = {"socket_timeout": 5, "socket_connect_timeout": 5}
+"""Seconds, of kombu and Celery for each Sentinel: by itself redis-py has no bound."""
+SCHEMES = (TCP, TLS, *SOCKETS, SENTINEL)
 FORM = "Write redis://:password@host:6379/0, rediss://… for TLS, or unix:///path/redis.sock?db=0"
+SENTINELS_FORM = "Write sentinel://:password@host:26379,host:26379/0?master_name=mymaster"
 
 CERT_REQS = {
     "required": "required",
@@ -39,6 +45,20 @@ TLS_OPTIONS = ("ssl_cert_reqs", "ssl_check_hostname", *TLS_FILES, "ssl_ca_path",
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SentinelGroup:
+    """The Sentinels that tell which server is the primary."""
+
+    hosts: tuple[tuple[str, int], ...]
+    master_name: str
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+
+    def login(self) -> dict[str, Any]:
+        """Returns keywords of redis-py for the Sentinels themselves."""
+        return {"username": self.username, "password": self.password}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RedisAddress:
     """Tells where a Redis is, who we are there, and how its certificate is checked."""
 
@@ -51,6 +71,8 @@ class RedisAddress:
     password: str | None = field(default=None, repr=False)
     tls: Mapping[str, Any] | None = field(default=None, repr=False)
     """Options of TLS in redis-py's words, which Celery takes too; None without TLS."""
+    sentinel: SentinelGroup | None = None
+    """Who knows the server; host, port and path count no more then."""
 
     @classmethod
     def parse(cls, url: str, *, setting: str = "redis_url") -> RedisAddress:
@@ -58,45 +80,55 @@ class RedisAddress:
         scheme, separator, _ = url.partition("://")
         if not separator:
             raise Invalid(setting, "it is no URL", FORM)
-        if scheme not in (TCP, TLS, *SOCKETS):
+        if scheme == SENTINEL:
+            return cls(**_of_sentinels(url, setting))
+        if scheme not in SCHEMES:
             problem = f"its scheme is {scheme[:32]!r}, which not every part of Shardline can reach"
             raise Invalid(setting, problem, FORM)
         if ";" in url or "," in url.partition("?")[0].rpartition("@")[2]:
             raise Invalid(
                 setting,
                 "it names several servers",
-                "Name one, such as a proxy that follows the primary",
+                "Name one, or the Sentinels that follow the primary: sentinel://…",
             )
         parts, port = _split(url, setting)
         options = _options(parts, setting)
-        login: dict[str, Any] = {
-            "username": unquote(parts.username) if parts.username else None,
-            "password": unquote(parts.password) if parts.password else None,
-        }
+        login = _login(parts)
         if scheme in SOCKETS:
             return cls(**login, **_of_socket(parts, options, setting))
-        db = options.pop("db", None) or unquote(parts.path).removeprefix("/")
+        db = _named_db(parts, options)
         tls = _tls(options, setting) if scheme == TLS else None
         _refuse_rest(options, scheme, setting)
         host = unquote(parts.hostname or "localhost")
         return cls(**login, host=host, port=port or DEFAULT_PORT, db=_db(db, setting), tls=tls)
 
     def client_options(self) -> dict[str, Any]:
-        """Keywords of `redis.Redis` and of `redis.asyncio.Redis`."""
+        """Keywords of `redis.Redis` and of `redis.asyncio.Redis`. Without a host where Sentinels
+        know it."""
         login = {"db": self.db, "username": self.username, "password": self.password}
         if self.path is not None:
             return {"unix_socket_path": self.path, **login}
+        host = {} if self.sentinel is not None else {"host": self.host, "port": self.port}
+        return {**host, **login, **self.tls_options()}
+
+    def tls_options(self) -> dict[str, Any]:
+        """Returns keywords of redis-py, none without TLS."""
+        return {} if self.tls is None else {"ssl": True, **self.tls}
+
+    def transport_options(self) -> dict[str, Any]:
+        """Returns what kombu and Celery's result backend must know of Sentinels beside the URL."""
+        if self.sentinel is None:
+            return {}
+        login = {name: value for name, value in self.sentinel.login().items() if value is not None}
         return {
-            "host": self.host,
-            "port": self.port,
-            **login,
-            **({} if self.tls is None else {"ssl": True, **self.tls}),
+            "master_name": self.sentinel.master_name,
+            "sentinel_kwargs": {**login, **self.tls_options(), **SENTINEL_WAITS},
         }
 
     def broker_url(self) -> str:
         """Returns Celery's `broker_url`, with the options of TLS: in places kombu gets only the
         URL."""
-        options = "" if self.tls is None else f"?{urlencode(self.tls)}"
+        options = "" if self.tls is None or self.sentinel else f"?{urlencode(self.tls)}"
         return f"{self.celery_url()}{options}"
 
     def celery_url(self) -> str:
@@ -107,8 +139,73 @@ class RedisAddress:
             login = f"{quote(self.username or '', safe='')}{password}@"
         if self.path is not None:
             return f"redis+socket://{login}{quote(self.path)}?virtual_host={self.db}"
-        host = f"[{self.host}]" if ":" in self.host else quote(self.host, safe="")
-        return f"{TCP if self.tls is None else TLS}://{login}{host}:{self.port}/{self.db}"
+        if self.sentinel is not None:
+            servers = (f"{login}{_netloc(*each)}/{self.db}" for each in self.sentinel.hosts)
+            return ";".join(f"{SENTINEL}://{server}" for server in servers)
+        scheme = TCP if self.tls is None else TLS
+        return f"{scheme}://{login}{_netloc(self.host, self.port)}/{self.db}"
+
+
+def _netloc(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{quote(host, safe='')}:{port}"
+
+
+def _login(parts: SplitResult) -> dict[str, Any]:
+    return {
+        "username": unquote(parts.username) if parts.username else None,
+        "password": unquote(parts.password) if parts.password else None,
+    }
+
+
+def _named_db(parts: SplitResult, options: dict[str, str]) -> str:
+    """Taken out of `options`, if it is not in the path."""
+    return options.pop("db", None) or unquote(parts.path).removeprefix("/")
+
+
+def _of_sentinels(url: str, setting: str) -> dict[str, Any]:
+    """Reads servers that stand side by side, or each as a URL as Celery writes them; login,
+    database and options may stand with any of them."""
+    chunks = _sentinel_urls(url, setting)
+    options: dict[str, str] = {}
+    for chunk in chunks:
+        options |= _options(chunk, setting)
+    dbs = {_named_db(chunk, options) for chunk in chunks} - {""}
+    logins = [_login(chunk) for chunk in chunks if "@" in chunk.netloc]
+    if len(dbs) > 1 or any(login != logins[0] for login in logins):
+        problem = "its Sentinels name several databases or logins"
+        raise Invalid(setting, problem, "Name those of the server that they know")
+    if "master_name" not in options:
+        raise Invalid(setting, "it does not say which server its Sentinels know", SENTINELS_FORM)
+    names = ",".join(chunk.netloc.rpartition("@")[2] for chunk in chunks)
+    group = SentinelGroup(
+        hosts=tuple(_sentinel(name, setting) for name in names.split(",")),
+        master_name=options.pop("master_name"),
+        username=options.pop("sentinel_username", None),
+        password=options.pop("sentinel_password", None),
+    )
+    has_tls = any(name in TLS_OPTIONS for name in options)
+    tls = _tls(options, setting) if has_tls else None
+    _refuse_rest(options, SENTINEL, setting)
+    found: dict[str, Any] = {"sentinel": group, "tls": tls, "db": _db("".join(dbs), setting)}
+    return {**found, **(logins[0] if logins else {})}
+
+
+def _sentinel_urls(url: str, setting: str) -> list[SplitResult]:
+    texts = [text.strip() for text in url.split(";") if text.strip()]
+    try:
+        chunks = [urlsplit(text if "://" in text else f"{SENTINEL}://{text}") for text in texts]
+    except ValueError:
+        raise _unreadable(setting) from None
+    if any(chunk.scheme != SENTINEL for chunk in chunks):
+        raise Invalid(setting, "it mixes Sentinels with other servers", SENTINELS_FORM)
+    return chunks
+
+
+def _sentinel(name: str, setting: str) -> tuple[str, int]:
+    parts, port = _split(f"{SENTINEL}://{name}", setting)
+    if not parts.hostname:
+        raise Invalid(setting, "one of its Sentinels has no host", SENTINELS_FORM)
+    return unquote(parts.hostname), port or SENTINEL_PORT
 
 
 def _split(url: str, setting: str) -> tuple[SplitResult, int | None]:
@@ -116,12 +213,14 @@ def _split(url: str, setting: str) -> tuple[SplitResult, int | None]:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        # Its message may have the password, as what stands before an unencoded slash.
-        problem = "its host or port cannot be read"
-        raise Invalid(
-            setting, problem, "Percent-encode what stands in names and passwords"
-        ) from None
+        raise _unreadable(setting) from None
     return parts, port
+
+
+def _unreadable(setting: str) -> Invalid:
+    """Python's own message may have the password, as what stands before an unencoded slash."""
+    problem = "its host or port cannot be read"
+    return Invalid(setting, problem, "Percent-encode what stands in names and passwords")
 
 
 def _options(parts: SplitResult, setting: str) -> dict[str, str]:

@@ -79,6 +79,7 @@ def celery_settings(settings: Settings) -> dict[str, Any]:
             "socket_connect_timeout": 5,
             "socket_keepalive": True,
             "health_check_interval": 10,
+            **broker.transport_options(),
         },
     }
 
@@ -89,4 +90,5 @@ def _result_backend(url: str | None) -> dict[str, Any]:
     if address is None:
         return {"result_backend": url or "disabled://"}
     tls = {} if address.tls is None else {"redis_backend_use_ssl": dict(address.tls)}
-    return {"result_backend": address.celery_url(), **tls}
+    options = {"result_backend_transport_options": address.transport_options()}
+    return {"result_backend": address.celery_url(), **tls, **options}
