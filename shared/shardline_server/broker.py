@@ -15,9 +15,11 @@ from typing import Any
 import structlog
 from celery import bootsteps
 from celery.app.control import Control
+from celery.app.utils import filter_hidden_settings
 from celery.worker import state
 from celery.worker.control import control_command, nok
 from kombu.pidbox import Mailbox
+from kombu.utils.url import maybe_sanitize_url
 from redis.exceptions import ResponseError
 
 from shardline_server.message_guard import MessageGuard, RefusedMessage
@@ -98,6 +100,16 @@ class Reconnecting(bootsteps.StartStopStep):
             c.event_dispatcher.on_send_buffered = c.event_dispatcher.flush
         for request in list(state.requests.values()):
             request.acknowledged = True
+
+    def info(self, c: Any) -> dict[str, Any]:
+        """Returns what `inspect stats` and Flower tell of the connection, in place of what Celery's
+        own step returns: that has the passwords of Sentinels and of keys of TLS."""
+        if c.connection is None:
+            return {}
+        told = c.connection.info()
+        told["alternates"] = [maybe_sanitize_url(url) for url in told.get("alternates") or ()]
+        told.pop("password")
+        return {"broker": filter_hidden_settings(told)}
 
     def check(self, message: Any) -> None:
         """Raises for a task that this worker refuses: none."""

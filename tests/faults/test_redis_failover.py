@@ -3,19 +3,28 @@ steps down."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import pytest
+from celery import Celery
 
 from services.standalone.settings import CLERK
+from shardline.base.config import Settings
 from shardline.client import Client
+from shardline.contract.queues import celery_settings
+from tests.chaos.judge.secrecy import told
 from tests.faults.test_failover import LONG, REQUEST, answers, by_celery
 from tests.polling import until
-from tests.sentinel_pair import SentinelPair
+from tests.sentinel_pair import PASSWORD, SENTINELS_PASSWORD, SentinelPair
 from tests.stack import Stack
+
+SECRETS = {form for one in (PASSWORD, SENTINELS_PASSWORD) for form in (one, quote(one))}
 
 
 @pytest.fixture
@@ -61,3 +70,16 @@ def test_every_door_and_head_follows_the_primary(stack: Stack, pair: SentinelPai
             by_celery(stack, client)
             assert len(client.wait([*running, client.submit(**REQUEST)], 300)) == 5
     assert stack.look()["processes"] == processes, "no process has ended"
+    assert not told([*(stack.home.folder / "logs").iterdir(), stack.output], SECRETS)
+    shown = json.dumps(what_workers_tell(stack.urls["redis"]))
+    assert not [one for one in SECRETS if one in shown]
+
+
+def what_workers_tell(redis_url: str) -> list[Any]:
+    """Of their connections and settings, as Flower asks them."""
+    with Celery("operator", set_as_current=False) as app:
+        app.conf.update(celery_settings(Settings(redis_url=redis_url)))
+        asked = app.control.inspect(timeout=5.0)
+        answers = [asked.stats(), asked.conf(with_defaults=True)]
+    assert all(len(answer) >= 2 for answer in answers), "a relay and a head"
+    return answers
