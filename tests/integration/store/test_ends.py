@@ -139,3 +139,16 @@ def test_an_update_cannot_lower_the_fence_of_a_running_job(engine: Engine) -> No
     with pytest.raises(IntegrityError, match=r"fence of job .* is 1 and cannot become 0"):
         change(engine, "UPDATE jobs SET state = 'queued', fence = 0, lease_until = NULL")
     assert end(engine, success(claimed)) == {claimed.job_id: JobState.SUCCEEDED}
+
+
+def test_a_new_prompt_of_a_tokenized_job_is_refused_until_the_job_has_ended(engine: Engine) -> None:
+    change(engine, "INSERT INTO jobs (model, prompt) VALUES ('m', 'first')")
+    change(engine, "UPDATE jobs SET prompt = 'second'")
+    claimed = running(engine)
+    edit = "UPDATE jobs SET prompt = 'third' WHERE id = :id"
+    with pytest.raises(IntegrityError, match=r"was tokenized and keeps its prompt: cancel it"):
+        change(engine, edit, id=claimed.job_id)
+    change(engine, "UPDATE jobs SET prompt = prompt, messages = messages")
+    end(engine, success(claimed))
+    change(engine, edit, id=claimed.job_id)
+    assert cell(engine, "SELECT array_agg(prompt ORDER BY prompt) FROM jobs") == ["second", "third"]

@@ -25,7 +25,16 @@ from shardline.store.tenants import quotas
 from shardline.store.tenants.quotas import TenantQuota
 from shardline_server.store import ends, preparation
 from shardline_server.store.ends import End
-from tests.integration.rows import cell, claim, database_with_head, end, release, request, success
+from tests.integration.rows import (
+    cell,
+    change,
+    claim,
+    database_with_head,
+    end,
+    release,
+    request,
+    success,
+)
 
 TOKENS = 10
 """That a job of `accept` reserves: 2 of its prompt, and at most 8."""
@@ -112,6 +121,21 @@ def test_whatever_ends_a_job_settles_it_once(engine: Engine) -> None:
     end(engine, success(again))
     assert (used(engine).queued, used(engine).open_tokens, used(engine).spent_tokens) == (0, 0, 9)
     assert cell(engine, "SELECT count(*) FROM reservations") == 0
+
+
+def test_truncating_jobs_gives_back_what_they_held(engine: Engine) -> None:
+    limit(engine, max_queued=2, budget_tokens=1_000)
+    ids = accept(engine, 2)
+    end(engine, success(claim(engine, ids[:1])[0], 7, 8, 9))
+    accept(engine)
+    assert isinstance(accept(engine)[0], LimitExceeded)
+
+    change(engine, "TRUNCATE jobs CASCADE")
+
+    left = used(engine)
+    assert (left.queued, left.open_tokens, left.spent_tokens) == (0, 0, 5)
+    assert cell(engine, "SELECT count(*) FROM reservations") == 0
+    assert len(accepted(accept(engine, 2))) == 2
 
 
 def test_requests_of_a_batch_that_find_room_are_stored_and_the_others_say_when(
