@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import text
 from typer.testing import CliRunner, Result
 
+from services.standalone.servers import Valkey
 from shardline.cli.commands import cli
 from shardline.store.connection.database import transaction
 from tests.tiny_head import TinyHead, tiny_head
@@ -99,6 +101,27 @@ def test_doctor_finds_transactions_that_only_read_by_default(
     ran = shardline("doctor", "--json")
     assert verdicts(ran)["postgres"] == "broken"
     assert "default_transaction_read_only" in documents(ran)[0]["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [
+        ({"cluster-enabled": "yes"}, "without cluster mode"),
+        ({"replicaof": "127.0.0.1 1"}, "primary"),
+    ],
+    ids=["cluster", "replica"],
+)
+def test_doctor_finds_a_redis_that_cannot_serve(
+    shardline: Callable[..., Result], tmp_path: Path, setting: dict[str, str], remedy: str
+) -> None:
+    server = Valkey(tmp_path, settings=setting)
+    server.start()
+    try:
+        ran = shardline("doctor", "--json", SHARDLINE_REDIS_URL=server.url)
+    finally:
+        server.kill()
+    assert verdicts(ran)["redis"] == "broken"
+    assert remedy in next(one["remedy"] for one in documents(ran) if one["name"] == "redis")
 
 
 @pytest.mark.usefixtures("head")

@@ -169,7 +169,13 @@ def _check_redis(url: str) -> Iterator[CheckResult]:
         client.close()
     found = f"{facts.get('redis_version', '?')}, {facts.get('used_memory_human', '?')} used"
     most = int(facts.get("maxmemory", 0))
-    if str(facts.get("maxmemory_policy", "")).startswith("allkeys-"):
+    if facts.get("cluster_enabled"):
+        problem = f"{found}; a node of a cluster, which has some of the keys"
+        yield _broken("redis", problem, "Name a server without cluster mode")
+    elif facts.get("role") == "slave":
+        problem = f"{found}; a replica, which takes no writes"
+        yield _broken("redis", problem, "Name the primary, or the Sentinels that know it")
+    elif str(facts.get("maxmemory_policy", "")).startswith("allkeys-"):
         remedy = "Set maxmemory-policy to volatile-lru or noeviction: it may drop messages"
         yield _warning("redis", f"{found}, {facts['maxmemory_policy']}", remedy)
     elif most and int(facts.get("used_memory", 0)) > MOST_MEMORY * most:
