@@ -142,7 +142,7 @@ monitoring-check: setup ## Alert rules and dashboards with promtool and Promethe
 	$(PY) -m pytest tests/monitoring $(TEST_OPTIONS)
 
 secrets: ## Make the secret files that compose.yaml mounts, where .env says
-	@docker/secrets.sh "$(or $(SHARDLINE_SECRETS_DIR),$(shell sed -n 's/^SHARDLINE_SECRETS_DIR=//p' .env 2>/dev/null),secrets)"
+	@docker/secrets.sh
 
 test-compose: setup ## docker compose up, scale, scale back: needs a Docker engine
 	$(PY) -m pytest tests/compose $(TEST_OPTIONS)

@@ -1,10 +1,32 @@
 #!/bin/sh
-# Makes the secret files of compose.yaml in a folder, once: what is there stays. Usage: docker/secrets.sh FOLDER
+# Makes the secret files of compose.yaml in a folder, once: what is there stays. Usage: docker/secrets.sh [FOLDER]
 #
+# Without FOLDER it is SHARDLINE_SECRETS_DIR, of the environment or as Compose reads it from .env; else `secrets`.
 # The folder is closed to other users of the host (0700). The files in it can be read by all: Compose mounts each one
 # into containers as it is, and their users have other ids than yours.
 set -eu
-folder=${1:?usage: docker/secrets.sh FOLDER}
+
+# Compose knows `export`, quotes, comments, CRLF, the home folder, and takes the last line.
+of_env() {
+  name='s/^ *\(export  *\)*SHARDLINE_SECRETS_DIR *[=:] *//p'
+  line=$(tr -d '\r' <.env | sed -n "$name" | tail -n 1)
+  case $line in
+    \'*) printf '%s' "$line" | sed "s/^'\([^']*\)'.*/\1/" && return ;;
+    \"*) line=$(printf '%s' "$line" | sed 's/^"\([^"]*\)".*/\1/') ;;
+    *) line=$(printf '%s' "$line" | sed 's/ #.*//; s/ *$//') ;;
+  esac
+  case $line in
+    '~/'*) line=$HOME/${line#'~/'} ;;
+    '$HOME/'*) line=$HOME/${line#'$HOME/'} ;;
+    '${HOME}/'*) line=$HOME/${line#'${HOME}/'} ;;
+    *'$'*) echo "SHARDLINE_SECRETS_DIR in .env has a variable: run docker/secrets.sh FOLDER" >&2 && exit 2 ;;
+  esac
+  printf '%s' "$line"
+}
+
+folder=${1:-${SHARDLINE_SECRETS_DIR:-}}
+if [ -z "$folder" ] && [ -f .env ]; then folder=$(of_env); fi
+folder=${folder:-secrets}
 umask 077
 mkdir -p "$folder"
 chmod 0700 "$folder"
