@@ -85,7 +85,7 @@ def run_online() -> None:
     )
     with refusing():
         engine = _engine()
-    with refusing(), engine.connect() as connection:
+    with refusing(), _connected(engine) as connection:
         patient(_migrate, connection)
 
 
@@ -112,6 +112,16 @@ def _engine() -> Engine:
         statement_timeout_s=0,
         lock_timeout_s=settings.times.fence_margin_s,
     )
+
+
+def _connected(engine: Engine) -> Connection:
+    """Returns the migration's connection. Ends the process with the server's reason if there is
+    none."""
+    try:
+        return engine.connect()
+    except DBAPIError as error:
+        sys.stderr.write(f"postgres unreachable: {error.orig}\n")
+        raise SystemExit(1) from error
 
 
 def _migrate(connection: Connection) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, make_url, text
 
 from shardline.contract.audit_table import audit
 from shardline.contract.batches.batch_tables import batches
@@ -38,9 +38,9 @@ ORDER BY 1
 VIEWS = "SELECT viewname FROM pg_views WHERE schemaname = 'public'"
 
 
-def alembic(database_url: str, *arguments: str) -> str:
-    """What the operator's command prints; it must succeed."""
-    done = subprocess.run(
+def run_alembic(database_url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The operator's command, run to its end."""
+    return subprocess.run(
         [sys.executable, "-m", "alembic", *arguments],
         cwd=REPOSITORY,
         env={**os.environ, "SHARDLINE_DATABASE_URL": database_url},
@@ -48,6 +48,11 @@ def alembic(database_url: str, *arguments: str) -> str:
         text=True,
         check=False,
     )
+
+
+def alembic(database_url: str, *arguments: str) -> str:
+    """What the operator's command prints; it must succeed."""
+    done = run_alembic(database_url, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -114,3 +119,13 @@ def test_printing_sql_needs_no_server() -> None:
     assert "CREATE TABLE jobs" in alembic(
         "postgresql://nowhere.invalid/none", "upgrade", "head", "--sql"
     )
+
+
+def test_a_server_that_lets_nobody_in_is_named_in_one_line(empty_database_url: str) -> None:
+    url = make_url(empty_database_url).set(database="nobody_made_it")
+
+    done = run_alembic(url.render_as_string(hide_password=False), "upgrade", "head")
+
+    assert done.returncode == 1
+    assert 'database "nobody_made_it" does not exist' in done.stderr
+    assert [line[:22] for line in done.stderr.splitlines()] == ["postgres unreachable: "]
