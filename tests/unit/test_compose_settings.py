@@ -179,3 +179,14 @@ def test_health_checks_ask_no_proxy() -> None:
     server.shutdown()
     server.server_close()
     thread.join()
+
+
+@pytest.mark.parametrize("server", ["postgres", "redis"])
+def test_an_overlay_may_leave_out_a_server(server: str) -> None:
+    depends = {
+        name: service["depends_on"][server]
+        for name, service in yaml.safe_load(COMPOSE)["services"].items()
+        if server in service.get("depends_on", {})
+    }
+    assert depends
+    assert {each["required"] for each in depends.values()} == {False}
