@@ -91,8 +91,16 @@ class Stack:
 
     def up(self, **replicas: int) -> None:
         """Start what is missing, end what is too many, and wait until all is healthy."""
+        self._up("--wait", "--wait-timeout", str(PATIENCE_S), **replicas)
+
+    def scale(self, **replicas: int) -> None:
+        """Start what is missing and end what is too many. A container that restarts meanwhile, as a
+        worker does for a new plan, is no failure."""
+        self._up(**replicas)
+
+    def _up(self, *options: str, **replicas: int) -> None:
         scale = [f"--scale={name.replace('_', '-')}={number}" for name, number in replicas.items()]
-        self.compose("up", "-d", "--wait", "--wait-timeout", str(PATIENCE_S), "--no-build", *scale)
+        self.compose("up", "-d", "--no-build", *options, *scale)
 
     def remove(self) -> None:
         """Containers, networks, volumes and images."""

@@ -22,7 +22,7 @@ WORKERS = "SELECT count(*) FROM workers WHERE lease_until > now()"
 
 @pytest.fixture(scope="module")
 def fleet(docker: Docker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """`docker compose up -d --wait` with the profile cpu: two workers of one core."""
+    """`docker compose up -d` with the profile cpu: two workers of one core."""
     stack = Stack(
         docker,
         tmp_path_factory.mktemp("fleet"),
@@ -32,7 +32,7 @@ def fleet(docker: Docker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     )
     stack.build()
     try:
-        stack.up()
+        stack.scale()
         until(lambda: stack.number(READY) > 0)
         yield stack
     finally:
@@ -53,7 +53,7 @@ def test_every_accepted_job_succeeds_once_while_the_fleet_grows_crashes_and_shri
 ) -> None:
     with Load(fleet.gateways(), fleet.api_key, seed=11) as load:
         push_on(load)
-        fleet.up(stage=5)
+        fleet.scale(stage=5)
         until(lambda: fleet.number(WORKERS) == 5 and fleet.number(PLANNED) == 5)
         push_on(load)
         for _ in range(NUM_LONG):
@@ -61,7 +61,7 @@ def test_every_accepted_job_succeeds_once_while_the_fleet_grows_crashes_and_shri
         for name in fleet.names("stage")[:2]:
             fleet.crash(name)
         push_on(load)
-        fleet.up(stage=1)
+        fleet.scale(stage=1)
         until(lambda: fleet.number(WORKERS) == 1 and fleet.number(READY) == 1)
         push_on(load)
     until(lambda: num_unfinished(fleet) == 0)
