@@ -97,6 +97,7 @@ def _free_accelerator(kind: str, worker: str, lock_folder: Path, *, shared: bool
         try:
             return Accelerator(found, worker=worker, folder=lock_folder, shared=shared)
         except Invalid as error:
+            _only_taken(error)
             log.info("an accelerator is not free", device=found.name, problem=error.problem)
     if kind != AUTO:
         raise Invalid(
@@ -117,12 +118,19 @@ def _free_cores(
         try:
             return cores(name)
         except Invalid as error:  # another worker took one of them since
+            _only_taken(error)
             log.info("cores are not free any more", device=name, problem=error.problem)
     raise Invalid(
         FIELD,
         f"no device was free for long enough in {TRIES} tries",
         "Start fewer workers, or name a device",
     )
+
+
+def _only_taken(error: Invalid) -> None:
+    """Raises `error` again if it is about the folder of locks: no other device helps then."""
+    if error.field != FIELD:
+        raise error
 
 
 def _cores(lock_folder: Path, *, shared: bool, num: int | None) -> str:

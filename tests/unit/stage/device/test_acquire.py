@@ -155,3 +155,12 @@ def test_a_device_module_that_is_not_there_is_named() -> None:
         Invalid, match="SHARDLINE_DEVICE_MODULE: no_such_backend cannot be imported"
     ):
         load_module("no_such_backend")
+
+
+@pytest.mark.parametrize("kind", ["cpu", "toy", "auto"])
+def test_a_lock_folder_of_another_user_is_refused_by_its_name(tmp_path: Path, kind: str) -> None:
+    load_module("tests.accelerator")
+    os.chown(tmp_path, 54321, 54321)
+
+    with pytest.raises(Invalid, match="SHARDLINE_LOCK_DIR: .* belongs to the user with the id"):
+        acquire(kind, worker="late", lock_folder=tmp_path)
