@@ -17,8 +17,13 @@ from services.gateway.responses.request_fields import ResponseFields
 from services.gateway.responses.tools import choice_of, functions_of, places_of
 from shardline.base.errors import Invalid
 from shardline.contract.job import JobRequest
-from shardline.contract.plain_json import FIELDS, without_nulls
-from shardline.contract.request_parsing import check_request, invalid_from, parse_fields
+from shardline.contract.plain_json import without_nulls
+from shardline.contract.request_parsing import (
+    check_request,
+    invalid_from,
+    parse_fields,
+    plain_value,
+)
 from shardline.contract.tool_choice import callable_tools
 
 ELSEWHERE: Mapping[str, str] = {
@@ -54,8 +59,8 @@ class ResponseRequest(JobRequest, frozen=True, kw_only=True):
     asked: ResponseFields
 
 
-NULLABLE = frozenset((*FIELDS, "text", "reasoning"))
-"""Fields with objects that clients send back with nulls."""
+NULLABLE = ("text", "reasoning")
+"""Fields of this door alone with objects that clients send back with nulls."""
 
 
 def response_request(document: Document) -> ResponseRequest:
@@ -114,7 +119,8 @@ def items_of(asked: ResponseFields) -> tuple[InputItem, ...]:
 
 def _asked(fields: Document) -> ResponseFields:
     fields = {
-        name: without_nulls(value) if name in NULLABLE else value for name, value in fields.items()
+        name: without_nulls(value) if name in NULLABLE else plain_value(name, value)
+        for name, value in fields.items()
     }
     if isinstance(items := fields.get("input"), list):
         fields["input"] = [_typed(item) for item in items]

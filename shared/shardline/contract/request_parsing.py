@@ -309,13 +309,15 @@ def _plain(document: object, kind: type[msgspec.Struct]) -> object:
     if not isinstance(document, Mapping):
         return document
     return {
-        name: _plain_value(name, value)
+        name: plain_value(name, value)
         for name, value in document.items()
         if value is not None or name not in kind.__struct_fields__
     }
 
 
-def _plain_value(name: object, value: object) -> object:
+def plain_value(name: object, value: object) -> object:
+    """Returns the value of a request's field in its plain form: a whole number as an integer, its
+    objects without nulls."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if name == RETRY:

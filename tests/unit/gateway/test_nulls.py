@@ -9,6 +9,7 @@ import pytest
 
 from services.gateway.anthropic.requests import message_request
 from services.gateway.openai.requests import chat_request
+from services.gateway.responses.requests import response_request
 from shardline.base.errors import Invalid
 from shardline.contract.chat import Message
 from shardline.contract.plain_json import MAX_LEVELS, without_nulls
@@ -45,6 +46,15 @@ def test_a_null_in_what_is_the_callers_own_stays() -> None:
     (call,) = request.messages[1].tool_calls or ()
     assert call.function.arguments == '{"a":null}'
     assert request.tools[0].function.schema == NULLABLE
+
+
+def test_a_whole_number_may_have_a_fraction_of_zero_in_a_response() -> None:
+    numbers = {"max_output_tokens": 20.0, "top_logprobs": 2.0, "seed": 7.0, "temperature": 1}
+    request = response_request({"model": "clerk", "input": "a", **numbers})
+    assert (request.max_tokens, request.seed, request.asked.top_logprobs) == (20, 7, 2)
+    assert isinstance(request.max_tokens, int)
+    with pytest.raises(Invalid, match="max_output_tokens"):
+        response_request({"model": "clerk", "input": "a", "max_output_tokens": 20.5})
 
 
 def test_what_lies_too_deep_is_left_as_it_is() -> None:
