@@ -6,7 +6,7 @@ themselves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -43,6 +43,11 @@ class CacheControl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     scope: str | None = None
 
 
+def text_of(content: str | Sequence[TextualInput]) -> str:
+    """Returns a content as one text; parts are joined by line breaks, as those of chats are."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
 class InputBlock(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"
 ):
@@ -55,7 +60,75 @@ class TextInput(InputBlock, frozen=True, kw_only=True, tag="text"):
     """Some text."""
 
     text: str
-    citations: tuple[()] | None = None
+    citations: tuple[dict[str, Any], ...] | None = None
+    """Without effect: an answer of Anthropic's that is sent back has them."""
+
+
+class CitationsSwitch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whether answers are to cite a source: none does."""
+
+    enabled: Literal[False] = False
+
+
+class DocumentSource(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"
+):
+    """Where the text of a document is."""
+
+
+class PlainSource(DocumentSource, frozen=True, kw_only=True, tag="text"):
+    """A file of text."""
+
+    media_type: Literal["text/plain"]
+    data: str
+
+    @property
+    def text(self) -> str:
+        """Returns its text."""
+        return self.data
+
+
+class ContentSource(DocumentSource, frozen=True, kw_only=True, tag="content"):
+    """Parts of text."""
+
+    content: str | tuple[TextInput, ...]
+
+    @property
+    def text(self) -> str:
+        """Returns them as one text."""
+        return text_of(self.content)
+
+
+class DocumentInput(InputBlock, frozen=True, kw_only=True, tag="document"):
+    """A document of text. Its title and context come before it."""
+
+    source: PlainSource | ContentSource
+    title: str | None = None
+    context: str | None = None
+    citations: CitationsSwitch | None = None
+
+    @property
+    def text(self) -> str:
+        """Returns what the model reads of it."""
+        return "\n".join(one for one in (self.title, self.context, self.source.text) if one)
+
+
+class SearchResultInput(InputBlock, frozen=True, kw_only=True, tag="search_result"):
+    """What a search of the caller's has found. Its title and source come before it."""
+
+    source: str
+    title: str
+    content: tuple[TextInput, ...]
+    citations: CitationsSwitch | None = None
+
+    @property
+    def text(self) -> str:
+        """Returns what the model reads of it."""
+        return "\n".join(one for one in (self.title, self.source, text_of(self.content)) if one)
+
+
+TextualInput = TextInput | DocumentInput | SearchResultInput
+"""What the model reads as text."""
 
 
 class ThinkingInput(InputBlock, frozen=True, kw_only=True, tag="thinking"):
@@ -84,11 +157,11 @@ class ToolResultInput(InputBlock, frozen=True, kw_only=True, tag="tool_result"):
     """What a call has given."""
 
     tool_use_id: CallId
-    content: str | tuple[TextInput, ...] = ""
+    content: str | tuple[TextualInput, ...] = ""
     is_error: bool = False
 
 
-AnyInput = TextInput | ThinkingInput | RedactedThinkingInput | ToolUseInput | ToolResultInput
+AnyInput = TextualInput | ThinkingInput | RedactedThinkingInput | ToolUseInput | ToolResultInput
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

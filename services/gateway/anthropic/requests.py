@@ -6,7 +6,7 @@ Knows no server. Bodies may have our own fields too (`priority`, `seed`, …), w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -40,7 +40,12 @@ OWN = frozenset(JobRequest.__struct_fields__) - ELSEWHERE
 OWN_COUNTED = frozenset({"adapter", "chat_template_kwargs"})
 """Those of them that change the prompt."""
 
-BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+BLOCKS = (
+    *("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    *("document", "search_result"),
+)
+SOURCES = ("text", "content")
+"""Of documents: those that hold text."""
 
 SERVER_TOOL = re.compile(
     r"(web_search|web_fetch|code_execution|advisor|tool_search_tool_(regex|bm25))(_\d{8})?"
@@ -154,12 +159,21 @@ def _refuse_unsupported(fields: Document) -> None:
     for field, block in _blocks(fields):
         if (kind := block.get("type")) not in BLOCKS:
             raise Invalid(f"{field}.type", f"{shown(str(kind))!r} is not supported", remedy)
+        _refuse_source(field, block)
     tools = fields.get("tools")
     for place, tool in enumerate(tools if isinstance(tools, list) else ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind not in (None, "custom") and not _is_of_server(tool):
             problem = f"{shown(str(kind))!r} is not supported"
             raise Invalid(f"tools[{place}].type", problem, "Send tools with an input_schema")
+
+
+def _refuse_source(field: str, block: Document) -> None:
+    """Raises Invalid for a document that is no text."""
+    source = block.get("source") if block["type"] == "document" else None
+    if isinstance(source, dict) and (kind := source.get("type")) not in SOURCES:
+        problem = f"{shown(str(kind))!r} is not supported"
+        raise Invalid(f"{field}.source.type", problem, "Send the text of the document")
 
 
 def _blocks(fields: Document) -> Iterator[tuple[str, Document]]:
@@ -203,7 +217,7 @@ def _check_last(turns: Sequence[bodies.Turn]) -> None:
 def _messages(body: bodies.CountTokensBody) -> Iterator[Document]:
     """The chat's messages. Turns of one side in a row are one message: many chat templates want the
     sides to take turns."""
-    if system := _joined(_texts(body.system)):
+    if system := bodies.text_of(body.system):
         yield {"role": "system", "content": system}
     last: Document = {}
     for turn in body.messages:
@@ -242,7 +256,7 @@ def _of_turn(turn: bodies.Turn) -> Iterator[Document]:
             yield {
                 "role": "tool",
                 "tool_call_id": block.tool_use_id,
-                "content": _joined(_texts(block.content)),
+                "content": bodies.text_of(block.content),
             }
         else:
             others.append(block)
@@ -253,7 +267,9 @@ def _of_turn(turn: bodies.Turn) -> Iterator[Document]:
 def _message(role: str, blocks: Sequence[bodies.AnyInput]) -> Document:
     message: Document = {
         "role": role,
-        "content": _joined(block.text for block in blocks if isinstance(block, bodies.TextInput)),
+        "content": bodies.text_of(
+            [block for block in blocks if isinstance(block, bodies.TextualInput)]
+        ),
     }
     thoughts = [block.thinking for block in blocks if isinstance(block, bodies.ThinkingInput)]
     if thoughts:
@@ -271,15 +287,6 @@ def _call(block: bodies.ToolUseInput) -> Document:
         "type": "function",
         "function": {"name": block.name, "arguments": arguments},
     }
-
-
-def _texts(content: str | Sequence[bodies.TextInput]) -> Iterable[str]:
-    return (content,) if isinstance(content, str) else [block.text for block in content]
-
-
-def _joined(texts: Iterable[str]) -> str:
-    """Parts of text, joined by lines as the chat route joins them."""
-    return "\n".join(texts)
 
 
 def _tool(tool: bodies.ClientTool) -> Document:

@@ -23,8 +23,9 @@ CALLERS_OWN = frozenset(
 )
 """Names of objects that a caller makes up. A null in one means something."""
 
-MAX_LEVELS = 8
-"""Of lists and objects in each other: the deepest is a text in the result of a call."""
+MAX_LEVELS = 9
+"""Of lists and objects in each other: the deepest is a text of a document in the result of a
+call."""
 
 
 def encode_json(document: object) -> bytes:

@@ -19,6 +19,12 @@ from tests.tiny_head import NUM_CACHED, Sequence, TinyHead
 
 MESSAGES = "/v1/messages"
 COUNT = f"{MESSAGES}/count_tokens"
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}
+CITED = {
+    "type": "document",
+    "source": {"type": "text", "media_type": "text/plain", "data": "a"},
+    "citations": {"enabled": True},
+}
 SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
 BODY = {
     "model": "clerk",
@@ -164,6 +170,43 @@ async def test_the_system_and_turns_are_rendered_as_a_chat_is(
     assert job["prompt_token_ids"] == other["prompt_token_ids"]
 
 
+async def test_documents_of_text_and_search_results_are_read_as_text(
+    http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    part = {"type": "text", "text": "c", "citations": [{"type": "char_location"}]}
+    plain = {"type": "text", "media_type": "text/plain", "data": "b"}
+    parts = {"type": "content", "content": [{**part, "later": None}]}
+    file = {"type": "document", "source": plain, "title": "a", "citations": {"enabled": False}}
+    found = {"type": "search_result", "source": "e", "title": "d", "content": [part]}
+    call = {"type": "tool_use", "id": "c-1", "name": "look", "input": {}}
+    output = [{"type": "document", "source": parts, "context": "f"}, found]
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": [file, part, found]},
+        {"role": "assistant", "content": [call]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "c-1", "content": output}],
+        },
+    ]
+    with head.serving():
+        reply = await http.post(MESSAGES, json={**BODY, "messages": turns})
+    assert reply.status_code == 200, reply.text
+    function = {"name": "look", "arguments": "{}"}
+    chat = [
+        {"role": "user", "content": "a\nb\nc\nd\ne\nc"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c-1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "c-1", "content": "f\nc\nd\ne\nc"},
+    ]
+    job = (await http.get(f"/v1/jobs/{reply.json()['id']}")).json()
+    same = await http.post("/v1/jobs", json={"model": "clerk", "messages": chat})
+    other = (await http.get(f"/v1/jobs/{same.json()['id']}")).json()
+    assert job["prompt_token_ids"] == other["prompt_token_ids"]
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -175,7 +218,8 @@ async def test_the_system_and_turns_are_rendered_as_a_chat_is(
         ({"service_tier": "flex"}, "service_tier"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),
+        ({"messages": [{"role": "user", "content": [PDF]}]}, "source.type: 'base64'"),
+        ({"messages": [{"role": "user", "content": [CITED]}]}, "citations.enabled"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
         ({"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, "web_search"),
         ({"tools": [SEARCH, {"name": "a b", "input_schema": {}}]}, "tools[1].name"),
