@@ -15,10 +15,8 @@ import transformers as tf
 from gguf import GGMLQuantizationType, GGUFWriter
 from torch import Tensor
 
-VALUES: Final = "llama", "granite", "smollm3", "mistral3"
-"""Architectures whose rotated dimensions the converter puts into pairs."""
-SHIFTED: Final = "gemma", "gemma2", "gemma3", "nemotron"
-"""Architectures whose norms the converter stores with the 1 that the model adds."""
+from tests.gguf_weights import converted_weights
+
 ARCHITECTURES: Final = {
     "llama": "llama",
     "granite": "granite",
@@ -40,6 +38,7 @@ ARCHITECTURES: Final = {
     "seed_oss": "seed_oss",
     "ernie4_5": "ernie4_5",
     "lfm2": "lfm2",
+    "gpt_oss": "gpt-oss",
 }
 """By model_type."""
 RAW_NUMBERS: Final = 256
@@ -77,14 +76,15 @@ def write_gguf(
     for key, value in (metadata or {}).items():
         writer.add_key_value(key, value, _type_of(value))
     names = gguf.get_tensor_name_map(_architecture(name), config.num_hidden_layers)
-    for name_of_weight, weight in _weights(model).items():
+    for name_of_weight, weight in converted_weights(model, name).items():
         found = names.get_name(name_of_weight, try_suffixes=(".weight", ".bias"))
+        if found is None and name_of_weight.startswith("blk."):
+            found = name_of_weight
         assert found is not None, name_of_weight
-        stored = _converted(weight, name_of_weight, config, name)
         if raw is not None and weight.dim() > 1 and not weight.shape[-1] % RAW_NUMBERS:
             _add_drawn(writer, found, weight, raw)
         else:
-            _add(writer, found, stored, (others or {}).get(found.split(".")[-2], kind))
+            _add(writer, found, weight, (others or {}).get(found.split(".")[-2], kind))
     _add_factors(writer, config)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -93,40 +93,10 @@ def write_gguf(
     return path if not part_tensors else min(path.parent.glob(f"{path.stem}-00001-of-*"))
 
 
-def _weights(model: Any) -> dict[str, Tensor]:
-    """Each weight once: the output layer of tied ones is the embedding."""
-    weights = {name: weight.detach() for name, weight in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
-        weights.pop("lm_head.weight", None)
-    split: dict[str, Tensor] = {}
-    for name in [name for name in weights if name.endswith("experts.gate_up_proj")]:
-        gate, up = weights.pop(name).chunk(2, dim=1)
-        base = name.removesuffix("gate_up_proj")
-        split |= {f"{base}gate_proj.weight": gate, f"{base}up_proj.weight": up}
-    for name in [name for name in weights if name.endswith("experts.down_proj")]:
-        split[f"{name}.weight"] = weights.pop(name)
-    return weights | split
-
-
-def _converted(weight: Tensor, name: str, config: Any, architecture: str) -> Tensor:
-    if architecture in VALUES and ".q_proj." in name:
-        return _in_pairs(weight, config.num_attention_heads)
-    if architecture in VALUES and ".k_proj." in name:
-        return _in_pairs(weight, config.num_key_value_heads)
-    if name.endswith("conv.conv.weight"):
-        return weight.squeeze(1)
-    is_shifted = architecture in SHIFTED and name.endswith("norm.weight")
-    return weight + 1 if is_shifted else weight
-
-
-def _in_pairs(weight: Tensor, num_heads: int) -> Tensor:
-    halves = weight.view(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
-    return halves.swapaxes(1, 2).reshape(weight.shape)
-
-
 def _add(writer: GGUFWriter, name: str, weight: Tensor, kind: GGMLQuantizationType) -> None:
     numbers = weight.contiguous().numpy()
-    if weight.dim() < 2 or weight.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+    is_float = weight.dim() < 2 or name.endswith(".bias")
+    if is_float or weight.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
         writer.add_tensor(name, numbers)
     else:
         writer.add_tensor(name, gguf.quants.quantize(numbers, kind), raw_dtype=kind)
@@ -160,10 +130,7 @@ def _add_config(writer: GGUFWriter, config: Any, name: str) -> None:
     for field, key in FACTORS.items():
         if getattr(config, field, None):
             writer.add_float32(f"{name}.{key}", getattr(config, field))
-    if config.model_type == "qwen3_moe":
-        writer.add_expert_count(config.num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    _add_experts(writer, config)
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -183,6 +150,14 @@ def _add_config(writer: GGUFWriter, config: Any, name: str) -> None:
     ):
         if rope.get(beta):
             add(rope[beta])
+
+
+def _add_experts(writer: GGUFWriter, config: Any) -> None:
+    if getattr(config, "num_experts_per_tok", None):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        writer.add_expert_feed_forward_length(width)
 
 
 def _add_layer_types(writer: GGUFWriter, config: Any) -> None:

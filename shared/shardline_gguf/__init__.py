@@ -4,6 +4,7 @@ from shardline_gguf.gguf_config import (
     FORMAT,
     config_of,
     eos_ids,
+    has_mxfp4_experts,
     read_config,
     share_above_4_bits,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "config_of",
     "eos_ids",
     "files_of",
+    "has_mxfp4_experts",
     "is_gguf",
     "model_in",
     "read_config",

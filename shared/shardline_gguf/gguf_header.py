@@ -80,6 +80,7 @@ BLOCKS = {
     13: Block("Q5_K", 256, 176),
     14: Block("Q6_K", 256, 210),
     30: Block("BF16", 1, 2),
+    39: Block("MXFP4", 32, 17),
 }
 """Types of tensors that are read, by their numbers in the format."""
 IN_4_BITS = frozenset({"Q4_0", "Q4_1", "Q4_K"})

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 
 from shardline.base.errors import Invalid
 from shardline_fleet.planner import ModelCosts
-from shardline_gguf import files_of, model_in, read_config, read_header, read_parts
+from shardline_gguf import eos_ids, files_of, model_in, read_config, read_header, read_parts
 from tests.gguf_models import write_gguf
 from tests.models import save_model
 
@@ -149,6 +149,26 @@ def test_the_planner_knows_what_a_file_weighs(model: Path, tmp_path: Path) -> No
     # In int4 a file keeps its own blocks.
     for each in (path, tmp_path):
         assert replace(ModelCosts.read(each), int4_bytes=floats.int4_bytes) == floats
+
+
+def test_harmony_ends_a_reply_but_no_part_of_it(model: Path, tmp_path: Path) -> None:
+    tokens = ["<|return|>", "<|call|>", "<|end|>", "a"]
+    for known, ends in ((tokens, (0, 1)), (["b", *tokens[1:]], (0, 2))):
+        metadata = {
+            "tokenizer.ggml.tokens": known,
+            "tokenizer.ggml.token_type": [3, 3, 3, 1],
+            "tokenizer.ggml.eos_token_id": 0,
+        }
+        path = write_gguf(model, tmp_path / f"{known[0]}.gguf", metadata=metadata)
+        assert eos_ids(read_header(path)) == ends
+
+
+def test_a_key_that_is_not_applied_is_refused_by_name(tmp_path: Path) -> None:
+    model = save_model(tmp_path, "gpt-oss")
+    for key in ("expert_weights_scale", "attention.key_length_mla"):
+        path = write_gguf(model, tmp_path / f"{key}.gguf", metadata={f"gpt-oss.{key}": 2.5})
+        with pytest.raises(Invalid, match=rf"has gpt-oss\.{key}, which is not applied"):
+            read_config(path)
 
 
 def test_plans_know_the_bits_of_a_file(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -174,7 +174,7 @@ class _GgufWriter(_Writer):
         files: list[Path],
         dtype: torch.dtype,
         folder: Path,
-        stored: Collection[str],
+        stored: Mapping[str, StoredWeight],
     ) -> None:
         super().__init__(info, dtype, folder)
         self._tensors = GgufTensors(files, info.config)
@@ -191,8 +191,9 @@ class _GgufWriter(_Writer):
         left out."""
         weights: dict[str, Tensor] = {}
         for name in names:
-            target, shape = self._tensors.shape(name)
+            target = self._tensors.target(name)
             if target in self._stored:
+                shape = self._stored[target].shape
                 weights[target] = torch.empty(shape, dtype=self._dtype, device="meta")
             else:
                 weights |= self._tensors.weights(name, self._dtype)

@@ -6,24 +6,28 @@ Letters of shapes: R rows, outputs of experts; K inputs, G groups of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from services.stage.model.config_files import quantization_of
 from services.stage.model.float_files import LAYER
+from services.stage.model.gguf.gguf_tensors import GgufTensors
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.packed_weights import BROKEN
-from services.stage.model.quantization import Mxfp4, e2m1_pairs, e8m0_powers
+from services.stage.model.quantization import E2M1_BYTES, Mxfp4, e2m1_pairs, e8m0_powers
 from services.stage.model.refusal import refuse
 from services.stage.model.weights import COPY_AGAIN, WeightFile, check_file, weight_files
 from services.stage.products.experts import is_experts, stacked_weights
 from services.stage.products.groups import GROUP, INT8_BYTES, Int8Groups, scaled
+from shardline_gguf import is_gguf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +36,8 @@ class StoredExperts:
 
     name: str
     """In the model."""
-    files: tuple[Path, Path]
-    """Those of the blocks and of the scales."""
+    read: Callable[[range], tuple[Tensor, Tensor]]
+    """Returns blocks, uint8 [R, G, 16], and scales, uint8 [R, G], of some outputs."""
     shape: tuple[int, ...]
     """Experts, K and the outputs of each; of some outputs R and K."""
     num_inputs: int
@@ -56,16 +60,8 @@ class StoredExperts:
 
     def groups(self) -> Int8Groups:
         """Reads the numbers, [R, K]. Raises Invalid for a broken checkpoint."""
-        some = slice(self.outputs.start, self.outputs.stop)
-        names = (f"{self.name}_{part}" for part in Mxfp4.parts)
         try:
-            with ExitStack() as stack:
-                # The file is mapped: only what is sliced is read.
-                parts = [
-                    stack.enter_context(safe_open(file, framework="pt")).get_tensor(name)
-                    for file, name in zip(self.files, names, strict=True)
-                ]
-                return in_groups(*(part.flatten(0, 1)[some] for part in parts))
+            return in_groups(*self.read(self.outputs))
         except BROKEN as error:
             refuse(f"{self.name} cannot be unpacked: {error}", COPY_AGAIN, error)
 
@@ -87,25 +83,83 @@ def in_groups(blocks: Tensor, scales: Tensor) -> Int8Groups:
 def mxfp4_experts(
     info: ModelInfo, skeleton: Callable[[], nn.Module]
 ) -> Mapping[str, StoredExperts]:
-    """Returns the stacked weights of experts of a checkpoint in MXFP4 by their names in the model,
-    which `skeleton` builds without values; none of another one. Raises Invalid for a broken
-    checkpoint."""
-    if not isinstance(quantization_of(info.config), Mxfp4):
+    """Returns the stacked weights of experts in MXFP4 of a checkpoint or a GGUF file by their names
+    in the model, which `skeleton` builds without values; none of another one. Raises Invalid for a
+    broken checkpoint."""
+    files = weight_files(info.path)
+    if is_gguf(files[0]):
+        published = _in_gguf(GgufTensors(files, info.config))
+    elif isinstance(quantization_of(info.config), Mxfp4):
+        published = _as_published(files)
+    else:
         return {}
-    files = {
-        name: file for file in map(check_file, weight_files(info.path)) for name in file.tensors
-    }
     found: dict[str, StoredExperts] = {}
     for module_name, module in skeleton().named_modules():
         if not is_experts(module) or not getattr(module, "is_transposed", False):
             continue
         for attribute, stacked in stacked_weights(module):
             name = f"{module_name}.{attribute}"
-            if f"{name}_{Mxfp4.parts[0]}" in files and LAYER.search(name):
-                stored = _stored(name, files)
+            if name in published and LAYER.search(name):
+                stored = published[name]()
                 if stored.shape == stacked.shape:  # else the loader refuses it
                     found[name] = stored
     return found
+
+
+def _in_gguf(tensors: GgufTensors) -> Mapping[str, Callable[[], StoredExperts]]:
+    return {
+        name: partial(_stored_gguf, name, tensors, parts)
+        for name, parts in tensors.stacks_in("MXFP4")
+    }
+
+
+def _stored_gguf(name: str, tensors: GgufTensors, parts: Sequence[str]) -> StoredExperts:
+    num_experts, num_outputs, num_inputs = tensors.blocks(parts[0])[0].shape
+    num_outputs *= len(parts)
+    return StoredExperts(
+        name=name,
+        read=partial(_read_gguf, tensors, parts),
+        shape=(num_experts, num_inputs, num_outputs),
+        num_inputs=num_inputs,
+        outputs=range(num_experts * num_outputs),
+    )
+
+
+def _read_gguf(tensors: GgufTensors, parts: Sequence[str], outputs: range) -> tuple[Tensor, Tensor]:
+    """Reads some outputs, which are in turn of each part. A block has its scale before its numbers:
+    those of all low halves of bytes stand before those of the high ones."""
+    numbers = np.arange(outputs.start, outputs.stop)
+    sources = [tensors.blocks(part)[1] for part in parts]
+    found = np.empty((len(numbers), sources[0].shape[1]), dtype=np.uint8)
+    for which, source in enumerate(sources):
+        own = numbers % len(parts) == which
+        found[own] = source[numbers[own] // len(parts)]
+    content = torch.from_numpy(found).unflatten(1, (-1, 1 + E2M1_BYTES))
+    halves = torch.cat((content[..., 1:] & 15, content[..., 1:] >> 4), 2)
+    return halves[..., ::2] | halves[..., 1::2] << 4, content[..., 0]
+
+
+def _as_published(files: Sequence[Path]) -> Mapping[str, Callable[[], StoredExperts]]:
+    by_name = {name: file for file in map(check_file, files) for name in file.tensors}
+    end = f"_{Mxfp4.parts[0]}"
+    return {
+        name.removesuffix(end): partial(_stored, name.removesuffix(end), by_name)
+        for name in by_name
+        if name.endswith(end)
+    }
+
+
+def _read(name: str, files: Sequence[Path], outputs: range) -> tuple[Tensor, Tensor]:
+    some = slice(outputs.start, outputs.stop)
+    names = (f"{name}_{part}" for part in Mxfp4.parts)
+    with ExitStack() as stack:
+        # The file is mapped: only what is sliced is read.
+        parts = [
+            stack.enter_context(safe_open(file, framework="pt")).get_tensor(each)
+            for file, each in zip(files, names, strict=True)
+        ]
+        blocks, scales = (part.flatten(0, 1)[some] for part in parts)
+        return blocks, scales
 
 
 def _stored(name: str, files: Mapping[str, WeightFile]) -> StoredExperts:
@@ -119,7 +173,7 @@ def _stored(name: str, files: Mapping[str, WeightFile]) -> StoredExperts:
     num_experts, num_inputs, num_outputs = shape
     return StoredExperts(
         name=name,
-        files=(by_part["blocks"].path, by_part["scales"].path),
+        read=partial(_read, name, [by_part[part].path for part in Mxfp4.parts]),
         shape=shape,
         num_inputs=num_inputs,
         outputs=range(num_experts * num_outputs),

@@ -20,7 +20,7 @@ from shardline.base.errors import Invalid
 from shardline.base.rounding import round_up
 from shardline.contract.fleet.joined_layers import joined_layers
 from shardline_fleet.planner.recurrent_costs import ALONE, layer_types, recurrent_sizes
-from shardline_gguf import read_config, share_above_4_bits
+from shardline_gguf import has_mxfp4_experts, read_config, share_above_4_bits
 
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 20 / 32}
 """By SHARDLINE_DTYPE; of int4, 32 weights share a scale and a minimum of 2 bytes each."""
@@ -102,9 +102,11 @@ class ModelCosts:
             least = WEIGHT_BYTES["int4"]
             int4_bytes = least + in_8_bits * (GROUPED_INT8_BYTES - least)
             costs = replace(cls.of(config), int4_bytes=int4_bytes)
-            method = _quantization(config).get("quant_method")
+            is_packed = _quantization(config).get("quant_method") == "mxfp4"
+            if not (is_packed or has_mxfp4_experts(model, config)):
+                return costs
             # But for attention, less than 3 % of the weights
-            return replace(costs, int8_bytes=GROUPED_INT8_BYTES) if method == "mxfp4" else costs
+            return replace(costs, int8_bytes=GROUPED_INT8_BYTES)
         except (OSError, ValueError) as error:
             raise Invalid(
                 FIELD,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.stage.model.gguf.tensor_names import ROPES, Heads, Target, target_of
+from services.stage.model.gguf.tensor_names import ROPES, Target, target_of
 from shardline_gguf import GgufHeader, TensorPlace, read_header, refuse
 
 CHUNK_NUMBERS = 1 << 22
@@ -30,9 +30,9 @@ class GgufTensors:
         self._places: dict[str, TensorPlace] = {
             name: place for header in headers for name, place in header.tensors.items()
         }
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self._heads = Heads(config.num_attention_heads, kv_heads)
+        self._config = config
         self._targets = dict(self._named(headers[0], config.num_hidden_layers))
+        self._parts = self._joined(headers[0])
         self._maps = {file: np.memmap(file, dtype=np.uint8, mode="r") for file in files}
 
     def by_layer(self) -> Mapping[int | None, list[str]]:
@@ -55,31 +55,50 @@ class GgufTensors:
         model."""
         for name, (target, _) in self._targets.items():
             place = self._places[name]
-            if len(place.shape) == 2 and place.block.num_numbers > 1 and not target.each_expert:
+            is_matrix = len(place.shape) == 2 and not target.each_expert and target.part is None
+            if is_matrix and place.block.num_numbers > 1:
                 yield name, target.name
+
+    def stacks_in(self, block: str) -> Iterator[tuple[str, list[str]]]:
+        """Yields the weights of all experts that are made of tensors [E, O, I] in blocks of this
+        name, by their names in the model, with those of the tensors in order."""
+        for target, names in self._parts.items():
+            places = [self._places[name] for name in names]
+            if all(len(each.shape) == 3 and each.block.name == block for each in places):
+                yield target, names
 
     def rows(self, name: str) -> Tensor:
         """Returns where the rows of a matrix's weight lie in its blocks, int64 [rows]."""
         numbers = torch.arange(self._places[name].shape[0])
         undo = self._targets[name][0].undo
-        return numbers if undo is None else undo(numbers, self._heads)
+        return numbers if undo is None else undo(numbers, self._config)
 
     def weights(self, name: str, dtype: torch.dtype) -> dict[str, Tensor]:
         """Returns the weights [...] that a tensor of the file means, by their names in the model,
-        in `dtype`. A tensor may hold one for each expert."""
+        in `dtype`. A tensor may hold one for each expert; of several that one weight is made of
+        only the first means it."""
         target, _ = self._targets[name]
-        if target.undo is None:
-            weight = self._dequantized(name, dtype)
+        if target.part is None:
+            weight = self._weight(name, dtype)
+        elif target.part.number:
+            return {}  # read with the first part
         else:
-            # Computed in float32: a norm is near 1, and what is left without it is small.
-            weight = target.undo(self._dequantized(name, torch.float32), self._heads).to(dtype)
+            parts = [self._weight(each, dtype) for each in self._parts[target.name]]
+            weight = target.part.join(parts, self._config)
         if not target.each_expert:
             return {target.name: weight.contiguous()}
         return {target.name.format(number): each.clone() for number, each in enumerate(weight)}
 
-    def shape(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Returns a matrix's name in the model and its shape."""
-        return self._targets[name][0].name, self._places[name].shape
+    def _weight(self, name: str, dtype: torch.dtype) -> Tensor:
+        undo = self._targets[name][0].undo
+        if undo is None:
+            return self._dequantized(name, dtype)
+        # Computed in float32: a norm is near 1, and what is left without it is small.
+        return undo(self._dequantized(name, torch.float32), self._config).to(dtype)
+
+    def target(self, name: str) -> str:
+        """Returns what the model names the weight of a tensor."""
+        return self._targets[name][0].name
 
     def _dequantized(self, name: str, dtype: torch.dtype) -> Tensor:
         """Returns a tensor's numbers, a few rows at a time, so that memory holds them in float32
@@ -93,6 +112,20 @@ class GgufTensors:
             floats = gguf.quants.dequantize(part, kind)
             found[first : first + step] = torch.from_numpy(floats).view(len(part), -1)
         return found.view(place.shape)
+
+    def _joined(self, header: GgufHeader) -> dict[str, list[str]]:
+        """Returns the tensors that weights are joined of, in order. Raises Invalid if one is
+        missing."""
+        found: dict[str, dict[int, str]] = defaultdict(dict)
+        counts: dict[str, int] = {}
+        for name, (target, _) in self._targets.items():
+            if target.part is not None:
+                found[target.name][target.part.number] = name
+                counts[target.name] = target.part.count
+        for weight, parts in found.items():
+            if len(parts) < counts[weight]:
+                refuse(f"{header.path} has only {min(parts.values())!r} of {weight}")
+        return {weight: [parts[each] for each in sorted(parts)] for weight, parts in found.items()}
 
     def _named(
         self, header: GgufHeader, num_layers: int

@@ -7,9 +7,10 @@ Letters of shapes: O outputs, I inputs of a linear layer, E experts, H the hidde
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 LAYER = re.compile(r"blk\.(\d+)\.(.+)")
@@ -17,15 +18,17 @@ ROPES = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factor
 """Part of the config."""
 
 
-class Heads(NamedTuple):
-    """How many heads queries have, and keys and values."""
-
-    num: int
-    num_kv: int
+Undo = Callable[[Tensor, Any], Tensor]
+"""Turns a tensor back into the weight of a model with this config."""
 
 
-Undo = Callable[[Tensor, Heads], Tensor]
-"""Turns a tensor back into the model's weight."""
+class Part(NamedTuple):
+    """Which of the tensors that one weight is made of."""
+
+    number: int
+    count: int
+    join: Callable[[Sequence[Tensor], Any], Tensor]
+    """Makes the weight of all, in order, and the config."""
 
 
 class Target(NamedTuple):
@@ -35,28 +38,43 @@ class Target(NamedTuple):
     undo: Undo | None = None
     each_expert: bool = False
     """Whether the tensor [E, O, I] holds a weight for each expert; its number stands for `{}`."""
+    part: Part | None = None
 
 
-def permuted_queries(weight: Tensor, heads: Heads) -> Tensor:
+def permuted_queries(weight: Tensor, config: Any) -> Tensor:
     """Undoes the order of rotated dimensions, by pairs, that llama.cpp computes with: [O, I] or
     [O], of any dtype."""
-    return _by_halves(weight, heads.num)
+    return _by_halves(weight, config.num_attention_heads)
 
 
-def permuted_keys(weight: Tensor, heads: Heads) -> Tensor:
+def permuted_keys(weight: Tensor, config: Any) -> Tensor:
     """Undoes the order of rotated dimensions of keys: [O, I] or [O], of any dtype."""
-    return _by_halves(weight, heads.num_kv)
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return _by_halves(weight, kv_heads)
 
 
-def shifted(weight: Tensor, _: Heads) -> Tensor:
+def shifted(weight: Tensor, _: Any) -> Tensor:
     """Undoes that a norm's weight, float32 [D], is stored with the 1 that the model adds."""
     return weight - 1
 
 
-def with_channels(weight: Tensor, _: Heads) -> Tensor:
+def with_channels(weight: Tensor, _: Any) -> Tensor:
     """Undoes that a convolution of each channel alone, [H, 1, L] of any dtype, is stored as [H,
     L]."""
     return weight[:, None]
+
+
+def transposed(parts: Sequence[Tensor], _: Any) -> Tensor:
+    """Returns experts [E, I, O] of one tensor [E, O, I] of any dtype."""
+    (weight,) = parts
+    return weight.mT
+
+
+def interleaved(parts: Sequence[Tensor], _: Any) -> Tensor:
+    """Returns experts [E, I, 2 O], or biases [E, 2 O], whose outputs are in turn of the first and
+    the second tensor, [E, O, I] or [E, O] of any dtype."""
+    pairs = torch.stack(list(parts), 2).flatten(1, 2)
+    return pairs if pairs.dim() == 2 else pairs.mT
 
 
 def _by_halves(weight: Tensor, num_heads: int) -> Tensor:
@@ -110,6 +128,19 @@ EXPERTS = _both("ffn_gate_inp", "mlp.gate") | {
     for part in ("gate", "up", "down")
 }
 
+GPT_OSS_EXPERTS = {
+    **_both("ffn_gate_inp", "mlp.router"),
+    **{
+        f"ffn_{part}_exps.{kind}": Target(
+            f"mlp.experts.gate_up_proj{end}", part=Part(number, 2, interleaved)
+        )
+        for number, part in enumerate(("gate", "up"))
+        for kind, end in (("weight", ""), ("bias", "_bias"))
+    },
+    "ffn_down_exps.weight": Target("mlp.experts.down_proj", part=Part(0, 1, transposed)),
+    "ffn_down_exps.bias": Target("mlp.experts.down_proj_bias"),
+}
+
 POST_NORMS = _both("post_attention_norm", "post_attention_layernorm") | _both(
     "post_ffw_norm", "post_feedforward_layernorm"
 )
@@ -155,6 +186,14 @@ TARGETS: dict[str, tuple[Mapping[str, Target], Mapping[str, Target]]] = {
         | GATED
         | _both("attn_norm", "input_layernorm")
         | _both("post_attention_norm", "post_attention_layernorm"),
+    ),
+    "gpt-oss": (
+        ENDS,
+        ATTENTION
+        | GPT_OSS_EXPERTS
+        | _both("attn_norm", "input_layernorm")
+        | _both("post_attention_norm", "post_attention_layernorm")
+        | {"attn_sinks.weight": Target("self_attn.sinks")},
     ),
     "lfm2": (
         ENDS

@@ -23,7 +23,8 @@ from services.standalone.settings import CLERK
 from shardline.base.errors import Invalid
 from shardline.contract.job import SamplingParams
 from tests.chain import generate, load_chain, requests
-from tests.gguf_models import SHIFTED, write_gguf
+from tests.gguf_models import write_gguf
+from tests.gguf_weights import SHIFTED
 from tests.models import LATE_SCALE, VOCAB_SIZE, save_model
 from tests.pinned import first_core
 
@@ -57,6 +58,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "phi3",
             "starcoder2",
             "nemotron",
+            "gpt-oss",
             *(
                 "lfm2",
                 "gemma",
@@ -225,7 +227,7 @@ def test_every_weight_comes_back_to_the_last_bit(name: str, tmp_path: Path) -> N
             assert torch.equal(found[weight], tensor), weight
 
 
-TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+TYPES = ("F32", "F16", "BF16", "MXFP4", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 K_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 """Those that the `gguf` package reads, but does not write."""
 

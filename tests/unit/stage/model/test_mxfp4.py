@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
@@ -29,7 +30,8 @@ from shardline.contract.job import SamplingParams
 from shardline_fleet.planner.model_costs import ModelCosts
 from shardline_scheduler.events import SequenceFinished
 from shardline_server.tokenize import Tokens
-from tests.chain import complete, load_chain, requests
+from tests.chain import complete, generate, load_chain, requests
+from tests.gguf_models import write_gguf
 from tests.models import VOCAB_SIZE
 from tests.mxfp4_models import FILE, Experts, save_mxfp4
 from tests.pinned import first_core
@@ -154,6 +156,40 @@ def test_groups_hold_the_numbers_of_every_expert(tmp_path: Path) -> None:
         assert torch.equal(stored.groups().floats(), rows)
         share = stored.rows(range(70, 200)).rows(range(3, 50))
         assert torch.equal(share.groups().floats(), rows[73:120])
+
+
+MXFP4 = GGMLQuantizationType.MXFP4
+IN_MXFP4 = {f"ffn_{part}_exps": MXFP4 for part in ("gate", "up", "down")}
+
+
+def test_a_gguf_file_holds_experts_as_they_are_published(device: Device, tmp_path: Path) -> None:
+    whole, packed = save_mxfp4(tmp_path)
+    file = write_gguf(whole, tmp_path / "model.gguf", others=IN_MXFP4)
+    info = ModelInfo.read(file, cache_folder=tmp_path)
+
+    found, expected = stored_of(info), stored_of(ModelInfo.read(packed))
+
+    assert found.keys() == expected.keys()
+    for name, stored in found.items():
+        assert stored.shape == expected[name].shape
+        rows = expected[name].groups().floats()
+        assert torch.equal(stored.groups().floats(), rows)
+        share = stored.rows(range(71, 200)).rows(range(3, 50))
+        assert torch.equal(share.groups().floats(), rows[74:121])
+    floats = with_floats(info, range(4), torch.bfloat16, tmp_path).path
+    expected_floats = load_file(whole / FILE)
+    read = {name: each for file in floats.glob("*.safetensors") for name, each in load(file)}
+    assert all(torch.equal(read[name], expected_floats[name]) for name in found)
+    greedy = SamplingParams(max_tokens=8, temperature=0.0)
+    prompts = [list(range(3, 40)), [5, 9]]
+    stages = [load_chain(each, 2, device, tmp_path, dtype="int8") for each in (file, packed)]
+    ends = [generate(each, requests(prompts, greedy), budget=32) for each in stages]
+    assert ends[0] == ends[1]
+    assert ModelCosts.read(file).weight_bytes("int8") == INT8_BYTES
+
+
+def load(file: Path) -> Iterator[tuple[str, Tensor]]:
+    yield from load_file(file).items()
 
 
 @pytest.mark.parametrize("scale", [0, 1, 127, 252])

@@ -1,0 +1,71 @@
+"""The metadata of one architecture in a GGUF header: its numbers, checked."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+from shardline_gguf.architecture import KNOWN, KV_HEADS, Architecture
+from shardline_gguf.gguf_header import GgufHeader
+from shardline_gguf.refusal import refuse
+
+SINGLE = struct.Struct("<f")
+
+
+class Metadata:
+    """Those of a header behind its architecture's name."""
+
+    def __init__(self, header: GgufHeader, architecture: str) -> None:
+        self.path = header.path
+        self.name = architecture
+        self._header = header
+
+    def get(self, key: str) -> Any:
+        """Returns a value as it is; None where the header has none."""
+        return self._header.metadata.get(f"{self.name}.{key}")
+
+    def check_others(self, architecture: Architecture) -> None:
+        """Raises Invalid for a key that the architecture does not have here, or one that says
+        another thing than all its models: what is not applied must not change the answer."""
+        constants = architecture.constants or {}
+        prefix = f"{self.name}."
+        for key in (each for each in self._header.metadata if each.startswith(prefix)):
+            name, value = key.removeprefix(prefix), self._header.metadata[key]
+            if name in constants and not _equal(value, constants[name]):
+                refuse(
+                    f"{self.path} has {key[:80]} {value!r}; read is {constants[name]!r}",
+                    "Give the model in safetensors",
+                )
+            if not (name in constants or name in architecture.sizes or name in KNOWN):
+                refuse(
+                    f"{self.path} has {key[:80]}, which is not applied",
+                    "Give the model in safetensors",
+                )
+
+    def number(self, key: str, value: Any) -> int | float:
+        """Returns the one number of a value: a file may list one for each layer, which must be
+        equal. Raises Invalid for another value."""
+        values = value if isinstance(value, list) else [value]
+        if self.name == "lfm2" and key == KV_HEADS:
+            values = [each for each in values if each] or values  # 0: a layer of convolutions
+        first = values[0] if values else None
+        if not isinstance(first, int | float) or any(each != first for each in values):
+            refuse(f"{self.path} has {self.name}.{key} {values[:4]}, not one number")
+        if not math.isfinite(first) or first < 0:
+            refuse(f"{self.path} has {self.name}.{key} {first}")
+        return decimal(first) if isinstance(first, float) else first
+
+
+def _equal(value: Any, expected: object) -> bool:
+    return bool(decimal(value) == expected if isinstance(value, float) else value == expected)
+
+
+def decimal(value: float) -> float:
+    """Returns the shortest decimal that single precision rounds to this value, as in the model's
+    own config."""
+    for digits in range(6, 9):
+        short = float(f"{value:.{digits}g}")
+        if SINGLE.pack(short) == SINGLE.pack(value):
+            return short
+    return float(value)

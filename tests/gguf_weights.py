@@ -1,0 +1,77 @@
+"""The weights of a model as the converter of llama.cpp stores them: by names that its tables map,
+or by those of the file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+from torch import Tensor
+
+VALUES: Final = "llama", "granite", "smollm3", "mistral3"
+"""Architectures whose rotated dimensions the converter puts into pairs."""
+SHIFTED: Final = "gemma", "gemma2", "gemma3", "nemotron"
+"""Architectures whose norms the converter stores with the 1 that the model adds."""
+
+Named = Iterator[tuple[str, Tensor]]
+
+
+def converted_weights(model: Any, architecture: str) -> dict[str, Tensor]:
+    """Returns each weight once: the output layer of tied ones is the embedding."""
+    config = model.config
+    weights = {name: weight.detach() for name, weight in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    convert = CONVERTERS.get(architecture, _usual)
+    return {
+        new_name: stored
+        for name, weight in weights.items()
+        for new_name, stored in convert(name, _converted(weight, name, config, architecture))
+    }
+
+
+def _usual(name: str, weight: Tensor) -> Named:
+    base = name.removesuffix("gate_up_proj")
+    if name.endswith("experts.gate_up_proj"):
+        gate, up = weight.chunk(2, dim=1)
+        yield f"{base}gate_proj.weight", gate
+        yield f"{base}up_proj.weight", up
+    elif name.endswith("experts.down_proj"):
+        yield f"{name}.weight", weight
+    else:
+        yield name, weight
+
+
+def _gpt_oss(name: str, weight: Tensor) -> Named:
+    end = "bias" if name.endswith("_bias") else "weight"
+    name = name.removesuffix("_bias")
+    if name.endswith("gate_up_proj"):
+        outputs = weight if end == "bias" else weight.mT
+        base = name.removesuffix("gate_up_proj")
+        yield f"{base}gate_proj.{end}", outputs[:, ::2]
+        yield f"{base}up_proj.{end}", outputs[:, 1::2]
+    elif name.endswith("experts.down_proj"):
+        yield f"{name}.{end}", weight if end == "bias" else weight.mT
+    elif name.endswith("sinks"):
+        yield f"{name}.weight", weight
+    else:
+        yield name, weight
+
+
+CONVERTERS: Final[Mapping[str, Callable[[str, Tensor], Named]]] = {"gpt-oss": _gpt_oss}
+
+
+def _converted(weight: Tensor, name: str, config: Any, architecture: str) -> Tensor:
+    if architecture in VALUES and ".q_proj." in name:
+        return _in_pairs(weight, config.num_attention_heads)
+    if architecture in VALUES and ".k_proj." in name:
+        return _in_pairs(weight, config.num_key_value_heads)
+    if name.endswith("conv.conv.weight"):
+        return weight.squeeze(1)
+    is_shifted = architecture in SHIFTED and name.endswith("norm.weight")
+    return weight + 1 if is_shifted else weight
+
+
+def _in_pairs(weight: Tensor, num_heads: int) -> Tensor:
+    halves = weight.view(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
