@@ -39,6 +39,9 @@ ARCHITECTURES: Final = {
     "ernie4_5": "ernie4_5",
     "lfm2": "lfm2",
     "gpt_oss": "gpt-oss",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 """By model_type."""
 RAW_NUMBERS: Final = 256
@@ -131,6 +134,7 @@ def _add_config(writer: GGUFWriter, config: Any, name: str) -> None:
         if getattr(config, field, None):
             writer.add_float32(f"{name}.{key}", getattr(config, field))
     _add_experts(writer, config)
+    _add_states(writer, config)
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -158,6 +162,22 @@ def _add_experts(writer: GGUFWriter, config: Any) -> None:
         writer.add_expert_used_count(config.num_experts_per_tok)
         width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
         writer.add_expert_feed_forward_length(width)
+    if getattr(config, "shared_expert_intermediate_size", None):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _add_states(writer: GGUFWriter, config: Any) -> None:
+    """Adds sizes of layers that keep a state."""
+    if hasattr(config, "linear_num_key_heads"):
+        heads = config.linear_num_value_heads
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(heads)
+        writer.add_ssm_inner_size(heads * config.linear_value_head_dim)
+        writer.add_full_attention_interval(4)
+    if config.model_type.startswith("qwen3_5"):
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
 def _add_layer_types(writer: GGUFWriter, config: Any) -> None:
@@ -171,7 +191,8 @@ def _add_layer_types(writer: GGUFWriter, config: Any) -> None:
         writer.add_feed_forward_length(width)
         return
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if getattr(config, "intermediate_size", None):
+        writer.add_feed_forward_length(config.intermediate_size)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
         if config.model_type in ("olmo3", "exaone4"):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 VALUES: Final = "llama", "granite", "smollm3", "mistral3"
@@ -26,11 +27,13 @@ def converted_weights(model: Any, architecture: str) -> dict[str, Tensor]:
     return {
         new_name: stored
         for name, weight in weights.items()
-        for new_name, stored in convert(name, _converted(weight, name, config, architecture))
+        for new_name, stored in convert(
+            name, _converted(weight, name, config, architecture), config
+        )
     }
 
 
-def _usual(name: str, weight: Tensor) -> Named:
+def _usual(name: str, weight: Tensor, _: Any = None) -> Named:
     base = name.removesuffix("gate_up_proj")
     if name.endswith("experts.gate_up_proj"):
         gate, up = weight.chunk(2, dim=1)
@@ -42,7 +45,7 @@ def _usual(name: str, weight: Tensor) -> Named:
         yield name, weight
 
 
-def _gpt_oss(name: str, weight: Tensor) -> Named:
+def _gpt_oss(name: str, weight: Tensor, _: Any) -> Named:
     end = "bias" if name.endswith("_bias") else "weight"
     name = name.removesuffix("_bias")
     if name.endswith("gate_up_proj"):
@@ -58,7 +61,58 @@ def _gpt_oss(name: str, weight: Tensor) -> Named:
         yield name, weight
 
 
-CONVERTERS: Final[Mapping[str, Callable[[str, Tensor], Named]]] = {"gpt-oss": _gpt_oss}
+def _qwen3_next(name: str, weight: Tensor, config: Any) -> Named:
+    if name.endswith("in_proj_qkvz.weight"):
+        heads, shares = config.linear_num_key_heads, config.linear_num_value_heads
+        keys = config.linear_key_head_dim
+        values = shares // heads * config.linear_value_head_dim
+        parts = weight.view(heads, -1, weight.shape[1]).split([keys, keys, values, values], 1)
+        *qkv, gates = [part.reshape(-1, weight.shape[1]) for part in parts]
+        layer = name.split(".")[2]
+        yield f"blk.{layer}.attn_qkv.weight", torch.cat(qkv)
+        yield f"blk.{layer}.attn_gate.weight", gates
+    else:
+        yield from _delta_rule(name, weight)
+
+
+def _qwen35(name: str, weight: Tensor, config: Any) -> Named:
+    num, keys = config.linear_num_value_heads, config.linear_num_key_heads
+    start = 2 * keys * config.linear_key_head_dim
+
+    def tiled(part: Tensor) -> Tensor:
+        order = torch.arange(num).view(keys, -1).T.flatten()
+        return part.view(num, -1, *part.shape[1:])[order].reshape(part.shape)
+
+    if "linear_attn" not in name or name.endswith("norm.weight"):
+        pass
+    elif "out_proj" in name:
+        weight = tiled(weight.T.contiguous()).T
+    elif "in_proj_qkv" in name or "conv1d" in name:
+        weight = torch.cat((weight[:start], tiled(weight[start:].contiguous())))
+    else:
+        weight = tiled(weight)
+    yield from _delta_rule(name, weight)
+
+
+def _delta_rule(name: str, weight: Tensor) -> Named:
+    if name.endswith("A_log"):
+        yield name, -weight.exp()
+    elif name.endswith("dt_bias"):
+        yield name.replace("dt_bias", "dt_proj.bias"), weight
+    elif "conv1d" in name:
+        yield name, weight.squeeze()
+    elif name.endswith("norm.weight") and "linear_attn" not in name:
+        yield name, weight + 1
+    else:
+        yield from _usual(name, weight)
+
+
+CONVERTERS: Final[Mapping[str, Callable[[str, Tensor, Any], Named]]] = {
+    "gpt-oss": _gpt_oss,
+    "qwen3next": _qwen3_next,
+    "qwen35": _qwen35,
+    "qwen35moe": _qwen35,
+}
 
 
 def _converted(weight: Tensor, name: str, config: Any, architecture: str) -> Tensor:

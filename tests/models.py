@@ -188,11 +188,32 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 RECURRENT = frozenset(
     {
-        *("lfm2", "granitemoehybrid", "qwen3-next", "qwen3.5", "olmo-hybrid", "nemotron-h"),
+        *(
+            "lfm2",
+            "granitemoehybrid",
+            "qwen3-next",
+            "qwen3.5",
+            "qwen3.5-moe",
+            "olmo-hybrid",
+            "nemotron-h",
+        ),
         *("bamba", "falcon-h1"),
     }
 )
 """Of these, models with layers that keep a state, in the first half and in the second."""
+
+OTHER_CONFIGS: dict[str, Callable[[], Any]] = {
+    "qwen3.5-moe": lambda: tf.Qwen3_5MoeTextConfig(
+        **{name: size for name, size in MIXTURE.items() if name != "intermediate_size"},
+        head_dim=16,
+        num_experts=4,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+        **DELTA_RULE,
+        layer_types=["linear_attention", "full_attention"] * 2,
+    ),
+}
+"""Of tests that name them."""
 
 
 def save_model(
@@ -200,7 +221,7 @@ def save_model(
 ) -> Path:
     """Saves the named tiny model, the same weights every time, with `changes` to its config.
     Returns its folder."""
-    config = CONFIGS[name]()
+    config = {**CONFIGS, **OTHER_CONFIGS}[name]()
     for key, value in changes.items():
         setattr(config, key, value)
     return save_drawn(

@@ -3,6 +3,7 @@
 from shardline_gguf.gguf_config import (
     FORMAT,
     config_of,
+    drafting_layers,
     eos_ids,
     has_mxfp4_experts,
     read_config,
@@ -20,6 +21,7 @@ __all__ = [
     "GgufHeader",
     "TensorPlace",
     "config_of",
+    "drafting_layers",
     "eos_ids",
     "files_of",
     "has_mxfp4_experts",

@@ -31,6 +31,14 @@ GEMMA = (
     }
 )
 TEMPERATURE = "attention.temperature_scale"
+SHARED_EXPERT = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+DELTA_RULE = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+VALUE_HEADS = {"ssm.inner_size": ("linear_value_head_dim", "linear_num_value_heads")}
 EXPERTS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -51,6 +59,8 @@ KNOWN = frozenset(
         "rope.scaling.yarn_attn_factor",
         "rope.scaling.yarn_beta_fast",
         "rope.scaling.yarn_beta_slow",
+        "full_attention_interval",
+        "nextn_predict_layers",
     }
 )
 """Keys of every architecture that a rope is made of, or that repeat what tensors and others say."""
@@ -74,6 +84,12 @@ class Architecture:
     """Whether a rope of fewer dimensions than a head's is a share of the head."""
     yarn: Mapping[str, object] = field(default_factory=dict)
     """What all models of the architecture have in YaRN's parameters, and no file names."""
+    has_axes: bool = False
+    """Whether positions of several axes are read: those of a text are alike."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """Types of layers by a tensor that only such a layer has."""
+    shares: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Fields by keys that name a product of the first field and the second, which is known."""
     constants: Mapping[str, object] | None = None
     """What other keys must say, if a file has them. None: other keys are not looked at."""
 

@@ -4,17 +4,21 @@ transformers."""
 from __future__ import annotations
 
 from shardline_gguf.architecture import (
+    DELTA_RULE,
     EXPERTS,
     GEMMA,
     GROUPED,
     HEAD,
     KV_HEADS,
     RMS,
+    SHARED_EXPERT,
+    VALUE_HEADS,
     WINDOW,
     Architecture,
     keys,
 )
 
+LINEAR = {"ssm_a": "linear_attention", "attn_k.weight": "full_attention"}
 LLAMA_BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_gate.bias"}
 
 ARCHITECTURES = {
@@ -163,6 +167,38 @@ ARCHITECTURES = {
         yarn={"truncate": False},
         constants={},
     ),
+    "qwen3next": Architecture(
+        model_type="qwen3_next",
+        model_class="Qwen3NextForCausalLM",
+        sizes=GROUPED | RMS | HEAD | EXPERTS | SHARED_EXPERT | DELTA_RULE,
+        optional=keys("feed_forward_length"),
+        fixed={"norm_topk_prob": True},
+        is_partial=True,
+        kinds=LINEAR,
+        shares=VALUE_HEADS,
+        constants={},
+    ),
+    "qwen35": Architecture(
+        model_type="qwen3_5_text",
+        model_class="Qwen3_5ForCausalLM",
+        sizes=GROUPED | RMS | HEAD | DELTA_RULE,
+        is_partial=True,
+        has_axes=True,
+        kinds=LINEAR,
+        shares=VALUE_HEADS,
+        constants={},
+    ),
+    "qwen35moe": Architecture(
+        model_type="qwen3_5_moe_text",
+        model_class="Qwen3_5MoeForCausalLM",
+        sizes=GROUPED | RMS | HEAD | EXPERTS | SHARED_EXPERT | DELTA_RULE,
+        optional=keys("feed_forward_length"),
+        is_partial=True,
+        has_axes=True,
+        kinds=LINEAR,
+        shares=VALUE_HEADS,
+        constants={},
+    ),
     "lfm2": Architecture(
         model_type="lfm2",
         model_class="Lfm2ForCausalLM",
@@ -171,6 +207,7 @@ ARCHITECTURES = {
             "attention.layer_norm_rms_epsilon": "norm_eps",
             "shortconv.l_cache": "conv_L_cache",
         },
+        kinds={"shortconv.conv.weight": "conv", "attn_k.weight": "full_attention"},
         fixed={"block_auto_adjust_ff_dim": False},
         biases={"conv_bias": "shortconv.in_proj.bias"},
     ),

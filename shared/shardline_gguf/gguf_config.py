@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from shardline_gguf.architecture import KV_HEADS, Architecture
+from shardline_gguf.architecture import Architecture
 from shardline_gguf.architectures import ARCHITECTURES, WINDOWED
 from shardline_gguf.gguf_files import is_gguf, model_in, read_parts
 from shardline_gguf.gguf_header import IN_4_BITS, GgufHeader, TensorPlace
@@ -129,6 +129,12 @@ def eos_ids(header: GgufHeader) -> tuple[int, ...]:
     return tuple(dict.fromkeys(one for one in (*named, *known) if one is not None))
 
 
+def drafting_layers(header: GgufHeader) -> int:
+    """Returns how many layers behind the model's own only draft tokens ahead."""
+    found = header.metadata.get(f"{header.architecture}.nextn_predict_layers", 0)
+    return found if type(found) is int and 0 <= found <= MAX_LAYERS else 0
+
+
 def _token_id(header: GgufHeader, key: str) -> int | None:
     found = header.metadata.get(f"tokenizer.ggml.{key}")
     tokens = header.metadata.get(TOKENS) or []
@@ -149,9 +155,11 @@ class _Config:
         for key, field in architecture.sizes.items():
             value = self._metadata.get(key)
             if value is not None:
-                config[field] = self._metadata.number(key, value)
+                skips_zeros = bool(architecture.kinds)
+                config[field] = self._metadata.number(key, value, skips_zeros=skips_zeros)
             elif key not in architecture.optional:
                 refuse(f"{self._header.path} has no {self._name}.{key}")
+        config["num_hidden_layers"] -= drafting_layers(self._header)
         if not 1 <= config["num_hidden_layers"] <= MAX_LAYERS:
             refuse(f"{self._header.path} would have {config['num_hidden_layers']:,} layers")
         if self._metadata.get("expert_count") and "expert_count" not in architecture.sizes:
@@ -167,9 +175,11 @@ class _Config:
         head_dim = self._head_dim(config)
         if head_dim is not None and "attention.key_length" in architecture.sizes:
             config["head_dim"] = head_dim
-        if any(self._metadata.get("rope.dimension_sections") or ()):
+        if any(self._metadata.get("rope.dimension_sections") or ()) and not architecture.has_axes:
             refuse(f"{self._header.path} has rotations of several axes, which are not read")
-        self._layer_types(config)
+        config |= self._layer_types(config, architecture, tensors) | self._shares(
+            config, architecture
+        )
         self._gemma(config)
         if self._name == "phi3":
             self._phi3(config)
@@ -192,21 +202,45 @@ class _Config:
             refuse(f"{self._header.path} divides {config['hidden_size']} by {heads} heads")
         return int(config.get("head_dim", config["hidden_size"] // heads))
 
-    def _layer_types(self, config: dict[str, Any]) -> None:
+    def _layer_types(
+        self,
+        config: Mapping[str, Any],
+        architecture: Architecture,
+        tensors: Mapping[str, TensorPlace],
+    ) -> dict[str, Any]:
         num_layers = config["num_hidden_layers"]
+        if architecture.kinds:
+            return {
+                "layer_types": [self._kind(n, architecture, tensors) for n in range(num_layers)]
+            }
         pattern = self._metadata.get(WINDOWS)
-        if self._name == "lfm2":
-            types = ("conv", "full_attention")
-            pattern = self._metadata.get(KV_HEADS)
-        else:
-            types = ("full_attention", "sliding_attention")
-            if not config.get("sliding_window"):
-                pattern = [False] * num_layers if self._name == "exaone4" else None
+        if not config.get("sliding_window"):
+            pattern = [False] * num_layers if self._name == "exaone4" else None
         if not isinstance(pattern, list):
-            return
+            return {}
         if len(pattern) != num_layers:
             refuse(f"{self._header.path} lists {len(pattern)} layers of {num_layers}")
-        config["layer_types"] = [types[bool(each)] for each in pattern]
+        types = ("full_attention", "sliding_attention")
+        return {"layer_types": [types[bool(each)] for each in pattern]}
+
+    def _kind(
+        self, number: int, architecture: Architecture, tensors: Mapping[str, TensorPlace]
+    ) -> str:
+        ends = [end for end in architecture.kinds if f"blk.{number}.{end}" in tensors]
+        if not ends:
+            known = ", ".join(architecture.kinds)
+            refuse(f"layer {number} of {self._header.path} has none of {known}")
+        return architecture.kinds[ends[0]]
+
+    def _shares(self, config: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
+        """Returns the factors of sizes that are products."""
+        found: dict[str, Any] = {}
+        for key, (field, other) in architecture.shares.items():
+            product, factor = self._metadata.get(key), config[other]
+            if type(product) is not int or not factor or product % factor:
+                refuse(f"{self._header.path} has {self._name}.{key} {product}, no {factor} times")
+            found[field] = product // factor
+        return found
 
     def _gemma(self, config: dict[str, Any]) -> None:
         if self._name in GEMMA_PARTS:

@@ -6,7 +6,7 @@ import math
 import struct
 from typing import Any
 
-from shardline_gguf.architecture import KNOWN, KV_HEADS, Architecture
+from shardline_gguf.architecture import KNOWN, Architecture
 from shardline_gguf.gguf_header import GgufHeader
 from shardline_gguf.refusal import refuse
 
@@ -29,6 +29,7 @@ class Metadata:
         """Raises Invalid for a key that the architecture does not have here, or one that says
         another thing than all its models: what is not applied must not change the answer."""
         constants = architecture.constants or {}
+        own = {**architecture.sizes, **architecture.shares}
         prefix = f"{self.name}."
         for key in (each for each in self._header.metadata if each.startswith(prefix)):
             name, value = key.removeprefix(prefix), self._header.metadata[key]
@@ -37,18 +38,19 @@ class Metadata:
                     f"{self.path} has {key[:80]} {value!r}; read is {constants[name]!r}",
                     "Give the model in safetensors",
                 )
-            if not (name in constants or name in architecture.sizes or name in KNOWN):
+            if not (name in constants or name in own or name in KNOWN):
                 refuse(
                     f"{self.path} has {key[:80]}, which is not applied",
                     "Give the model in safetensors",
                 )
 
-    def number(self, key: str, value: Any) -> int | float:
+    def number(self, key: str, value: Any, *, skips_zeros: bool = False) -> int | float:
         """Returns the one number of a value: a file may list one for each layer, which must be
-        equal. Raises Invalid for another value."""
+        equal, but for zeros of layers that have none, if these are skipped. Raises Invalid for
+        another value."""
         values = value if isinstance(value, list) else [value]
-        if self.name == "lfm2" and key == KV_HEADS:
-            values = [each for each in values if each] or values  # 0: a layer of convolutions
+        if skips_zeros:
+            values = [each for each in values if each] or values
         first = values[0] if values else None
         if not isinstance(first, int | float) or any(each != first for each in values):
             refuse(f"{self.path} has {self.name}.{key} {values[:4]}, not one number")

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.stage.model.gguf.tensor_names import ROPES, Target, target_of
-from shardline_gguf import GgufHeader, TensorPlace, read_header, refuse
+from services.stage.model.gguf.targets import Target
+from services.stage.model.gguf.tensor_names import ROPES, layer_of, target_of
+from shardline_gguf import GgufHeader, TensorPlace, drafting_layers, read_header, refuse
 
 CHUNK_NUMBERS = 1 << 22
 """Dequantized at a time: float32 numbers of 16 MiB, with about another 16 MiB of buffers."""
@@ -71,7 +72,16 @@ class GgufTensors:
         """Returns where the rows of a matrix's weight lie in its blocks, int64 [rows]."""
         numbers = torch.arange(self._places[name].shape[0])
         undo = self._targets[name][0].undo
-        return numbers if undo is None else undo(numbers, self._config)
+        return numbers if undo is None or self._moves(name) else undo(numbers, self._config)
+
+    def order(self, name: str) -> Tensor | None:
+        """Returns which of a matrix's own inputs stand at each place of its blocks, int32 [inputs];
+        None where each stands at its own."""
+        undo = self._targets[name][0].undo
+        if undo is None or not self._moves(name):
+            return None
+        numbers = torch.arange(self._places[name].shape[1])
+        return undo(numbers, self._config).argsort().int()
 
     def weights(self, name: str, dtype: torch.dtype) -> dict[str, Tensor]:
         """Returns the weights [...] that a tensor of the file means, by their names in the model,
@@ -88,6 +98,9 @@ class GgufTensors:
         if not target.each_expert:
             return {target.name: weight.contiguous()}
         return {target.name.format(number): each.clone() for number, each in enumerate(weight)}
+
+    def _moves(self, name: str) -> bool:
+        return self._targets[name][0].moves_inputs
 
     def _weight(self, name: str, dtype: torch.dtype) -> Tensor:
         undo = self._targets[name][0].undo
@@ -121,7 +134,7 @@ class GgufTensors:
         for name, (target, _) in self._targets.items():
             if target.part is not None:
                 found[target.name][target.part.number] = name
-                counts[target.name] = target.part.count
+                counts[target.name] = target.part.num_parts
         for weight, parts in found.items():
             if len(parts) < counts[weight]:
                 refuse(f"{header.path} has only {min(parts.values())!r} of {weight}")
@@ -130,7 +143,11 @@ class GgufTensors:
     def _named(
         self, header: GgufHeader, num_layers: int
     ) -> Iterator[tuple[str, tuple[Target, int | None]]]:
+        # Layers that draft tokens ahead change none of the model's own.
+        ahead = range(num_layers, num_layers + drafting_layers(header))
         for name in self._places.keys() - ROPES:
+            if layer_of(name) in ahead:
+                continue
             found = target_of(header.architecture, name)
             if found is None:
                 refuse(

@@ -41,11 +41,14 @@ CASED = (
 
 LLAMA3 = rf"{WORD_ENDS}|{LETTERS}|\p{{N}}{{1,3}}|{REST}"
 QWEN2 = rf"{WORD_ENDS}|{LETTERS}|\p{{N}}|{REST}"
+WITH_MARKS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+QWEN35 = rf"{WORD_ENDS}|{WITH_MARKS}|\s*[\r\n]+|\s+(?!\S)|\s+"
 TEKKEN = rf"{CASED[0]}|{CASED[1]}|\p{{N}}|{REST_OF_PATHS}"
 GPT4O = rf"{CASED[0]}{WORD_ENDS}?|{CASED[1]}{WORD_ENDS}?|\p{{N}}{{1,3}}|{REST_OF_PATHS}"
 REGEXES = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bpe", "dbrx"), LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), QWEN2),
+    "qwen35": QWEN35,
     "tekken": TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), GPT4O),
 }
@@ -53,7 +56,7 @@ GPT2 = ("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion")
 """Cut as GPT-2 cuts."""
 SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 """Cut as GPT-2 cuts, each digit alone."""
-COMPOSED = ("qwen2", "deepseek-r1-qwen")
+COMPOSED = ("qwen2", "qwen35", "deepseek-r1-qwen")
 """Text is brought into Unicode's composed form before."""
 WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "smaug-bpe", "tekken")
 """A word of the vocabulary is one token, regardless of the merges."""

@@ -56,9 +56,9 @@ class StoredGguf:
         return len(self._rows), self._tensors.blocks(self._name)[0].shape[-1]
 
     @property
-    def order(self) -> None:
-        """Every input stands at its own place."""
-        return None
+    def order(self) -> Tensor | None:
+        """Which input stands at each place of `groups`, int32 [K]; None: each at its own."""
+        return self._tensors.order(self._name)
 
     @property
     def num_bytes(self) -> int:

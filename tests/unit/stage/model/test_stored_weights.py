@@ -16,7 +16,7 @@ from services.stage.model.model_info import ModelInfo
 from services.stage.model.weights import weight_files
 from services.stage.products import groups
 from shardline.contract.job import SamplingParams
-from tests.chain import complete, load_chain, requests
+from tests.chain import complete, generate, load_chain, requests
 from tests.gguf_models import write_gguf
 from tests.models import VOCAB_SIZE, save_model
 from tests.pinned import first_core
@@ -60,6 +60,28 @@ def test_groups_mean_the_weights_of_the_file(name: str, tmp_path: Path) -> None:
         assert torch.equal(weight.rows(range(16, 48)).groups().floats(), found.floats()[16:48])
         bytes_each = groups.INT4_BYTES if name in IN_4_BITS else groups.INT8_BYTES
         assert weight.num_bytes == exact.numel() * bytes_each
+
+
+def test_inputs_in_another_order_stand_where_the_file_has_them(tmp_path: Path) -> None:
+    model = save_model(tmp_path, "qwen3.5")
+    path = write_gguf(model, tmp_path / "model.gguf", kind=GGMLQuantizationType.Q8_0)
+    info = ModelInfo.read(path, cache_folder=tmp_path)
+    expected = floats(with_floats(info, range(LAYERS), torch.float32, tmp_path).path)
+
+    stored = stored_weights(weight_files(info.path), info.config)
+
+    moved = {each for each, weight in stored.items() if weight.order is not None}
+    assert moved == {f"model.layers.{layer}.linear_attn.out_proj.weight" for layer in (0, 2)}
+    for each, weight in stored.items():
+        order = weight.order
+        found = weight.groups().floats()
+        own = found if order is None else found[:, order.argsort()]
+        assert torch.allclose(own, expected[each], atol=2e-4), each
+    greedy = SamplingParams(max_tokens=8, temperature=0.0)
+    with first_core(tmp_path / "locks") as device:
+        for stages in (1, 2):
+            chain = load_chain(path, stages, device, tmp_path, dtype="int4")
+            assert len(generate(chain, requests([[5, 9, 7]], greedy), budget=32)[0]) == 8
 
 
 def test_weights_that_lie_in_the_file_take_no_disk(tmp_path: Path) -> None:

@@ -1,0 +1,101 @@
+"""The tensors of layers that keep a state, such as those of the gated delta rule. Knows no file.
+
+Letters of shapes: K heads of keys, V heads of values, D numbers of a head, H the hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.stage.model.gguf.targets import (
+    ATTENTION,
+    SHARED_EXPERTS,
+    SHIFTED_HEAD_NORMS,
+    Part,
+    Target,
+    both,
+    logarithms,
+    shifted,
+    with_channels,
+)
+
+
+def by_key_heads(parts: Sequence[Tensor], config: Any) -> Tensor:
+    """Returns the input layer [.., H] of Qwen3-Next, where queries, keys, values and gates of a
+    head of keys stand together: of all queries, keys and values, [.., H], and of all gates."""
+    qkv, gates = parts
+    heads = config.linear_num_key_heads
+    keys = heads * config.linear_key_head_dim
+    queries, keys, values = qkv.split([keys, keys, len(qkv) - 2 * keys])
+    of_heads = [each.unflatten(0, (heads, -1)) for each in (queries, keys, values, gates)]
+    return torch.cat(of_heads, 1).flatten(0, 1)
+
+
+def grouped(weight: Tensor, config: Any) -> Tensor:
+    """Undoes the order of heads of values that llama.cpp computes with: [V D, ..] of any dtype, the
+    first of every head of keys before their second."""
+    heads = config.linear_num_key_heads
+    each = config.linear_num_value_heads // heads
+    return weight.unflatten(0, (each, heads, -1)).swapaxes(0, 1).flatten(0, 2)
+
+
+def grouped_values(weight: Tensor, config: Any) -> Tensor:
+    """Undoes the order of heads of values behind queries and keys, [.., ..] of any dtype."""
+    others = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    return torch.cat((weight[:others], grouped(weight[others:], config)))
+
+
+def grouped_channels(weight: Tensor, config: Any) -> Tensor:
+    """Undoes the order of heads of values in a convolution stored without its dimension of 1."""
+    return with_channels(grouped_values(weight, config), config)
+
+
+def grouped_inputs(weight: Tensor, config: Any) -> Tensor:
+    """Undoes the order of heads of values in inputs, [.., V D] of any dtype."""
+    return grouped(weight.movedim(-1, 0), config).movedim(0, -1)
+
+
+def grouped_logarithms(weight: Tensor, config: Any) -> Tensor:
+    """Undoes the order of heads of values in decays [V], and that they are stored as negative
+    numbers, float32."""
+    return logarithms(grouped(weight, config), config)
+
+
+GATED_ATTENTION = (
+    ATTENTION
+    | SHIFTED_HEAD_NORMS
+    | both("attn_norm", "input_layernorm", shifted)
+    | both("post_attention_norm", "post_attention_layernorm", shifted)
+)
+QWEN3_NEXT = (
+    GATED_ATTENTION
+    | SHARED_EXPERTS
+    | {
+        "attn_qkv.weight": Target("linear_attn.in_proj_qkvz.weight", part=Part(0, 2, by_key_heads)),
+        "attn_gate.weight": Target(
+            "linear_attn.in_proj_qkvz.weight", part=Part(1, 2, by_key_heads)
+        ),
+        "ssm_in.weight": Target("linear_attn.in_proj_qkvz.weight"),
+        "ssm_ba.weight": Target("linear_attn.in_proj_ba.weight"),
+        "ssm_conv1d.weight": Target("linear_attn.conv1d.weight", with_channels),
+        "ssm_a": Target("linear_attn.A_log", logarithms),
+        "ssm_dt.bias": Target("linear_attn.dt_bias"),
+        "ssm_norm.weight": Target("linear_attn.norm.weight"),
+        "ssm_out.weight": Target("linear_attn.out_proj.weight"),
+    }
+)
+QWEN35 = GATED_ATTENTION | {
+    "attn_qkv.weight": Target("linear_attn.in_proj_qkv.weight", grouped_values),
+    "attn_gate.weight": Target("linear_attn.in_proj_z.weight", grouped),
+    "ssm_alpha.weight": Target("linear_attn.in_proj_a.weight", grouped),
+    "ssm_beta.weight": Target("linear_attn.in_proj_b.weight", grouped),
+    "ssm_conv1d.weight": Target("linear_attn.conv1d.weight", grouped_channels),
+    "ssm_a": Target("linear_attn.A_log", grouped_logarithms),
+    "ssm_dt.bias": Target("linear_attn.dt_bias", grouped),
+    "ssm_norm.weight": Target("linear_attn.norm.weight"),
+    "ssm_out.weight": Target("linear_attn.out_proj.weight", grouped_inputs, moves_inputs=True),
+}
