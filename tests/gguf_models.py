@@ -39,6 +39,7 @@ ARCHITECTURES: Final = {
     "ernie4_5": "ernie4_5",
     "lfm2": "lfm2",
     "gpt_oss": "gpt-oss",
+    "gemma4_text": "gemma4",
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
@@ -56,6 +57,12 @@ FACTORS: Final = {
 }
 
 
+GLOBAL_HEAD: Final = 32
+"""Of Gemma 4's layers that see all."""
+HEADS_OF_GEMMA4: Final = {"sliding_attention": 2, "full_attention": 1}
+"""Heads of keys, where layers that see all have others."""
+
+
 def write_gguf(
     folder: Path,
     path: Path,
@@ -71,6 +78,7 @@ def write_gguf(
     `others` are types instead of `kind`, by the last part of names in the file."""
     config = tf.AutoConfig.from_pretrained(folder)
     model = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config.allow_global_per_layer_attribute_access = True
     name = ARCHITECTURES[config.model_type]
     writer = GGUFWriter(path, name, split_max_tensors=part_tensors)
     _add_config(writer, config, name)
@@ -123,7 +131,6 @@ def _add_config(writer: GGUFWriter, config: Any, name: str) -> None:
     head_dim = getattr(config, "head_dim", None) or (
         config.hidden_size // config.num_attention_heads
     )
-    writer.add_key_length(head_dim)
     if config.model_type == "lfm2":
         writer.add_layer_norm_rms_eps(config.norm_eps)
     elif hasattr(config, "rms_norm_eps"):
@@ -135,6 +142,12 @@ def _add_config(writer: GGUFWriter, config: Any, name: str) -> None:
             writer.add_float32(f"{name}.{key}", getattr(config, field))
     _add_experts(writer, config)
     _add_states(writer, config)
+    if config.model_type != "gemma4_text":
+        writer.add_key_length(head_dim)
+        _add_rope(writer, config, head_dim)
+
+
+def _add_rope(writer: GGUFWriter, config: Any, head_dim: int) -> None:
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -190,6 +203,9 @@ def _add_layer_types(writer: GGUFWriter, config: Any) -> None:
         width = -(-int(2 * config.intermediate_size / 3) // multiple) * multiple
         writer.add_feed_forward_length(width)
         return
+    if config.model_type == "gemma4_text":
+        _add_gemma4(writer, config)
+        return
     writer.add_head_count_kv(config.num_key_value_heads)
     if getattr(config, "intermediate_size", None):
         writer.add_feed_forward_length(config.intermediate_size)
@@ -200,8 +216,39 @@ def _add_layer_types(writer: GGUFWriter, config: Any) -> None:
             writer.add_sliding_window_pattern(pattern)
 
 
+def _add_gemma4(writer: GGUFWriter, config: Any) -> None:
+    kinds, shared = config.layer_types, config.num_kv_shared_layers
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+    writer.add_key_length(GLOBAL_HEAD)
+    writer.add_value_length(GLOBAL_HEAD)
+    writer.add_key_length_swa(config.head_dim)
+    writer.add_value_length_swa(config.head_dim)
+    width, own = config.intermediate_size, len(kinds) - shared
+    last = 2 * width if config.use_double_wide_mlp else width
+    writer.add_feed_forward_length([width] * own + [last] * shared)
+    heads = config.num_key_value_heads
+    writer.add_head_count_kv(
+        [HEADS_OF_GEMMA4[kind] for kind in kinds] if config.attention_k_eq_v else heads
+    )
+    writer.add_rope_dimension_count(GLOBAL_HEAD)
+    writer.add_rope_dimension_count_swa(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+
 def _add_factors(writer: GGUFWriter, config: Any) -> None:
     rope = config.rope_parameters
+    if config.model_type == "gemma4_text":
+        rotated = int(GLOBAL_HEAD / 2 * rope["full_attention"]["partial_rotary_factor"])
+        factors = [1.0] * rotated + [1e30] * (GLOBAL_HEAD // 2 - rotated)
+        writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
     if rope.get("rope_type") == "longrope":
         for name in ("long", "short"):
             factors = np.array(rope[f"{name}_factor"], dtype=np.float32)

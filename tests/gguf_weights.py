@@ -94,6 +94,18 @@ def _qwen35(name: str, weight: Tensor, config: Any) -> Named:
     yield from _delta_rule(name, weight)
 
 
+def _gemma4(name: str, weight: Tensor, _: Any) -> Named:
+    layer = name.split(".")[2] if ".layers." in name else None
+    if name.endswith("router.scale"):
+        yield f"blk.{layer}.ffn_gate_inp.scale", weight
+    elif name.endswith("per_expert_scale"):
+        yield f"blk.{layer}.ffn_down_exps.scale", weight
+    elif ".experts." in name or name.endswith("layer_scalar"):
+        yield f"{name}.weight", weight
+    else:
+        yield name, weight
+
+
 def _delta_rule(name: str, weight: Tensor) -> Named:
     if name.endswith("A_log"):
         yield name, -weight.exp()
@@ -109,6 +121,7 @@ def _delta_rule(name: str, weight: Tensor) -> Named:
 
 CONVERTERS: Final[Mapping[str, Callable[[str, Tensor, Any], Named]]] = {
     "gpt-oss": _gpt_oss,
+    "gemma4": _gemma4,
     "qwen3next": _qwen3_next,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,

@@ -202,6 +202,14 @@ RECURRENT = frozenset(
 )
 """Of these, models with layers that keep a state, in the first half and in the second."""
 
+GEMMA4: dict[str, Any] = {
+    **COMMON,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "final_logit_softcapping": 30.0,
+}
 OTHER_CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3.5-moe": lambda: tf.Qwen3_5MoeTextConfig(
         **{name: size for name, size in MIXTURE.items() if name != "intermediate_size"},
@@ -211,6 +219,23 @@ OTHER_CONFIGS: dict[str, Callable[[], Any]] = {
         shared_expert_intermediate_size=24,
         **DELTA_RULE,
         layer_types=["linear_attention", "full_attention"] * 2,
+    ),
+    "gemma4": lambda: tf.Gemma4TextConfig(
+        **GEMMA4,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+    ),
+    "gemma4-moe": lambda: tf.Gemma4TextConfig(
+        **GEMMA4,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=24,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
     ),
 }
 """Of tests that name them."""

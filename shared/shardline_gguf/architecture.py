@@ -6,8 +6,12 @@ Keys of metadata stand without the architecture's name before them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+ANYTHING = object()
+"""What a key says that is looked at otherwise."""
 
 COMMON = {
     "context_length": "max_position_embeddings",
@@ -60,6 +64,7 @@ KNOWN = frozenset(
         "rope.scaling.yarn_beta_fast",
         "rope.scaling.yarn_beta_slow",
         "full_attention_interval",
+        "attention.value_length_swa",
         "nextn_predict_layers",
     }
 )
@@ -90,6 +95,8 @@ class Architecture:
     """Types of layers by a tensor that only such a layer has."""
     shares: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Fields by keys that name a product of the first field and the second, which is known."""
+    fields: Callable[[Any, Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] | None = None
+    """Returns fields that no one number means, of metadata, sizes and tensors."""
     constants: Mapping[str, object] | None = None
     """What other keys must say, if a file has them. None: other keys are not looked at."""
 

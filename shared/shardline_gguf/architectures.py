@@ -4,6 +4,8 @@ transformers."""
 from __future__ import annotations
 
 from shardline_gguf.architecture import (
+    ANYTHING,
+    COMMON,
     DELTA_RULE,
     EXPERTS,
     GEMMA,
@@ -17,6 +19,7 @@ from shardline_gguf.architecture import (
     Architecture,
     keys,
 )
+from shardline_gguf.gemma4 import gemma4_fields
 
 LINEAR = {"ssm_a": "linear_attention", "attn_k.weight": "full_attention"}
 LLAMA_BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_gate.bias"}
@@ -100,6 +103,40 @@ ARCHITECTURES = {
         model_class="GemmaForCausalLM",
         sizes=GROUPED | RMS | HEAD,
         optional=keys(KV_HEADS),
+    ),
+    "gemma4": Architecture(
+        model_type="gemma4_text",
+        model_class="Gemma4ForCausalLM",
+        sizes={key: field for key, field in COMMON.items() if key != "feed_forward_length"}
+        | RMS
+        | WINDOW
+        | {
+            "attention.key_length": "global_head_dim",
+            "attention.key_length_swa": "head_dim",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "expert_count": "num_experts",
+            "expert_used_count": "top_k_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        optional=keys(
+            "final_logit_softcapping",
+            "expert_count",
+            "expert_used_count",
+            "expert_feed_forward_length",
+        ),
+        fields=gemma4_fields,
+        constants=dict.fromkeys(
+            (
+                "feed_forward_length",
+                "attention.head_count_kv",
+                "attention.sliding_window_pattern",
+                "rope.freq_base_swa",
+                "rope.dimension_count_swa",
+            ),
+            ANYTHING,
+        ),
     ),
     "smollm3": Architecture(
         model_type="smollm3",

@@ -24,7 +24,7 @@ TOKENS = "tokenizer.ggml.tokens"
 TOKEN_TYPES = "tokenizer.ggml.token_type"  # noqa: S105 (a key of metadata)
 CONTROL = 3
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
+ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<turn|>")
 """Control tokens that end a reply: a header names one, a model's generation config all."""
 END_OF_PART = "<|end|>"
 ENDS_OF_HARMONY = ("<|return|>", "<|call|>")
@@ -183,6 +183,8 @@ class _Config:
         self._gemma(config)
         if self._name == "phi3":
             self._phi3(config)
+        if architecture.fields is not None:
+            return config | architecture.fields(self._metadata, config, tensors)
         config["rope_parameters"] = rope_of(self._metadata, architecture, config, tensors)
         return config
 

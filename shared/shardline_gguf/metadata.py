@@ -6,7 +6,7 @@ import math
 import struct
 from typing import Any
 
-from shardline_gguf.architecture import KNOWN, Architecture
+from shardline_gguf.architecture import ANYTHING, KNOWN, Architecture
 from shardline_gguf.gguf_header import GgufHeader
 from shardline_gguf.refusal import refuse
 
@@ -25,17 +25,29 @@ class Metadata:
         """Returns a value as it is; None where the header has none."""
         return self._header.metadata.get(f"{self.name}.{key}")
 
+    def in_header(self, key: str) -> Any:
+        """Returns a value by its whole key; None where the header has none."""
+        return self._header.metadata.get(key)
+
     def check_others(self, architecture: Architecture) -> None:
         """Raises Invalid for a key that the architecture does not have here, or one that says
         another thing than all its models: what is not applied must not change the answer."""
         constants = architecture.constants or {}
         own = {**architecture.sizes, **architecture.shares}
         prefix = f"{self.name}."
+        for end in ("", "_swa"):
+            lengths = [self.get(f"attention.{kind}_length{end}") for kind in ("key", "value")]
+            if None not in lengths and lengths[0] != lengths[1]:
+                refuse(
+                    f"{self.path} has heads of {lengths[0]} in keys and {lengths[1]} in values",
+                    "Give the model in safetensors",
+                )
         for key in (each for each in self._header.metadata if each.startswith(prefix)):
             name, value = key.removeprefix(prefix), self._header.metadata[key]
-            if name in constants and not _equal(value, constants[name]):
+            expected = constants.get(name, ANYTHING)
+            if expected is not ANYTHING and not _equal(value, expected):
                 refuse(
-                    f"{self.path} has {key[:80]} {value!r}; read is {constants[name]!r}",
+                    f"{self.path} has {key[:80]} {value!r}; read is {expected!r}",
                     "Give the model in safetensors",
                 )
             if not (name in constants or name in own or name in KNOWN):

@@ -45,22 +45,33 @@ WITH_MARKS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\
 QWEN35 = rf"{WORD_ENDS}|{WITH_MARKS}|\s*[\r\n]+|\s+(?!\S)|\s+"
 TEKKEN = rf"{CASED[0]}|{CASED[1]}|\p{{N}}|{REST_OF_PATHS}"
 GPT4O = rf"{CASED[0]}{WORD_ENDS}?|{CASED[1]}{WORD_ENDS}?|\p{{N}}{{1,3}}|{REST_OF_PATHS}"
+SEED = rf"{WORD_ENDS}|{LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+LIKE_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2")
 REGEXES = {
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bpe", "dbrx"), LLAMA3),
+    **dict.fromkeys((*LIKE_LLAMA3, "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), LLAMA3),
+    "seed-coder": SEED,
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), QWEN2),
     "qwen35": QWEN35,
     "tekken": TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), GPT4O),
 }
-GPT2 = ("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion")
+GPT2 = ("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion", "exaone4")
 """Cut as GPT-2 cuts."""
 SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 """Cut as GPT-2 cuts, each digit alone."""
+DEEPSEEK = ("deepseek-v3", "hunyuan-dense")
+DEEPSEEK_STEPS = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+"""Cut in turn."""
 COMPOSED = ("qwen2", "qwen35", "deepseek-r1-qwen")
 """Text is brought into Unicode's composed form before."""
-WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "smaug-bpe", "tekken")
+WHOLE_WORDS = (*LIKE_LLAMA3, "smaug-bpe", "tekken")
 """A word of the vocabulary is one token, regardless of the merges."""
-BEGIN_WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "tekken")
+BEGIN_WITH_BOS = (*LIKE_LLAMA3, "tekken")
 
 
 def tokenizer_of(header: GgufHeader) -> Tokenizer | None:
@@ -115,12 +126,15 @@ def _bytes_bpe(header: GgufHeader, tokens: Sequence[str]) -> Tokenizer:
 
 
 def _pre_tokenizer(header: GgufHeader, rule: Any) -> PreTokenizer:
+    if rule in DEEPSEEK:
+        steps = [Split(Regex(each), behavior="isolated") for each in DEEPSEEK_STEPS]
+        return PreTokenizers([*steps, ByteLevel(add_prefix_space=False, use_regex=False)])
     if rule in GPT2:
         return ByteLevel(add_prefix_space=False)
     if rule in SINGLE_DIGITS:
         return PreTokenizers([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
     if rule not in REGEXES:
-        known = ", ".join(sorted((*GPT2, *SINGLE_DIGITS, *REGEXES)))
+        known = ", ".join(sorted((*GPT2, *SINGLE_DIGITS, *DEEPSEEK, *REGEXES)))
         refuse(
             f"{header.path} cuts text as {rule!r} (tokenizer.ggml.pre); known are {known}",
             "Give the model in safetensors",
@@ -175,6 +189,7 @@ def _sentencepiece(header: GgufHeader, tokens: Sequence[str]) -> Tokenizer:
 KINDS: Mapping[str, Callable[[GgufHeader, Sequence[str]], Tokenizer]] = {
     "gpt2": _bytes_bpe,
     "llama": _sentencepiece,
+    "gemma4": _sentencepiece,
 }
 
 

@@ -141,6 +141,35 @@ SHARED_EXPERTS = (
     | both("ffn_down_shexp", "mlp.shared_expert.down_proj")
     | both("ffn_gate_inp_shexp", "mlp.shared_expert_gate", in_a_row)
 )
+GEMMA4_ENDS = (
+    ENDS
+    | both("per_layer_token_embd", "model.embed_tokens_per_layer")
+    | both("per_layer_model_proj", "model.per_layer_model_projection")
+    | both("per_layer_proj_norm", "model.per_layer_projection_norm")
+)
+GEMMA4 = (
+    ATTENTION
+    | HEAD_NORMS
+    | GATED
+    | both("attn_norm", "input_layernorm")
+    | both("post_attention_norm", "post_attention_layernorm")
+    | both("ffn_norm", "pre_feedforward_layernorm")
+    | both("pre_ffw_norm_2", "pre_feedforward_layernorm_2")
+    | both("post_ffw_norm", "post_feedforward_layernorm")
+    | both("post_ffw_norm_1", "post_feedforward_layernorm_1")
+    | both("post_ffw_norm_2", "post_feedforward_layernorm_2")
+    | both("inp_gate", "per_layer_input_gate")
+    | both("proj", "per_layer_projection")
+    | both("post_norm", "post_per_layer_input_norm")
+    | both("ffn_gate_inp", "router.proj")
+    | {
+        "ffn_gate_inp.scale": Target("router.scale"),
+        "ffn_down_exps.scale": Target("router.per_expert_scale"),
+        "ffn_gate_up_exps.weight": Target("experts.gate_up_proj"),
+        "ffn_down_exps.weight": Target("experts.down_proj"),
+        "layer_output_scale.weight": Target("layer_scalar"),
+    }
+)
 GPT_OSS_EXPERTS = {
     **both("ffn_gate_inp", "mlp.router"),
     **{

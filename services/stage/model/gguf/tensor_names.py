@@ -12,6 +12,8 @@ from services.stage.model.gguf.targets import (
     EXPERTS,
     FOUR_NORMS,
     GATED,
+    GEMMA4,
+    GEMMA4_ENDS,
     GPT_OSS_EXPERTS,
     HEAD_NORMS,
     NORMS,
@@ -45,6 +47,7 @@ TARGETS: dict[str, tuple[Mapping[str, Target], Mapping[str, Target]]] = {
     "qwen3moe": (ENDS, QWEN3 | EXPERTS),
     "gemma2": (SHIFTED_ENDS, ATTENTION | GATED | FOUR_NORMS),
     "gemma3": (SHIFTED_ENDS, ATTENTION | GATED | FOUR_NORMS | SHIFTED_HEAD_NORMS),
+    "gemma4": (GEMMA4_ENDS, GEMMA4),
     "phi3": (
         ENDS,
         both("attn_qkv", "self_attn.qkv_proj")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import log
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,14 @@ from gguf import GGMLQuantizationType
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from services.stage.device.device import Device
 from services.stage.model.float_files import with_floats
-from services.stage.model.gguf.gguf_tokenizer import tokenizer_of
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.weights import fingerprint, weight_files
 from services.standalone.settings import CLERK
 from shardline.base.errors import Invalid
 from shardline.contract.job import SamplingParams
-from shardline_gguf import read_header
 from tests.chain import generate, load_chain, requests
 from tests.gguf_models import write_gguf
 from tests.gguf_weights import SHIFTED
@@ -62,7 +58,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "phi3",
             "starcoder2",
             "nemotron",
-            *("gpt-oss", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
+            *("gpt-oss", "qwen3-next", "qwen3.5", "qwen3.5-moe", "gemma4", "gemma4-moe"),
             *(
                 "lfm2",
                 "gemma",
@@ -161,7 +157,9 @@ def floats(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama-3", "gemma3", "qwen3-moe", "lfm2", "qwen3.5"])
+@pytest.mark.parametrize(
+    "name", ["llama-3", "gemma3", "qwen3-moe", "lfm2", "qwen3.5", "gemma4-moe"]
+)
 def test_stages_of_a_file_give_the_tokens_of_the_model_that_it_was_converted_from(
     name: str, device: Device, tmp_path: Path
 ) -> None:
@@ -294,19 +292,6 @@ def test_layers_that_draft_ahead_are_none_of_the_models(tmp_path: Path) -> None:
     assert info.num_layers == 3
     expected = {name for name in floats(model) if "layers.3." not in name}
     assert found.keys() == expected
-
-
-def test_text_is_cut_as_qwen_3_5_cuts_it(tmp_path: Path) -> None:
-    metadata = {"tokenizer.ggml.pre": "qwen35"}
-    header = read_header(write_gguf(CLERK, tmp_path / "clerk.gguf"))
-    tokenizer = tokenizer_of(replace(header, metadata={**header.metadata, **metadata}))
-    assert tokenizer is not None
-    own = Qwen3_5Tokenizer()
-    for text in (*TEXTS, "na\u0308ive \u0928\u092e\u0938\u094d\u0924\u0947 1234"):
-        for step in ("normalizer", "pre_tokenizer"):
-            found, expected = (getattr(each, step) for each in (tokenizer, own.backend_tokenizer))
-            name = "normalize_str" if step == "normalizer" else "pre_tokenize_str"
-            assert getattr(found, name)(text) == getattr(expected, name)(text)
 
 
 def test_a_stage_unpacks_its_own_layers_alone(tmp_path: Path) -> None:
