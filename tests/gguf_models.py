@@ -40,6 +40,14 @@ ARCHITECTURES: Final = {
     "lfm2": "lfm2",
     "gpt_oss": "gpt-oss",
     "gemma4_text": "gemma4",
+    "granitemoehybrid": "granitehybrid",
+    "glm4_moe": "glm4moe",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "olmoe": "olmoe",
+    "mixtral": "llama",
+    "cohere": "command-r",
+    "cohere2": "cohere2",
+    "hunyuan_v1_dense": "hunyuan-dense",
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
@@ -52,11 +60,14 @@ FACTORS: Final = {
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
+    "logit_scale": "logit_scale",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
 
 
+COUNTS: Final = "n_routed_experts", "moe_num_experts", "num_experts", "num_local_experts"
+EPSILONS: Final = "norm_epsilon", "norm_eps", "layer_norm_eps"
 GLOBAL_HEAD: Final = 32
 """Of Gemma 4's layers that see all."""
 HEADS_OF_GEMMA4: Final = {"sliding_attention": 2, "full_attention": 1}
@@ -136,7 +147,8 @@ def _add_config(writer: GGUFWriter, config: Any, name: str) -> None:
     elif hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
-        writer.add_layer_norm_eps(getattr(config, "norm_epsilon", None) or config.norm_eps)
+        field = next(each for each in EPSILONS if hasattr(config, each))
+        writer.add_layer_norm_eps(getattr(config, field))
     for field, key in FACTORS.items():
         if getattr(config, field, None):
             writer.add_float32(f"{name}.{key}", getattr(config, field))
@@ -170,13 +182,27 @@ def _add_rope(writer: GGUFWriter, config: Any, head_dim: int) -> None:
 
 
 def _add_experts(writer: GGUFWriter, config: Any) -> None:
-    if getattr(config, "num_experts_per_tok", None):
-        writer.add_expert_count(config.num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-        writer.add_expert_feed_forward_length(width)
-    if getattr(config, "shared_expert_intermediate_size", None):
-        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    for add, fields in (
+        (writer.add_expert_count, COUNTS),
+        (writer.add_expert_used_count, ("moe_k", "num_experts_per_tok")),
+        (writer.add_expert_feed_forward_length, ("moe_intermediate_size",)),
+        (writer.add_expert_shared_count, ("moe_num_shared_experts", "n_shared_experts")),
+        (
+            writer.add_expert_shared_feed_forward_length,
+            ("shared_expert_intermediate_size", "shared_intermediate_size"),
+        ),
+        (writer.add_interleave_moe_layer_step, ("moe_layer_interval",)),
+        (writer.add_leading_dense_block_count, ("moe_layer_start_index", "first_k_dense_replace")),
+        (writer.add_expert_weights_scale, ("routed_scaling_factor",)),
+    ):
+        found = [getattr(config, field) for field in fields if getattr(config, field, None)]
+        if found:
+            add(found[0])
+    if config.model_type == "gpt_oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+    if config.model_type == "glm4_moe":
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 def _add_states(writer: GGUFWriter, config: Any) -> None:
@@ -189,6 +215,13 @@ def _add_states(writer: GGUFWriter, config: Any) -> None:
         writer.add_ssm_time_step_rank(heads)
         writer.add_ssm_inner_size(heads * config.linear_value_head_dim)
         writer.add_full_attention_interval(4)
+    if hasattr(config, "mamba_d_conv"):
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_ssm_state_size(config.mamba_d_state)
+        writer.add_ssm_group_count(config.mamba_n_groups)
+        writer.add_ssm_time_step_rank(config.mamba_n_heads)
+        writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+        writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
     if config.model_type.startswith("qwen3_5"):
         writer.add_rope_dimension_sections([11, 11, 10, 0])
 
@@ -206,7 +239,10 @@ def _add_layer_types(writer: GGUFWriter, config: Any) -> None:
     if config.model_type == "gemma4_text":
         _add_gemma4(writer, config)
         return
-    writer.add_head_count_kv(config.num_key_value_heads)
+    heads = config.num_key_value_heads
+    if config.model_type == "granitemoehybrid":
+        heads = [heads if kind == "full_attention" else 0 for kind in config.layer_types]
+    writer.add_head_count_kv(heads)
     if getattr(config, "intermediate_size", None):
         writer.add_feed_forward_length(config.intermediate_size)
     if getattr(config, "sliding_window", None):

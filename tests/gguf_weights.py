@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-VALUES: Final = "llama", "granite", "smollm3", "mistral3"
+VALUES: Final = "llama", "granite", "granitehybrid", "smollm3", "mistral3"
 """Architectures whose rotated dimensions the converter puts into pairs."""
 SHIFTED: Final = "gemma", "gemma2", "gemma3", "nemotron"
 """Architectures whose norms the converter stores with the 1 that the model adds."""
@@ -106,6 +106,39 @@ def _gemma4(name: str, weight: Tensor, _: Any) -> Named:
         yield name, weight
 
 
+def _granite_hybrid(name: str, weight: Tensor, config: Any) -> Named:
+    layer = name.split(".")[2] if ".layers." in name else None
+    end = "_shexp" if config.num_local_experts else ""
+    halves = [weight] if weight.dim() == 1 else weight.chunk(2, -2)
+    if name.endswith("input_linear.weight"):
+        yield f"blk.{layer}.ffn_gate{end}.weight", halves[0]
+        yield f"blk.{layer}.ffn_up{end}.weight", halves[1]
+    elif name.endswith("output_linear.weight"):
+        yield f"blk.{layer}.ffn_down{end}.weight", weight
+    elif name.endswith("experts.gate_up_proj"):
+        yield f"blk.{layer}.ffn_gate_exps.weight", halves[0]
+        yield f"blk.{layer}.ffn_up_exps.weight", halves[1]
+    elif name.endswith("experts.down_proj"):
+        yield f"blk.{layer}.ffn_down_exps.weight", weight
+    elif name.endswith("block_sparse_moe.router.weight"):
+        yield f"blk.{layer}.ffn_gate_inp.weight", weight
+    elif name.endswith((".D", "A_log")):
+        yield name, (-weight.exp() if name.endswith("A_log") else weight)[:, None]
+    elif name.endswith("mamba.norm.weight"):
+        yield name, weight.view(config.mamba_n_groups, -1)
+    elif name.endswith("conv1d.weight"):
+        yield name, weight.squeeze()
+    else:
+        yield name.replace("dt_bias", "dt_proj.bias"), weight
+
+
+def _ernie(name: str, weight: Tensor, _: Any) -> Named:
+    if name.endswith("e_score_correction_bias"):
+        yield f"blk.{name.split('.')[2]}.exp_probs_b.bias", weight
+    else:
+        yield from _usual(name, weight)
+
+
 def _delta_rule(name: str, weight: Tensor) -> Named:
     if name.endswith("A_log"):
         yield name, -weight.exp()
@@ -122,6 +155,9 @@ def _delta_rule(name: str, weight: Tensor) -> Named:
 CONVERTERS: Final[Mapping[str, Callable[[str, Tensor, Any], Named]]] = {
     "gpt-oss": _gpt_oss,
     "gemma4": _gemma4,
+    "granitehybrid": _granite_hybrid,
+    "ernie4_5-moe": _ernie,
+    "glm4moe": _ernie,
     "qwen3next": _qwen3_next,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,

@@ -36,6 +36,13 @@ GEMMA = (
 )
 TEMPERATURE = "attention.temperature_scale"
 SHARED_EXPERT = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+SCALES = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+"""Granite's."""
 DELTA_RULE = {
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.state_size": "linear_key_head_dim",
@@ -51,6 +58,8 @@ EXPERTS = {
 KNOWN = frozenset(
     {
         "vocab_size",
+        "tensor_data_layout",
+        "attention.key_length",
         "attention.value_length",
         "rope.freq_base",
         "rope.dimension_count",

@@ -13,6 +13,7 @@ from shardline_gguf.architecture import (
     HEAD,
     KV_HEADS,
     RMS,
+    SCALES,
     SHARED_EXPERT,
     VALUE_HEADS,
     WINDOW,
@@ -20,6 +21,7 @@ from shardline_gguf.architecture import (
     keys,
 )
 from shardline_gguf.gemma4 import gemma4_fields
+from shardline_gguf.later_architectures import LATER
 
 LINEAR = {"ssm_a": "linear_attention", "attn_k.weight": "full_attention"}
 LLAMA_BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_gate.bias"}
@@ -35,14 +37,7 @@ ARCHITECTURES = {
     "granite": Architecture(
         model_type="granite",
         model_class="GraniteForCausalLM",
-        sizes=GROUPED
-        | RMS
-        | {
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
+        sizes=GROUPED | RMS | SCALES,
         optional=keys(KV_HEADS),
         biases=LLAMA_BIASES,
     ),
@@ -236,6 +231,7 @@ ARCHITECTURES = {
         shares=VALUE_HEADS,
         constants={},
     ),
+    **LATER,
     "lfm2": Architecture(
         model_type="lfm2",
         model_class="Lfm2ForCausalLM",

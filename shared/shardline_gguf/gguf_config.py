@@ -14,6 +14,7 @@ from shardline_gguf.architectures import ARCHITECTURES, WINDOWED
 from shardline_gguf.gguf_files import is_gguf, model_in, read_parts
 from shardline_gguf.gguf_header import IN_4_BITS, GgufHeader, TensorPlace
 from shardline_gguf.gguf_rope import rope_of
+from shardline_gguf.later_architectures import MIXTRAL
 from shardline_gguf.metadata import Metadata
 from shardline_gguf.refusal import refuse
 
@@ -92,6 +93,8 @@ def config_of(header: GgufHeader, tensors: Mapping[str, TensorPlace]) -> dict[st
     name = header.architecture
     has_window = f"{name}.{WINDOW}" in header.metadata
     architecture = WINDOWED.get(name) if has_window else None
+    if name == "llama" and header.metadata.get("llama.expert_count"):
+        architecture = MIXTRAL
     architecture = architecture or ARCHITECTURES.get(name)
     if architecture is None:
         known = ", ".join(sorted(ARCHITECTURES))
@@ -173,8 +176,10 @@ class _Config:
         config |= {field: f"blk.0.{end}" in tensors for field, end in architecture.biases.items()}
         config["vocab_size"] = self._vocab_size(tensors)
         head_dim = self._head_dim(config)
-        if head_dim is not None and "attention.key_length" in architecture.sizes:
+        if "attention.key_length" in architecture.sizes:
             config["head_dim"] = head_dim
+        elif self._metadata.get("attention.key_length") not in (None, head_dim):
+            refuse(f"{self._header.path} has heads of another size than {head_dim}")
         if any(self._metadata.get("rope.dimension_sections") or ()) and not architecture.has_axes:
             refuse(f"{self._header.path} has rotations of several axes, which are not read")
         config |= self._layer_types(config, architecture, tensors) | self._shares(
@@ -184,8 +189,9 @@ class _Config:
         if self._name == "phi3":
             self._phi3(config)
         if architecture.fields is not None:
-            return config | architecture.fields(self._metadata, config, tensors)
-        config["rope_parameters"] = rope_of(self._metadata, architecture, config, tensors)
+            config |= architecture.fields(self._metadata, config, tensors)
+        if "rope_parameters" not in config:
+            config["rope_parameters"] = rope_of(self._metadata, architecture, config, tensors)
         return config
 
     def _vocab_size(self, tensors: Mapping[str, TensorPlace]) -> int:
@@ -198,7 +204,7 @@ class _Config:
             refuse(f"{self._header.path} has {len(tokens):,} tokens and an embedding of {rows:,}")
         return rows
 
-    def _head_dim(self, config: Mapping[str, Any]) -> int | None:
+    def _head_dim(self, config: Mapping[str, Any]) -> int:
         heads = config["num_attention_heads"]
         if not heads or (config["hidden_size"] % heads and "head_dim" not in config):
             refuse(f"{self._header.path} divides {config['hidden_size']} by {heads} heads")

@@ -119,7 +119,7 @@ def test_an_architecture_that_is_not_read_is_refused_with_those_that_are(
 ) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(whole.read_bytes().replace(text(b"llama"), text(b"bloom")))
-    with pytest.raises(Invalid, match=r"'bloom'; GGUF files are read of ernie4_5.*llama.*qwen3"):
+    with pytest.raises(Invalid, match=r"'bloom'; GGUF files are read of cohere2.*llama.*qwen3"):
         read_config(path)
 
 

@@ -88,6 +88,7 @@ class GgufTensors:
         in `dtype`. A tensor may hold one for each expert; of several that one weight is made of
         only the first means it."""
         target, _ = self._targets[name]
+        dtype = torch.float32 if target.is_single else dtype
         if target.part is None:
             weight = self._weight(name, dtype)
         elif target.part.number:

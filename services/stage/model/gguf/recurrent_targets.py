@@ -13,10 +13,13 @@ from torch import Tensor
 
 from services.stage.model.gguf.targets import (
     ATTENTION,
+    NORMS,
+    PERMUTED_ATTENTION,
     SHARED_EXPERTS,
     SHIFTED_HEAD_NORMS,
     Part,
     Target,
+    behind,
     both,
     logarithms,
     shifted,
@@ -65,6 +68,16 @@ def grouped_logarithms(weight: Tensor, config: Any) -> Tensor:
     return logarithms(grouped(weight, config), config)
 
 
+def flat(weight: Tensor, _: Any) -> Tensor:
+    """Undoes that numbers of heads or groups stand in rows, of any dtype."""
+    return weight.flatten()
+
+
+def flat_logarithms(weight: Tensor, config: Any) -> Tensor:
+    """Undoes that decays [H, 1] are stored as negative numbers in rows, float32."""
+    return logarithms(weight.flatten(), config)
+
+
 GATED_ATTENTION = (
     ATTENTION
     | SHIFTED_HEAD_NORMS
@@ -99,3 +112,36 @@ QWEN35 = GATED_ATTENTION | {
     "ssm_norm.weight": Target("linear_attn.norm.weight"),
     "ssm_out.weight": Target("linear_attn.out_proj.weight", grouped_inputs, moves_inputs=True),
 }
+
+MAMBA2 = (
+    both("ssm_in", "mamba.in_proj")
+    | both("ssm_conv1d", "mamba.conv1d", with_channels)
+    | both("ssm_out", "mamba.out_proj")
+    | {
+        "ssm_a": Target("mamba.A_log", flat_logarithms),
+        "ssm_d": Target("mamba.D", flat),
+        "ssm_dt.bias": Target("mamba.dt_bias"),
+        "ssm_norm.weight": Target("mamba.norm.weight", flat),
+    }
+)
+
+
+def _joined(ends: tuple[str, str], name: str) -> dict[str, Target]:
+    return {
+        f"{end}.weight": Target(f"{name}.weight", part=Part(number, 2, behind))
+        for number, end in enumerate(ends)
+    }
+
+
+GRANITE_HYBRID = (
+    PERMUTED_ATTENTION
+    | MAMBA2
+    | NORMS
+    | _joined(("ffn_gate", "ffn_up"), "shared_mlp.input_linear")
+    | _joined(("ffn_gate_shexp", "ffn_up_shexp"), "shared_mlp.input_linear")
+    | both("ffn_down", "shared_mlp.output_linear")
+    | both("ffn_down_shexp", "shared_mlp.output_linear")
+    | _joined(("ffn_gate_exps", "ffn_up_exps"), "block_sparse_moe.input_linear")
+    | both("ffn_down_exps", "block_sparse_moe.output_linear")
+    | both("ffn_gate_inp", "block_sparse_moe.router.layer")
+)

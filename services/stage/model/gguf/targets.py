@@ -33,6 +33,8 @@ class Target(NamedTuple):
     each_expert: bool = False
     """Whether the tensor [E, O, I] holds a weight for each expert; its number stands for `{}`."""
     part: Part | None = None
+    is_single: bool = False
+    """Whether it stays in float32, as the model keeps it in any dtype."""
     moves_inputs: bool = False
     """Whether undoing moves inputs [.., I], not rows."""
 
@@ -81,6 +83,12 @@ def interleaved(parts: Sequence[Tensor], _: Any) -> Tensor:
     the second tensor, [E, O, I] or [E, O] of any dtype."""
     pairs = torch.stack(list(parts), 2).flatten(1, 2)
     return pairs if pairs.dim() == 2 else pairs.mT
+
+
+def behind(parts: Sequence[Tensor], _: Any) -> Tensor:
+    """Returns outputs of several tensors, [O, I] or [E, O, I] of any dtype, one's behind
+    another's."""
+    return torch.cat(list(parts), -2)
 
 
 def _by_halves(weight: Tensor, num_heads: int) -> Tensor:
@@ -141,6 +149,24 @@ SHARED_EXPERTS = (
     | both("ffn_down_shexp", "mlp.shared_expert.down_proj")
     | both("ffn_gate_inp_shexp", "mlp.shared_expert_gate", in_a_row)
 )
+ROUTED_EXPERTS = (
+    EXPERTS
+    | both("ffn_gate_shexp", "mlp.shared_experts.gate_proj")
+    | both("ffn_up_shexp", "mlp.shared_experts.up_proj")
+    | both("ffn_down_shexp", "mlp.shared_experts.down_proj")
+)
+GLM4_EXPERTS = ROUTED_EXPERTS | {
+    "exp_probs_b.bias": Target("mlp.gate.e_score_correction_bias", is_single=True)
+}
+ERNIE_EXPERTS = ROUTED_EXPERTS | {
+    "exp_probs_b.bias": Target("mlp.moe_statics.e_score_correction_bias", in_a_row, is_single=True)
+}
+MIXTRAL_EXPERTS = both("ffn_gate_inp", "block_sparse_moe.gate") | {
+    f"ffn_{part}_exps.weight": Target(
+        f"block_sparse_moe.experts.{{}}.{name}.weight", each_expert=True
+    )
+    for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+}
 GEMMA4_ENDS = (
     ENDS
     | both("per_layer_token_embd", "model.embed_tokens_per_layer")

@@ -5,17 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from services.stage.model.gguf.recurrent_targets import QWEN3_NEXT, QWEN35
+from services.stage.model.gguf.recurrent_targets import GRANITE_HYBRID, QWEN3_NEXT, QWEN35
 from services.stage.model.gguf.targets import (
     ATTENTION,
     ENDS,
+    ERNIE_EXPERTS,
     EXPERTS,
     FOUR_NORMS,
     GATED,
     GEMMA4,
     GEMMA4_ENDS,
+    GLM4_EXPERTS,
     GPT_OSS_EXPERTS,
     HEAD_NORMS,
+    MIXTRAL_EXPERTS,
     NORMS,
     PERMUTED_ATTENTION,
     POST_NORMS,
@@ -37,7 +40,29 @@ ROPES = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factor
 LLAMA = ENDS, PERMUTED_ATTENTION | GATED | NORMS
 QWEN3 = ATTENTION | HEAD_NORMS | NORMS
 TARGETS: dict[str, tuple[Mapping[str, Target], Mapping[str, Target]]] = {
-    "llama": LLAMA,
+    "llama": (ENDS, LLAMA[1] | MIXTRAL_EXPERTS),
+    "olmoe": (ENDS, QWEN3 | EXPERTS),
+    "granitehybrid": (ENDS, GRANITE_HYBRID),
+    "glm4moe": (
+        ENDS,
+        ATTENTION
+        | HEAD_NORMS
+        | GATED
+        | GLM4_EXPERTS
+        | both("attn_norm", "input_layernorm")
+        | both("post_attention_norm", "post_attention_layernorm"),
+    ),
+    "ernie4_5-moe": (ENDS, ATTENTION | GATED | ERNIE_EXPERTS | NORMS),
+    "command-r": (ENDS, QWEN3 | GATED),
+    "cohere2": (ENDS, ATTENTION | GATED | NORMS),
+    "hunyuan-dense": (
+        ENDS,
+        ATTENTION
+        | GATED
+        | NORMS
+        | both("attn_q_norm", "self_attn.query_layernorm")
+        | both("attn_k_norm", "self_attn.key_layernorm"),
+    ),
     "granite": LLAMA,
     "qwen3next": (SHIFTED_ENDS, QWEN3_NEXT),
     "qwen35": (SHIFTED_ENDS, QWEN35 | GATED),

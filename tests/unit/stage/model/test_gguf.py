@@ -59,6 +59,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "starcoder2",
             "nemotron",
             *("gpt-oss", "qwen3-next", "qwen3.5", "qwen3.5-moe", "gemma4", "gemma4-moe"),
+            *("granitemoehybrid", "granite-hybrid-moe", "glm4-moe", "ernie4.5-moe", "olmoe"),
+            *("mixtral", "cohere", "cohere2", "hunyuan-dense"),
             *(
                 "lfm2",
                 "gemma",
