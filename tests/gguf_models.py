@@ -44,6 +44,8 @@ ARCHITECTURES: Final = {
     "glm4_moe": "glm4moe",
     "ernie4_5_moe": "ernie4_5-moe",
     "olmoe": "olmoe",
+    "falcon_h1": "falcon-h1",
+    "nemotron_h": "nemotron_h",
     "mixtral": "llama",
     "cohere": "command-r",
     "cohere2": "cohere2",
@@ -144,19 +146,22 @@ def _add_config(writer: GGUFWriter, config: Any, name: str) -> None:
     )
     if config.model_type == "lfm2":
         writer.add_layer_norm_rms_eps(config.norm_eps)
+    elif config.model_type == "nemotron_h":
+        writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
     elif hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
         field = next(each for each in EPSILONS if hasattr(config, each))
         writer.add_layer_norm_eps(getattr(config, field))
     for field, key in FACTORS.items():
-        if getattr(config, field, None):
+        if getattr(config, field, None) and config.model_type != "falcon_h1":
             writer.add_float32(f"{name}.{key}", getattr(config, field))
     _add_experts(writer, config)
     _add_states(writer, config)
     if config.model_type != "gemma4_text":
         writer.add_key_length(head_dim)
-        _add_rope(writer, config, head_dim)
+        if config.model_type != "nemotron_h":
+            _add_rope(writer, config, head_dim)
 
 
 def _add_rope(writer: GGUFWriter, config: Any, head_dim: int) -> None:
@@ -182,6 +187,8 @@ def _add_rope(writer: GGUFWriter, config: Any, head_dim: int) -> None:
 
 
 def _add_experts(writer: GGUFWriter, config: Any) -> None:
+    if config.model_type == "nemotron_h":
+        return
     for add, fields in (
         (writer.add_expert_count, COUNTS),
         (writer.add_expert_used_count, ("moe_k", "num_experts_per_tok")),
@@ -221,7 +228,15 @@ def _add_states(writer: GGUFWriter, config: Any) -> None:
         writer.add_ssm_group_count(config.mamba_n_groups)
         writer.add_ssm_time_step_rank(config.mamba_n_heads)
         writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+    if config.model_type == "granitemoehybrid":
         writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+    if config.model_type == "nemotron_h":
+        writer.add_ssm_conv_kernel(config.conv_kernel)
+        writer.add_ssm_state_size(config.ssm_state_size)
+        writer.add_ssm_group_count(config.n_groups)
+        writer.add_ssm_time_step_rank(config.mamba_num_heads)
+        writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+        writer.add_rope_scaling_finetuned(False)
     if config.model_type.startswith("qwen3_5"):
         writer.add_rope_dimension_sections([11, 11, 10, 0])
 
@@ -240,10 +255,14 @@ def _add_layer_types(writer: GGUFWriter, config: Any) -> None:
         _add_gemma4(writer, config)
         return
     heads = config.num_key_value_heads
-    if config.model_type == "granitemoehybrid":
+    if config.model_type in ("granitemoehybrid", "nemotron_h"):
         heads = [heads if kind == "full_attention" else 0 for kind in config.layer_types]
     writer.add_head_count_kv(heads)
-    if getattr(config, "intermediate_size", None):
+    if config.model_type == "nemotron_h":
+        width = config.intermediate_size
+        widths = [width if kind == "mlp" else 0 for kind in config.layer_types]
+        writer.add_feed_forward_length(widths)
+    elif getattr(config, "intermediate_size", None):
         writer.add_feed_forward_length(config.intermediate_size)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
@@ -280,11 +299,13 @@ def _add_gemma4(writer: GGUFWriter, config: Any) -> None:
 
 
 def _add_factors(writer: GGUFWriter, config: Any) -> None:
+    if config.model_type == "nemotron_h":
+        return
     rope = config.rope_parameters
     if config.model_type == "gemma4_text":
         rotated = int(GLOBAL_HEAD / 2 * rope["full_attention"]["partial_rotary_factor"])
-        factors = [1.0] * rotated + [1e30] * (GLOBAL_HEAD // 2 - rotated)
-        writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
+        values = [1.0] * rotated + [1e30] * (GLOBAL_HEAD // 2 - rotated)
+        writer.add_tensor("rope_freqs.weight", np.array(values, dtype=np.float32))
     if rope.get("rope_type") == "longrope":
         for name in ("long", "short"):
             factors = np.array(rope[f"{name}_factor"], dtype=np.float32)

@@ -122,14 +122,48 @@ def _granite_hybrid(name: str, weight: Tensor, config: Any) -> Named:
         yield f"blk.{layer}.ffn_down_exps.weight", weight
     elif name.endswith("block_sparse_moe.router.weight"):
         yield f"blk.{layer}.ffn_gate_inp.weight", weight
-    elif name.endswith((".D", "A_log")):
+    else:
+        yield from _mamba2(name, weight, config.mamba_n_groups)
+
+
+def _nemotron_h(name: str, weight: Tensor, config: Any) -> Named:
+    if ".q_proj." in name:
+        weight = _in_pairs(weight, config.num_attention_heads)
+    elif ".k_proj." in name:
+        weight = _in_pairs(weight, config.num_key_value_heads)
+    yield from _mamba2(name.replace("model.", "backbone."), weight, config.n_groups)
+
+
+def _mamba2(name: str, weight: Tensor, num_groups: int) -> Named:
+    if name.endswith((".D", "A_log")):
         yield name, (-weight.exp() if name.endswith("A_log") else weight)[:, None]
-    elif name.endswith("mamba.norm.weight"):
-        yield name, weight.view(config.mamba_n_groups, -1)
+    elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        yield name, weight.view(num_groups, -1)
     elif name.endswith("conv1d.weight"):
         yield name, weight.squeeze()
     else:
         yield name.replace("dt_bias", "dt_proj.bias"), weight
+
+
+def _falcon_h1(name: str, weight: Tensor, config: Any) -> Named:
+    """Factors of activations become part of weights."""
+    width, groups = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+    counts = torch.tensor([width, width, groups, groups, config.mamba_n_heads])
+    of_inputs = torch.tensor(config.ssm_multipliers).repeat_interleave(counts)[:, None]
+    factors = {
+        "down_proj": config.mlp_multipliers[1],
+        "gate_proj": config.mlp_multipliers[0],
+        "k_proj": config.key_multiplier * config.attention_in_multiplier,
+        "q_proj": config.attention_in_multiplier,
+        "v_proj": config.attention_in_multiplier,
+        "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier,
+        "in_proj": config.ssm_in_multiplier * of_inputs,
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    module = name.split(".")[-2]
+    yield from _mamba2(name, weight * factors.get(module, 1.0), config.mamba_n_groups)
 
 
 def _ernie(name: str, weight: Tensor, _: Any) -> Named:
@@ -158,6 +192,8 @@ CONVERTERS: Final[Mapping[str, Callable[[str, Tensor, Any], Named]]] = {
     "granitehybrid": _granite_hybrid,
     "ernie4_5-moe": _ernie,
     "glm4moe": _ernie,
+    "falcon-h1": _falcon_h1,
+    "nemotron_h": _nemotron_h,
     "qwen3next": _qwen3_next,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,

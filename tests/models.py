@@ -230,8 +230,7 @@ OTHER_CONFIGS: dict[str, Callable[[], Any]] = {
         moe_layer_start_index=1,
     ),
     "glm4-moe": lambda: tf.Glm4MoeConfig(
-        **MIXTURE,
-        head_dim=16,
+        **{**MIXTURE, "head_dim": 16},
         n_routed_experts=4,
         first_k_dense_replace=1,
         moe_intermediate_size=24,
@@ -258,14 +257,13 @@ OTHER_CONFIGS: dict[str, Callable[[], Any]] = {
         use_double_wide_mlp=True,
     ),
     "gemma4-moe": lambda: tf.Gemma4TextConfig(
-        **GEMMA4,
+        **{**GEMMA4, "num_global_key_value_heads": 1},
         hidden_size_per_layer_input=0,
         enable_moe_block=True,
         num_experts=4,
         top_k_experts=2,
         moe_intermediate_size=24,
         attention_k_eq_v=True,
-        num_global_key_value_heads=1,
     ),
 }
 """Of tests that name them."""

@@ -102,7 +102,7 @@ class _Gemma4:
     def _rotated(self) -> float:
         """Which share of a head is rotated in layers that see all."""
         place = self._tensors.get(FACTORS)
-        num = self._config["global_head_dim"] // 2
+        num = int(self._config["global_head_dim"]) // 2
         if place is None:
             return 1.0
         if place.block.name != "F32" or place.shape != (num,):

@@ -18,6 +18,7 @@ from shardline_gguf.architecture import (
     keys,
 )
 from shardline_gguf.metadata import Metadata
+from shardline_gguf.refusal import refuse
 
 WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
 LOCAL_EXPERTS = {
@@ -41,7 +42,64 @@ def _granite_hybrid(
     }
 
 
+def _falcon_h1(
+    metadata: Metadata, _: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns whether a norm stands behind Mamba-2's gate. Raises Invalid for a file without an
+    output layer: factors are part of the embedding's weights."""
+    if "output.weight" not in tensors:
+        refuse(f"{metadata.path} has no output.weight", "Give the model in safetensors")
+    return {"mamba_rms_norm": "blk.0.ssm_norm.weight" in tensors}
+
+
+def _without_rope(
+    _metadata: Metadata, _config: Mapping[str, Any], _tensors: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns that nothing is rotated."""
+    return {"rope_parameters": None}
+
+
 LATER = {
+    "falcon-h1": Architecture(
+        model_type="falcon_h1",
+        model_class="FalconH1ForCausalLM",
+        sizes=GROUPED
+        | RMS
+        | HEAD
+        | {
+            "ssm.conv_kernel": "mamba_d_conv",
+            "ssm.state_size": "mamba_d_state",
+            "ssm.group_count": "mamba_n_groups",
+            "ssm.time_step_rank": "mamba_n_heads",
+            "ssm.inner_size": "mamba_d_ssm",
+        },
+        # Factors of activations are part of the weights here.
+        fixed={"mamba_norm_before_gate": False},
+        shares={"ssm.inner_size": ("mamba_d_head", "mamba_n_heads")},
+        fields=_falcon_h1,
+        constants={},
+    ),
+    "nemotron_h": Architecture(
+        model_type="nemotron_h",
+        model_class="NemotronHForCausalLM",
+        sizes=GROUPED
+        | HEAD
+        | {
+            "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
+            "ssm.conv_kernel": "conv_kernel",
+            "ssm.state_size": "ssm_state_size",
+            "ssm.group_count": "n_groups",
+            "ssm.time_step_rank": "mamba_num_heads",
+        },
+        kinds={
+            "ssm_a": "linear_attention",
+            "attn_k.weight": "full_attention",
+            "ffn_up.weight": "mlp",
+        },
+        shares={"ssm.inner_size": ("mamba_head_dim", "mamba_num_heads")},
+        fields=_without_rope,
+        constants={"attention.layer_norm_epsilon": ANYTHING, "rope.scaling.finetuned": False},
+    ),
     "granitehybrid": Architecture(
         model_type="granitemoehybrid",
         model_class="GraniteMoeHybridForCausalLM",

@@ -22,6 +22,8 @@ from services.stage.model.gguf.targets import (
     behind,
     both,
     logarithms,
+    permuted_keys,
+    permuted_queries,
     shifted,
     with_channels,
 )
@@ -29,7 +31,8 @@ from services.stage.model.gguf.targets import (
 
 def by_key_heads(parts: Sequence[Tensor], config: Any) -> Tensor:
     """Returns the input layer [.., H] of Qwen3-Next, where queries, keys, values and gates of a
-    head of keys stand together: of all queries, keys and values, [.., H], and of all gates."""
+    head of keys stand together: of all queries, keys and values, and of all gates, both [.., H],
+    of any dtype."""
     qkv, gates = parts
     heads = config.linear_num_key_heads
     keys = heads * config.linear_key_head_dim
@@ -53,7 +56,8 @@ def grouped_values(weight: Tensor, config: Any) -> Tensor:
 
 
 def grouped_channels(weight: Tensor, config: Any) -> Tensor:
-    """Undoes the order of heads of values in a convolution stored without its dimension of 1."""
+    """Undoes the order of heads of values in a convolution [.., 1, L] of any dtype, stored as
+    [.., L]."""
     return with_channels(grouped_values(weight, config), config)
 
 
@@ -69,7 +73,7 @@ def grouped_logarithms(weight: Tensor, config: Any) -> Tensor:
 
 
 def flat(weight: Tensor, _: Any) -> Tensor:
-    """Undoes that numbers of heads or groups stand in rows, of any dtype."""
+    """Returns numbers [..] that are stored in rows of heads or groups, of any dtype."""
     return weight.flatten()
 
 
@@ -113,17 +117,17 @@ QWEN35 = GATED_ATTENTION | {
     "ssm_out.weight": Target("linear_attn.out_proj.weight", grouped_inputs, moves_inputs=True),
 }
 
-MAMBA2 = (
-    both("ssm_in", "mamba.in_proj")
-    | both("ssm_conv1d", "mamba.conv1d", with_channels)
-    | both("ssm_out", "mamba.out_proj")
-    | {
-        "ssm_a": Target("mamba.A_log", flat_logarithms),
-        "ssm_d": Target("mamba.D", flat),
-        "ssm_dt.bias": Target("mamba.dt_bias"),
-        "ssm_norm.weight": Target("mamba.norm.weight", flat),
+
+def _mamba2(name: str) -> dict[str, Target]:
+    return {
+        **both("ssm_in", f"{name}.in_proj"),
+        **both("ssm_conv1d", f"{name}.conv1d", with_channels),
+        **both("ssm_out", f"{name}.out_proj"),
+        "ssm_a": Target(f"{name}.A_log", flat_logarithms),
+        "ssm_d": Target(f"{name}.D", flat),
+        "ssm_dt.bias": Target(f"{name}.dt_bias"),
+        "ssm_norm.weight": Target(f"{name}.norm.weight", flat),
     }
-)
 
 
 def _joined(ends: tuple[str, str], name: str) -> dict[str, Target]:
@@ -135,7 +139,7 @@ def _joined(ends: tuple[str, str], name: str) -> dict[str, Target]:
 
 GRANITE_HYBRID = (
     PERMUTED_ATTENTION
-    | MAMBA2
+    | _mamba2("mamba")
     | NORMS
     | _joined(("ffn_gate", "ffn_up"), "shared_mlp.input_linear")
     | _joined(("ffn_gate_shexp", "ffn_up_shexp"), "shared_mlp.input_linear")
@@ -144,4 +148,25 @@ GRANITE_HYBRID = (
     | _joined(("ffn_gate_exps", "ffn_up_exps"), "block_sparse_moe.input_linear")
     | both("ffn_down_exps", "block_sparse_moe.output_linear")
     | both("ffn_gate_inp", "block_sparse_moe.router.layer")
+)
+FALCON_H1 = (
+    ATTENTION
+    | _mamba2("mamba")
+    | both("attn_norm", "input_layernorm")
+    | both("ffn_norm", "pre_ff_layernorm")
+    # The converter names it without its kind.
+    | {"ffn_norm": Target("pre_ff_layernorm.weight")}
+    | both("ffn_gate", "feed_forward.gate_proj")
+    | both("ffn_up", "feed_forward.up_proj")
+    | both("ffn_down", "feed_forward.down_proj")
+)
+NEMOTRON_H = (
+    _mamba2("mixer")
+    | both("attn_norm", "norm")
+    | both("attn_q", "mixer.q_proj", permuted_queries, permuted_queries)
+    | both("attn_k", "mixer.k_proj", permuted_keys, permuted_keys)
+    | both("attn_v", "mixer.v_proj")
+    | both("attn_output", "mixer.o_proj")
+    | both("ffn_up", "mixer.up_proj")
+    | both("ffn_down", "mixer.down_proj")
 )

@@ -57,7 +57,7 @@ def shifted(weight: Tensor, _: Any) -> Tensor:
 
 
 def logarithms(weight: Tensor, _: Any) -> Tensor:
-    """Undoes that decays are stored as negative numbers, float32 of any shape."""
+    """Undoes that decays are stored as negative numbers, float32 [...]."""
     return (-weight).log()
 
 

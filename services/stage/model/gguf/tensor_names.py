@@ -5,7 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from services.stage.model.gguf.recurrent_targets import GRANITE_HYBRID, QWEN3_NEXT, QWEN35
+from services.stage.model.gguf.recurrent_targets import (
+    FALCON_H1,
+    GRANITE_HYBRID,
+    NEMOTRON_H,
+    QWEN3_NEXT,
+    QWEN35,
+)
 from services.stage.model.gguf.targets import (
     ATTENTION,
     ENDS,
@@ -43,6 +49,11 @@ TARGETS: dict[str, tuple[Mapping[str, Target], Mapping[str, Target]]] = {
     "llama": (ENDS, LLAMA[1] | MIXTRAL_EXPERTS),
     "olmoe": (ENDS, QWEN3 | EXPERTS),
     "granitehybrid": (ENDS, GRANITE_HYBRID),
+    "falcon-h1": (ENDS | both("output_norm", "model.final_layernorm"), FALCON_H1),
+    "nemotron_h": (
+        ENDS | both("token_embd", "model.embeddings") | both("output_norm", "model.norm_f"),
+        NEMOTRON_H,
+    ),
     "glm4moe": (
         ENDS,
         ATTENTION

@@ -60,7 +60,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "nemotron",
             *("gpt-oss", "qwen3-next", "qwen3.5", "qwen3.5-moe", "gemma4", "gemma4-moe"),
             *("granitemoehybrid", "granite-hybrid-moe", "glm4-moe", "ernie4.5-moe", "olmoe"),
-            *("mixtral", "cohere", "cohere2", "hunyuan-dense"),
+            *("mixtral", "cohere", "cohere2", "hunyuan-dense", "nemotron-h", "falcon-h1"),
             *(
                 "lfm2",
                 "gemma",
@@ -212,12 +212,15 @@ def test_logits_are_those_of_the_model_at_every_position(name: str, tmp_path: Pa
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Falcon-H1's factors are part of its weights there.
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "falcon-h1"])
 def test_every_weight_comes_back_to_the_last_bit(name: str, tmp_path: Path) -> None:
     kind, changes = MODELS[name]
     model = save_model(tmp_path, kind, **changes)
     info = ModelInfo.read(write_gguf(model, tmp_path / "model.gguf"), cache_folder=tmp_path)
-    expected = floats(model)
+    expected = {
+        weight.replace("backbone.", "model."): tensor for weight, tensor in floats(model).items()
+    }
     found = floats(with_floats(info, range(4), torch.float32, tmp_path).path)
     if info.config.tie_word_embeddings:
         expected.pop("lm_head.weight", None)
