@@ -162,5 +162,5 @@ def test_a_lock_folder_of_another_user_is_refused_by_its_name(tmp_path: Path, ki
     load_module("tests.accelerator")
     os.chown(tmp_path, 54321, 54321)
 
-    with pytest.raises(Invalid, match="SHARDLINE_LOCK_DIR: .* belongs to the user with the id"):
+    with pytest.raises(Invalid, match=r"SHARDLINE_LOCK_DIR: .* belongs to the user with the id"):
         acquire(kind, worker="late", lock_folder=tmp_path)
