@@ -57,7 +57,7 @@ class GgufTensors:
         for name, (target, _) in self._targets.items():
             place = self._places[name]
             is_matrix = len(place.shape) == 2 and not target.each_expert and target.part is None
-            if is_matrix and place.block.num_numbers > 1:
+            if is_matrix and place.block.num_numbers > 1 and self._stays_one(name):
                 yield name, target.name
 
     def stacks_in(self, block: str) -> Iterator[tuple[str, list[str]]]:
@@ -99,6 +99,13 @@ class GgufTensors:
         if not target.each_expert:
             return {target.name: weight.contiguous()}
         return {target.name.format(number): each.clone() for number, each in enumerate(weight)}
+
+    def _stays_one(self, name: str) -> bool:
+        """Whether a matrix of the file is one of the model too: no norm in rows, and no
+        convolution."""
+        undo = self._targets[name][0].undo
+        shape = self._places[name].shape
+        return undo is None or undo(torch.empty(shape, device="meta"), self._config).shape == shape
 
     def _moves(self, name: str) -> bool:
         return self._targets[name][0].moves_inputs

@@ -84,6 +84,15 @@ def test_inputs_in_another_order_stand_where_the_file_has_them(tmp_path: Path) -
             assert len(generate(chain, requests([[5, 9, 7]], greedy), budget=32)[0]) == 8
 
 
+def test_no_norm_in_rows_and_no_convolution_is_a_matrix(tmp_path: Path) -> None:
+    model = save_model(tmp_path, "granitemoehybrid", mamba_d_conv=32)
+    path = write_gguf(model, tmp_path / "model.gguf", kind=GGMLQuantizationType.Q8_0)
+    info = ModelInfo.read(path, cache_folder=tmp_path)
+    ends = {name.rpartition(".layers.")[2] for name in stored_weights([path], info.config)}
+    assert "0.mamba.out_proj.weight" in ends
+    assert ends.isdisjoint({"0.mamba.norm.weight", "0.mamba.conv1d.weight"})
+
+
 def test_weights_that_lie_in_the_file_take_no_disk(tmp_path: Path) -> None:
     info = write(tmp_path, "Q4_0")
     stored = stored_weights(weight_files(info.path), info.config)
