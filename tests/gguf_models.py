@@ -40,6 +40,7 @@ ARCHITECTURES: Final = {
     "lfm2": "lfm2",
     "gpt_oss": "gpt-oss",
     "gemma4_text": "gemma4",
+    "gemma3n_text": "gemma3n",
     "granitemoehybrid": "granitehybrid",
     "glm4_moe": "glm4moe",
     "ernie4_5_moe": "ernie4_5-moe",
@@ -262,13 +263,26 @@ def _add_layer_types(writer: GGUFWriter, config: Any) -> None:
         width = config.intermediate_size
         widths = [width if kind == "mlp" else 0 for kind in config.layer_types]
         writer.add_feed_forward_length(widths)
+    elif config.model_type == "gemma3n_text":
+        _add_gemma3n(writer, config)
     elif getattr(config, "intermediate_size", None):
         writer.add_feed_forward_length(config.intermediate_size)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
-        if config.model_type in ("olmo3", "exaone4"):
+        if config.model_type in ("olmo3", "exaone4", "gemma3n_text"):
             pattern = [kind == "sliding_attention" for kind in config.layer_types]
             writer.add_sliding_window_pattern(pattern)
+
+
+def _add_gemma3n(writer: GGUFWriter, config: Any) -> None:
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_altup_active_idx(config.altup_active_idx)
+    writer.add_altup_num_inputs(config.altup_num_inputs)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    shares = torch.tensor(config.activation_sparsity_pattern)
+    deviations = torch.distributions.Normal(0, 1).icdf(shares)
+    writer.add_activation_sparsity_scale(deviations.tolist())
 
 
 def _add_gemma4(writer: GGUFWriter, config: Any) -> None:

@@ -23,6 +23,10 @@ def converted_weights(model: Any, architecture: str) -> dict[str, Tensor]:
     weights = {name: weight.detach() for name, weight in model.state_dict().items()}
     if config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
+    for name in ("altup_projections", "altup_unembed_projections"):
+        stacked = [weights.pop(f"model.{name}.{number}.weight", None) for number in range(3)]
+        if stacked[0] is not None:
+            weights[f"model.{name}.weight"] = torch.stack(stacked)
     convert = CONVERTERS.get(architecture, _usual)
     return {
         new_name: stored
@@ -92,6 +96,10 @@ def _qwen35(name: str, weight: Tensor, config: Any) -> Named:
     else:
         weight = tiled(weight)
     yield from _delta_rule(name, weight)
+
+
+def _gemma3n(name: str, weight: Tensor, _: Any) -> Named:
+    yield f"{name}.weight" if name.endswith("_scale") else name, weight
 
 
 def _gemma4(name: str, weight: Tensor, _: Any) -> Named:
@@ -189,6 +197,7 @@ def _delta_rule(name: str, weight: Tensor) -> Named:
 CONVERTERS: Final[Mapping[str, Callable[[str, Tensor, Any], Named]]] = {
     "gpt-oss": _gpt_oss,
     "gemma4": _gemma4,
+    "gemma3n": _gemma3n,
     "granitehybrid": _granite_hybrid,
     "ernie4_5-moe": _ernie,
     "glm4moe": _ernie,

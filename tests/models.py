@@ -249,6 +249,17 @@ OTHER_CONFIGS: dict[str, Callable[[], Any]] = {
         mamba_d_state=24,
         mamba_n_groups=2,
     ),
+    "gemma3n": lambda: tf.Gemma3nTextConfig(
+        **COMMON,
+        head_dim=16,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        num_kv_shared_layers=2,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.95, 0.75, 0.0, 0.0],
+    ),
     "gemma4": lambda: tf.Gemma4TextConfig(
         **GEMMA4,
         hidden_size_per_layer_input=8,

@@ -20,6 +20,7 @@ from shardline_gguf.architecture import (
     Architecture,
     keys,
 )
+from shardline_gguf.gemma3n import gemma3n_fields
 from shardline_gguf.gemma4 import gemma4_fields
 from shardline_gguf.later_architectures import LATER
 
@@ -98,6 +99,28 @@ ARCHITECTURES = {
         model_class="GemmaForCausalLM",
         sizes=GROUPED | RMS | HEAD,
         optional=keys(KV_HEADS),
+    ),
+    "gemma3n": Architecture(
+        model_type="gemma3n_text",
+        model_class="Gemma3nForCausalLM",
+        sizes=GROUPED
+        | RMS
+        | HEAD
+        | WINDOW
+        | {
+            "altup.active_idx": "altup_active_idx",
+            "altup.num_inputs": "altup_num_inputs",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        # All of its models have this limit: llama.cpp's too, where a file has none.
+        optional=keys("final_logit_softcapping"),
+        fields=gemma3n_fields,
+        constants=dict.fromkeys(
+            ("activation_sparsity_scale", "attention.sliding_window_pattern", "rope.freq_base_swa"),
+            ANYTHING,
+        ),
     ),
     "gemma4": Architecture(
         model_type="gemma4_text",

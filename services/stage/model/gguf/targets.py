@@ -173,20 +173,23 @@ GEMMA4_ENDS = (
     | both("per_layer_model_proj", "model.per_layer_model_projection")
     | both("per_layer_proj_norm", "model.per_layer_projection_norm")
 )
-GEMMA4 = (
+PER_LAYER_INPUTS = (
     ATTENTION
     | HEAD_NORMS
     | GATED
     | both("attn_norm", "input_layernorm")
     | both("post_attention_norm", "post_attention_layernorm")
     | both("ffn_norm", "pre_feedforward_layernorm")
-    | both("pre_ffw_norm_2", "pre_feedforward_layernorm_2")
     | both("post_ffw_norm", "post_feedforward_layernorm")
-    | both("post_ffw_norm_1", "post_feedforward_layernorm_1")
-    | both("post_ffw_norm_2", "post_feedforward_layernorm_2")
     | both("inp_gate", "per_layer_input_gate")
     | both("proj", "per_layer_projection")
     | both("post_norm", "post_per_layer_input_norm")
+)
+GEMMA4 = (
+    PER_LAYER_INPUTS
+    | both("pre_ffw_norm_2", "pre_feedforward_layernorm_2")
+    | both("post_ffw_norm_1", "post_feedforward_layernorm_1")
+    | both("post_ffw_norm_2", "post_feedforward_layernorm_2")
     | both("ffn_gate_inp", "router.proj")
     | {
         "ffn_gate_inp.scale": Target("router.scale"),
@@ -195,6 +198,24 @@ GEMMA4 = (
         "ffn_down_exps.weight": Target("experts.down_proj"),
         "layer_output_scale.weight": Target("layer_scalar"),
     }
+)
+GEMMA3N_ENDS = GEMMA4_ENDS | {
+    f"{gguf}.weight": Target(f"model.{name}.{{}}.weight", each_expert=True)
+    for gguf, name in (
+        ("altup_proj", "altup_projections"),
+        ("altup_unembd_proj", "altup_unembed_projections"),
+    )
+}
+GEMMA3N = (
+    PER_LAYER_INPUTS
+    | both("altup_correct_coef", "altup.correction_coefs")
+    | both("altup_predict_coef", "altup.prediction_coefs")
+    | both("altup_router", "altup.modality_router")
+    | both("altup_router_norm", "altup.router_norm")
+    | both("laurel_l", "laurel.linear_left")
+    | both("laurel_r", "laurel.linear_right")
+    | both("laurel_post_norm", "laurel.post_laurel_norm")
+    | {"altup_correct_scale.weight": Target("altup.correct_output_scale")}
 )
 GPT_OSS_EXPERTS = {
     **both("ffn_gate_inp", "mlp.router"),

@@ -19,6 +19,8 @@ from services.stage.model.gguf.targets import (
     EXPERTS,
     FOUR_NORMS,
     GATED,
+    GEMMA3N,
+    GEMMA3N_ENDS,
     GEMMA4,
     GEMMA4_ENDS,
     GLM4_EXPERTS,
@@ -83,6 +85,7 @@ TARGETS: dict[str, tuple[Mapping[str, Target], Mapping[str, Target]]] = {
     "qwen3moe": (ENDS, QWEN3 | EXPERTS),
     "gemma2": (SHIFTED_ENDS, ATTENTION | GATED | FOUR_NORMS),
     "gemma3": (SHIFTED_ENDS, ATTENTION | GATED | FOUR_NORMS | SHIFTED_HEAD_NORMS),
+    "gemma3n": (GEMMA3N_ENDS, GEMMA3N),
     "gemma4": (GEMMA4_ENDS, GEMMA4),
     "phi3": (
         ENDS,

@@ -58,7 +58,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "phi3",
             "starcoder2",
             "nemotron",
-            *("gpt-oss", "qwen3-next", "qwen3.5", "qwen3.5-moe", "gemma4", "gemma4-moe"),
+            *("gpt-oss", "qwen3-next", "qwen3.5", "qwen3.5-moe", "gemma3n", "gemma4", "gemma4-moe"),
             *("granitemoehybrid", "granite-hybrid-moe", "glm4-moe", "ernie4.5-moe", "olmoe"),
             *("mixtral", "cohere", "cohere2", "hunyuan-dense", "nemotron-h", "falcon-h1"),
             *(
