@@ -70,6 +70,11 @@ FACTORS: Final = {
 
 
 COUNTS: Final = "n_routed_experts", "moe_num_experts", "num_experts", "num_local_experts"
+SHARED_WIDTHS: Final = (
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+)
 EPSILONS: Final = "norm_epsilon", "norm_eps", "layer_norm_eps"
 GLOBAL_HEAD: Final = 32
 """Of Gemma 4's layers that see all."""
@@ -94,6 +99,8 @@ def write_gguf(
     model = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config.allow_global_per_layer_attribute_access = True
     name = ARCHITECTURES[config.model_type]
+    if name == "nemotron_h" and "moe" in config.layer_types:
+        name = "nemotron_h_moe"
     writer = GGUFWriter(path, name, split_max_tensors=part_tensors)
     _add_config(writer, config, name)
     if (folder / "tokenizer.json").is_file():
@@ -189,7 +196,9 @@ def _add_rope(writer: GGUFWriter, config: Any, head_dim: int) -> None:
 
 def _add_experts(writer: GGUFWriter, config: Any) -> None:
     if config.model_type == "nemotron_h":
-        return
+        if "moe" not in config.layer_types:
+            return
+        writer.add_expert_group_count(config.n_group)
     for add, fields in (
         (writer.add_expert_count, COUNTS),
         (writer.add_expert_used_count, ("moe_k", "num_experts_per_tok")),
@@ -197,7 +206,7 @@ def _add_experts(writer: GGUFWriter, config: Any) -> None:
         (writer.add_expert_shared_count, ("moe_num_shared_experts", "n_shared_experts")),
         (
             writer.add_expert_shared_feed_forward_length,
-            ("shared_expert_intermediate_size", "shared_intermediate_size"),
+            SHARED_WIDTHS,
         ),
         (writer.add_interleave_moe_layer_step, ("moe_layer_interval",)),
         (writer.add_leading_dense_block_count, ("moe_layer_start_index", "first_k_dense_replace")),
@@ -208,8 +217,9 @@ def _add_experts(writer: GGUFWriter, config: Any) -> None:
             add(found[0])
     if config.model_type == "gpt_oss":
         writer.add_expert_feed_forward_length(config.intermediate_size)
-    if config.model_type == "glm4_moe":
+    if config.model_type in ("glm4_moe", "nemotron_h"):
         writer.add_expert_weights_norm(config.norm_topk_prob)
+    if config.model_type == "glm4_moe":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 

@@ -139,7 +139,16 @@ def _nemotron_h(name: str, weight: Tensor, config: Any) -> Named:
         weight = _in_pairs(weight, config.num_attention_heads)
     elif ".k_proj." in name:
         weight = _in_pairs(weight, config.num_key_value_heads)
-    yield from _mamba2(name.replace("model.", "backbone."), weight, config.n_groups)
+    layer = name.split(".")[2] if ".layers." in name else None
+    if name.endswith("e_score_correction_bias"):
+        yield f"blk.{layer}.exp_probs_b.bias", weight
+    elif ".experts." in name:
+        yield (
+            f"blk.{layer}.ffn_{name.rsplit('.', maxsplit=1)[-1].removesuffix('_proj')}_exps.weight",
+            weight,
+        )
+    else:
+        yield from _mamba2(name.replace("model.", "backbone."), weight, config.n_groups)
 
 
 def _mamba2(name: str, weight: Tensor, num_groups: int) -> Named:
@@ -203,6 +212,7 @@ CONVERTERS: Final[Mapping[str, Callable[[str, Tensor, Any], Named]]] = {
     "glm4moe": _ernie,
     "falcon-h1": _falcon_h1,
     "nemotron_h": _nemotron_h,
+    "nemotron_h_moe": _nemotron_h,
     "qwen3next": _qwen3_next,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,

@@ -249,6 +249,18 @@ OTHER_CONFIGS: dict[str, Callable[[], Any]] = {
         mamba_d_state=24,
         mamba_n_groups=2,
     ),
+    "nemotron-h-moe": lambda: tf.NemotronHConfig(
+        **{**MIXTURE, "layer_types": ["linear_attention", "moe", "full_attention", "moe"]},
+        head_dim=16,
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        ssm_state_size=24,
+        n_groups=2,
+        n_routed_experts=4,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=40,
+        routed_scaling_factor=1.5,
+    ),
     "gemma3n": lambda: tf.Gemma3nTextConfig(
         **COMMON,
         head_dim=16,

@@ -28,6 +28,30 @@ LOCAL_EXPERTS = {
 LAYER_NORM = {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"}
 SIGMOID = 2
 """Of `expert_gating_func`."""
+ROUTED = WIDTH | {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_shared_count": "n_shared_experts",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+}
+NEMOTRON_H = {
+    **{key: field for key, field in GROUPED.items() if key != "feed_forward_length"},
+    **HEAD,
+    "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
+    "ssm.conv_kernel": "conv_kernel",
+    "ssm.state_size": "ssm_state_size",
+    "ssm.group_count": "n_groups",
+    "ssm.time_step_rank": "mamba_num_heads",
+}
+NEMOTRON_HEADS = {"ssm.inner_size": ("mamba_head_dim", "mamba_num_heads")}
+NEMOTRON_KINDS = {"ssm_a": "linear_attention", "attn_k.weight": "full_attention"}
+NEMOTRON_CONSTANTS = {
+    "attention.layer_norm_epsilon": ANYTHING,
+    "rope.scaling.finetuned": False,
+}
 
 
 def _granite_hybrid(
@@ -82,23 +106,24 @@ LATER = {
     "nemotron_h": Architecture(
         model_type="nemotron_h",
         model_class="NemotronHForCausalLM",
-        sizes=GROUPED
-        | HEAD
-        | {
-            "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
-            "ssm.conv_kernel": "conv_kernel",
-            "ssm.state_size": "ssm_state_size",
-            "ssm.group_count": "n_groups",
-            "ssm.time_step_rank": "mamba_num_heads",
-        },
-        kinds={
-            "ssm_a": "linear_attention",
-            "attn_k.weight": "full_attention",
-            "ffn_up.weight": "mlp",
-        },
-        shares={"ssm.inner_size": ("mamba_head_dim", "mamba_num_heads")},
+        sizes=NEMOTRON_H | {"feed_forward_length": "intermediate_size"},
+        kinds={**NEMOTRON_KINDS, "ffn_up.weight": "mlp"},
+        shares=NEMOTRON_HEADS,
         fields=_without_rope,
-        constants={"attention.layer_norm_epsilon": ANYTHING, "rope.scaling.finetuned": False},
+        constants=NEMOTRON_CONSTANTS,
+    ),
+    "nemotron_h_moe": Architecture(
+        model_type="nemotron_h",
+        model_class="NemotronHForCausalLM",
+        sizes=NEMOTRON_H
+        | ROUTED
+        | {"expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size"},
+        optional=keys("expert_group_used_count"),
+        kinds={**NEMOTRON_KINDS, "ffn_gate_inp.weight": "moe"},
+        shares=NEMOTRON_HEADS,
+        fields=_without_rope,
+        constants=NEMOTRON_CONSTANTS
+        | {"feed_forward_length": ANYTHING, "expert_gating_func": SIGMOID},
     ),
     "granitehybrid": Architecture(
         model_type="granitemoehybrid",
@@ -127,17 +152,8 @@ LATER = {
         sizes=GROUPED
         | RMS
         | HEAD
-        | WIDTH
-        | {
-            "expert_count": "n_routed_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_shared_count": "n_shared_experts",
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
-            "expert_weights_scale": "routed_scaling_factor",
-            "expert_weights_norm": "norm_topk_prob",
-            "leading_dense_block_count": "first_k_dense_replace",
-        },
+        | ROUTED
+        | {"leading_dense_block_count": "first_k_dense_replace"},
         optional=keys("expert_group_count", "expert_group_used_count"),
         biases={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
         is_partial=True,

@@ -12,7 +12,15 @@ from gguf import GGMLQuantizationType
 
 from shardline.base.errors import Invalid
 from shardline_fleet.planner import ModelCosts
-from shardline_gguf import eos_ids, files_of, model_in, read_config, read_header, read_parts
+from shardline_gguf import (
+    config_of,
+    eos_ids,
+    files_of,
+    model_in,
+    read_config,
+    read_header,
+    read_parts,
+)
 from tests.gguf_models import write_gguf
 from tests.models import save_model
 
@@ -169,6 +177,31 @@ def test_a_key_that_is_not_applied_is_refused_by_name(tmp_path: Path) -> None:
         path = write_gguf(model, tmp_path / f"{key}.gguf", metadata={f"gpt-oss.{key}": 2.5})
         with pytest.raises(Invalid, match=rf"has gpt-oss\.{key}, which is not applied"):
             read_config(path)
+
+
+GEMMA4 = {
+    "attention.head_count_kv": ([2, 1, 2, 2], "not one number for each type"),
+    "feed_forward_length": ([48, 48, 96, 48], "has gemma4.feed_forward_length"),
+    "attention.sliding_window_pattern": ([True, False], "lists 2 layers of 4"),
+    "attention.value_length_swa": (24, "heads of 16 in keys and 24 in values"),
+    "router_scale": (2.0, "gemma4.router_scale, which is not applied"),
+}
+
+
+@pytest.mark.parametrize("key", GEMMA4)
+def test_a_file_that_is_none_of_gemma_4_is_refused(key: str, tmp_path: Path) -> None:
+    value, problem = GEMMA4[key]
+    header = read_header(write_gguf(save_model(tmp_path, "gemma4"), tmp_path / "model.gguf"))
+    metadata = {**header.metadata, f"gemma4.{key}": value}
+    with pytest.raises(Invalid, match=re.escape(problem)):
+        config_of(replace(header, metadata=metadata), header.tensors)
+
+
+def test_a_constant_that_differs_is_refused(tmp_path: Path) -> None:
+    header = read_header(write_gguf(save_model(tmp_path, "glm4-moe"), tmp_path / "model.gguf"))
+    metadata = {**header.metadata, "glm4moe.expert_gating_func": 1}
+    with pytest.raises(Invalid, match=r"has glm4moe\.expert_gating_func 1; read is 2"):
+        config_of(replace(header, metadata=metadata), header.tensors)
 
 
 def test_plans_know_the_bits_of_a_file(tmp_path: Path) -> None:

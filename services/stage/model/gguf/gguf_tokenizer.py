@@ -46,9 +46,9 @@ QWEN35 = rf"{WORD_ENDS}|{WITH_MARKS}|\s*[\r\n]+|\s+(?!\S)|\s+"
 TEKKEN = rf"{CASED[0]}|{CASED[1]}|\p{{N}}|{REST_OF_PATHS}"
 GPT4O = rf"{CASED[0]}{WORD_ENDS}?|{CASED[1]}{WORD_ENDS}?|\p{{N}}{{1,3}}|{REST_OF_PATHS}"
 SEED = rf"{WORD_ENDS}|{LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
-LIKE_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2")
+LIKE_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon-h1", "pixtral", "lfm2")
 REGEXES = {
-    **dict.fromkeys((*LIKE_LLAMA3, "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), LLAMA3),
+    **dict.fromkeys((*LIKE_LLAMA3, "falcon3", "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), LLAMA3),
     "seed-coder": SEED,
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), QWEN2),
     "qwen35": QWEN35,

@@ -170,3 +170,15 @@ NEMOTRON_H = (
     | both("ffn_up", "mixer.up_proj")
     | both("ffn_down", "mixer.down_proj")
 )
+NEMOTRON_EXPERTS = {
+    **both("ffn_gate_inp", "mixer.gate"),
+    **both("ffn_up_shexp", "mixer.shared_experts.up_proj"),
+    **both("ffn_down_shexp", "mixer.shared_experts.down_proj"),
+    **{
+        f"ffn_{part}_exps.weight": Target(
+            f"mixer.experts.{{}}.{part}_proj.weight", each_expert=True
+        )
+        for part in ("up", "down")
+    },
+    "exp_probs_b.bias": Target("mixer.gate.e_score_correction_bias", is_single=True),
+}

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from services.stage.model.gguf.recurrent_targets import (
     FALCON_H1,
     GRANITE_HYBRID,
+    NEMOTRON_EXPERTS,
     NEMOTRON_H,
     QWEN3_NEXT,
     QWEN35,
@@ -47,15 +48,14 @@ ROPES = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factor
 
 LLAMA = ENDS, PERMUTED_ATTENTION | GATED | NORMS
 QWEN3 = ATTENTION | HEAD_NORMS | NORMS
+NEMOTRON_ENDS = ENDS | both("token_embd", "model.embeddings") | both("output_norm", "model.norm_f")
 TARGETS: dict[str, tuple[Mapping[str, Target], Mapping[str, Target]]] = {
     "llama": (ENDS, LLAMA[1] | MIXTRAL_EXPERTS),
     "olmoe": (ENDS, QWEN3 | EXPERTS),
     "granitehybrid": (ENDS, GRANITE_HYBRID),
     "falcon-h1": (ENDS | both("output_norm", "model.final_layernorm"), FALCON_H1),
-    "nemotron_h": (
-        ENDS | both("token_embd", "model.embeddings") | both("output_norm", "model.norm_f"),
-        NEMOTRON_H,
-    ),
+    "nemotron_h": (NEMOTRON_ENDS, NEMOTRON_H),
+    "nemotron_h_moe": (NEMOTRON_ENDS, NEMOTRON_H | NEMOTRON_EXPERTS),
     "glm4moe": (
         ENDS,
         ATTENTION

@@ -61,6 +61,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             *("gpt-oss", "qwen3-next", "qwen3.5", "qwen3.5-moe", "gemma3n", "gemma4", "gemma4-moe"),
             *("granitemoehybrid", "granite-hybrid-moe", "glm4-moe", "ernie4.5-moe", "olmoe"),
             *("mixtral", "cohere", "cohere2", "hunyuan-dense", "nemotron-h", "falcon-h1"),
+            "nemotron-h-moe",
             *(
                 "lfm2",
                 "gemma",
@@ -339,6 +340,21 @@ def test_a_tensor_that_the_architecture_does_not_have_is_refused(tmp_path: Path)
     info = ModelInfo.read(path, cache_folder=tmp_path)
     with pytest.raises(Invalid, match=r"ffn_xx.weight', which llama does not have"):
         with_floats(info, range(4), torch.float32, tmp_path)
+
+
+def test_a_weight_without_one_of_its_parts_is_refused(tmp_path: Path) -> None:
+    model = save_model(tmp_path, "gpt-oss")
+    ahead = {"gpt-oss.nextn_predict_layers": 1}
+    path = write_gguf(model, tmp_path / "model.gguf", metadata=ahead)
+    content = path.read_bytes()
+    for old, new in ((b"3.ffn_up_exps.b", b"3.ffn_xx_exps.b"), (b"1.ffn_up_exps.b",) * 2):
+        content = content.replace(b"blk." + old, b"blk." + new.replace(b"1.", b"3."))
+    path.write_bytes(content)
+    info = ModelInfo.read(path, cache_folder=tmp_path)
+    with pytest.raises(
+        Invalid, match=r"has only 'blk\.1\.ffn_gate_exps\.bias' of model\.layers\.1"
+    ):
+        with_floats(info, range(3), torch.float32, tmp_path)
 
 
 def test_the_demo_models_texts_are_tokenized_as_its_own_tokenizer_does(tmp_path: Path) -> None:
