@@ -73,6 +73,7 @@ KNOWN = frozenset(
         "rope.scaling.yarn_beta_fast",
         "rope.scaling.yarn_beta_slow",
         "full_attention_interval",
+        "attention.sliding_window_pattern",
         "attention.value_length_swa",
         "nextn_predict_layers",
     }

@@ -197,6 +197,14 @@ def test_a_file_that_is_none_of_gemma_4_is_refused(key: str, tmp_path: Path) -> 
         config_of(replace(header, metadata=metadata), header.tensors)
 
 
+def test_a_pattern_of_windows_is_applied_to_gpt_oss(tmp_path: Path) -> None:
+    header = read_header(write_gguf(save_model(tmp_path, "gpt-oss"), tmp_path / "model.gguf"))
+    pattern = {"gpt-oss.attention.sliding_window_pattern": [False, True, True, False]}
+    found = config_of(replace(header, metadata={**header.metadata, **pattern}), header.tensors)
+    full, window = "full_attention", "sliding_attention"
+    assert found["layer_types"] == [full, window, window, full]
+
+
 def test_a_constant_that_differs_is_refused(tmp_path: Path) -> None:
     header = read_header(write_gguf(save_model(tmp_path, "glm4-moe"), tmp_path / "model.gguf"))
     metadata = {**header.metadata, "glm4moe.expert_gating_func": 1}
