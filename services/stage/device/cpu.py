@@ -21,6 +21,13 @@ from shardline.base.errors import Invalid
 from shardline_server.host.cores import FIELD, PREFIX, parse_cores, show_cores
 
 CGROUP = Path("/sys/fs/cgroup")
+CORES_FILES = ("cpuset.cpus.effective", "cpuset/cpuset.effective_cpus")
+"""Of cgroups version 2, and of version 1, which hosts with older systems have."""
+MEMORY_FILES = (
+    ("memory.max", "memory.current", "memory.stat"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+)
+UNLIMITED = 2**63 - 1
 
 
 class Cpu(Device):
@@ -84,11 +91,10 @@ def lock_name(core: int) -> str:
 def usable_cores() -> tuple[int, ...]:
     """Returns the cores that this container may use: those of its cgroup, not those that an earlier
     pinning left."""
-    try:
-        text = (CGROUP / "cpuset.cpus.effective").read_text(encoding="ascii").strip()
-        return parse_cores(PREFIX + text)
-    except (OSError, Invalid):
-        return tuple(range(os.cpu_count() or 1))
+    for name in CORES_FILES:
+        with suppress(OSError, Invalid):
+            return parse_cores(PREFIX + (CGROUP / name).read_text(encoding="ascii").strip())
+    return tuple(range(os.cpu_count() or 1))
 
 
 def free_bytes(reservations: MemoryReservations) -> int:
@@ -100,11 +106,8 @@ def free_bytes(reservations: MemoryReservations) -> int:
 
 def memory_bytes() -> int:
     """Returns the memory of the host, or this container's limit if that is less."""
-    with suppress(OSError, ValueError):
-        return min(
-            psutil.virtual_memory().total, int((CGROUP / "memory.max").read_text(encoding="ascii"))
-        )
-    return psutil.virtual_memory().total
+    limit, _ = _cgroup_memory() or (UNLIMITED, 0)
+    return min(psutil.virtual_memory().total, limit)
 
 
 def _check_usable(cores: tuple[int, ...]) -> None:
@@ -133,13 +136,19 @@ def pin(cores: tuple[int, ...]) -> None:
 
 def _cgroup_available_bytes() -> int:
     """What the container's memory limit leaves. Page cache that can be dropped counts as free."""
-    try:
-        limit = int((CGROUP / "memory.max").read_text(encoding="ascii"))
-        used = int((CGROUP / "memory.current").read_text(encoding="ascii"))
-        stat = dict(
-            line.split()
-            for line in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
-        )
-        return max(0, limit - used + int(stat.get("inactive_file", 0)))
-    except (OSError, ValueError):
-        return 2**63 - 1
+    limit, used = _cgroup_memory() or (UNLIMITED, 0)
+    return max(0, limit - used)
+
+
+def _cgroup_memory() -> tuple[int, int] | None:
+    """Returns limit and use of the container's memory; None if no version of cgroups says them."""
+    for limit, used, stat in MEMORY_FILES:
+        with suppress(OSError, ValueError):
+            lines = (CGROUP / stat).read_text(encoding="ascii").splitlines()
+            droppable = int(dict(map(str.split, lines)).get("inactive_file", 0))
+            return _number(limit), _number(used) - droppable
+    return None
+
+
+def _number(name: str) -> int:
+    return int((CGROUP / name).read_text(encoding="ascii"))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.stage.device import cpu
 from services.stage.device.acquire import acquire
 from services.stage.device.cpu import Cpu
 from services.stage.device.device import Device
@@ -179,4 +180,34 @@ def test_float16_on_a_cpu_names_the_served_dtypes(tmp_path: Path) -> None:
     assert device.dtype("bfloat16") is torch.bfloat16
     with pytest.raises(Invalid, match="Use float32 or bfloat16"):
         device.dtype("float16")
+    device.release()
+
+
+VERSION_1 = {
+    "cpuset/cpuset.effective_cpus": "1,3\n",
+    "memory/memory.limit_in_bytes": f"{3 << 20}\n",
+    "memory/memory.usage_in_bytes": f"{2 << 20}\n",
+    "memory/memory.stat": f"cache 7\ninactive_file {1 << 19}\n",
+}
+VERSION_2 = {
+    "cpuset.cpus.effective": "1,3\n",
+    "memory.max": f"{3 << 20}\n",
+    "memory.current": f"{2 << 20}\n",
+    "memory.stat": f"anon 7\ninactive_file {1 << 19}\n",
+}
+
+
+@pytest.mark.parametrize("files", [VERSION_1, VERSION_2], ids=["version 1", "version 2"])
+def test_cores_and_memory_are_those_of_the_containers_cgroup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr(cpu, "CGROUP", tmp_path)
+
+    assert cpu.usable_cores() == (1, 3)
+    assert cpu.memory_bytes() == 3 << 20
+    device = Cpu("cpu:1", worker="w", folder=tmp_path / "locks")
+    assert device.available_bytes() == (1 << 20) + (1 << 19)
     device.release()
