@@ -194,8 +194,8 @@ def _objects(field: str, content: object) -> Iterator[tuple[str, Document]]:
 
 def _chat(body: bodies.CountTokensBody) -> Document:
     """The fields of a chat: what is rendered, and the form of the answer."""
-    _check_last(body.messages)
     fields: Document = {"model": body.model, "messages": list(_messages(body))}
+    fields |= _continuation(body)
     if body.tools:
         fields |= {"tools": [_tool(tool) for tool in body.tools], **_choice(body.tool_choice)}
     elif isinstance(body.tool_choice, bodies.AnyChoice | bodies.ToolChoiceByName):
@@ -208,10 +208,24 @@ def _chat(body: bodies.CountTokensBody) -> Document:
     return fields | _thinking(body)
 
 
-def _check_last(turns: Sequence[bodies.Turn]) -> None:
-    if turns[-1].role == "assistant":
-        problem = "the last message is the assistant's, and no answer goes on with it"
+def _continuation(body: bodies.CountTokensBody) -> Document:
+    """How the answer goes on with the last message, if that is the assistant's. Raises Invalid
+    where it cannot: a text alone is gone on with, and Anthropic's models do not do it either beside
+    tools, thinking or a form of the answer."""
+    last = body.messages[-1]
+    if last.role != "assistant":
+        return {}
+    is_text = isinstance(last.content, str) or all(
+        isinstance(block, bodies.TextInput) for block in last.content
+    )
+    thinks = isinstance(body.thinking, bodies.ThinkingEnabled | bodies.ThinkingAdaptive)
+    has_form = body.output_config.format is not None or body.output_format is not None
+    obstacles = {"a call or thoughts": not is_text, "tools": bool(body.tools)}
+    obstacles |= {"thinking": thinks, "a format": has_form}
+    if found := next((name for name, is_there in obstacles.items() if is_there), None):
+        problem = f"the last message is the assistant's, and with {found} no answer goes on with it"
         raise Invalid("messages", problem, "Let a message of the user be the last one")
+    return {"continue_final_message": True, "add_generation_prompt": False}
 
 
 def _messages(body: bodies.CountTokensBody) -> Iterator[Document]:

@@ -19,6 +19,10 @@ from tests.tiny_head import NUM_CACHED, Sequence, TinyHead
 
 MESSAGES = "/v1/messages"
 COUNT = f"{MESSAGES}/count_tokens"
+LOOK = {"name": "look", "input_schema": {"type": "object"}}
+CALL = {"type": "tool_use", "id": "c-1", "name": "look", "input": {}}
+FORM = {"type": "json_schema", "schema": {"type": "object"}}
+BEGUN = {"role": "assistant", "content": "The answer is"}
 PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}
 CITED = {
     "type": "document",
@@ -178,11 +182,10 @@ async def test_documents_of_text_and_search_results_are_read_as_text(
     parts = {"type": "content", "content": [{**part, "later": None}]}
     file = {"type": "document", "source": plain, "title": "a", "citations": {"enabled": False}}
     found = {"type": "search_result", "source": "e", "title": "d", "content": [part]}
-    call = {"type": "tool_use", "id": "c-1", "name": "look", "input": {}}
     output = [{"type": "document", "source": parts, "context": "f"}, found]
     turns: list[dict[str, Any]] = [
         {"role": "user", "content": [file, part, found]},
-        {"role": "assistant", "content": [call]},
+        {"role": "assistant", "content": [CALL]},
         {
             "role": "user",
             "content": [{"type": "tool_result", "tool_use_id": "c-1", "content": output}],
@@ -207,6 +210,25 @@ async def test_documents_of_text_and_search_results_are_read_as_text(
     assert job["prompt_token_ids"] == other["prompt_token_ids"]
 
 
+@pytest.mark.parametrize("content", ["The answer is", [{"type": "text", "text": "The answer is"}]])
+async def test_an_answer_goes_on_with_the_assistants_last_message(
+    http: httpx.AsyncClient, head: TinyHead, content: Any
+) -> None:
+    chat = [{"role": "user", "content": PROMPT}, BEGUN]
+    body = {**BODY, "messages": [chat[0], {**BEGUN, "content": content}]}
+    with head.serving():
+        reply = await http.post(MESSAGES, json=body)
+    assert reply.status_code == 200, reply.text
+    job = (await http.get(f"/v1/jobs/{reply.json()['id']}")).json()
+    continued = {"continue_final_message": True, "add_generation_prompt": False}
+    same = await http.post("/v1/jobs", json={"model": "clerk", "messages": chat, **continued})
+    other = (await http.get(f"/v1/jobs/{same.json()['id']}")).json()
+    assert job["prompt_token_ids"] == other["prompt_token_ids"]
+    counting = {name: body[name] for name in ("model", "messages")}
+    counted = await http.post(f"{MESSAGES}/count_tokens", json=counting)
+    assert counted.json() == {"input_tokens": len(job["prompt_token_ids"])}
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -216,7 +238,10 @@ async def test_documents_of_text_and_search_results_are_read_as_text(
         ({"surprise": 1}, "surprise"),
         ({"stop": ["a"]}, "stop"),
         ({"service_tier": "flex"}, "service_tier"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "messages"),
+        ({"messages": [BEGUN], "tools": [LOOK]}, "with tools no answer goes on"),
+        ({"messages": [BEGUN], "thinking": {"type": "adaptive"}}, "with thinking no answer"),
+        ({"messages": [BEGUN], "output_config": {"format": FORM}}, "with a format no answer"),
+        ({"messages": [{"role": "assistant", "content": [CALL]}]}, "with a call or thoughts"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
         ({"messages": [{"role": "user", "content": [PDF]}]}, "source.type: 'base64'"),
         ({"messages": [{"role": "user", "content": [CITED]}]}, "citations.enabled"),
