@@ -66,10 +66,16 @@ REPLACED = {"functions": "tools", "function_call": "tool_choice"}
 REMEDIES: Mapping[str, str] = MappingProxyType(
     {
         "n": "Send one request for each completion, with different seeds; "
-        "OpenAI's routes and submit_many of the Python client take n"
+        "OpenAI's routes and submit_many of the Python client take n",
+        "guided_json": "Send structured_outputs: {json: …}",
+        "guided_regex": "Send structured_outputs: {regex: …}",
+        "guided_choice": "Send structured_outputs: {choice: …}",
+        "guided_grammar": "Send structured_outputs: {grammar: …}",
+        "regex": "Send structured_outputs: {regex: …}",
+        "ebnf": "Send structured_outputs: {grammar: …}",
     }
 )
-"""For fields of other doors."""
+"""For fields of other doors and servers: vLLM's earlier names of what a text must be, SGLang's."""
 
 KEY = " - at `key` in `"
 """Begins msgspec's path of a key."""

@@ -174,6 +174,8 @@ def test_a_hint_changes_no_request() -> None:
         ({"stop": ["a"] * 17}, "stop", "docs/jobs.md"),
         ({"logprobs": 21}, "logprobs", "docs/jobs.md"),
         ({"max_token": 3}, "max_token", "docs/jobs.md"),
+        ({"guided_choice": ["a"]}, "guided_choice", "structured_outputs: {choice: …}"),
+        ({"ebnf": "root ::= [a-z]"}, "ebnf", "structured_outputs: {grammar: …}"),
         ({"priority": 10}, "priority", "docs/jobs.md"),
         ({"model": None}, "model", "docs/jobs.md"),
     ],
