@@ -37,6 +37,11 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
+def forget_trees() -> None:
+    """Two million objects, which every later collection of garbage would look through."""
+    tree.cache_clear()
+
+
 @cache
 def num_lines(path: Path) -> int:
     """Lines of a file."""

@@ -7,8 +7,11 @@ import ast
 import re
 import statistics
 from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+
+import pytest
 
 from tests.repository import REPOSITORY as ROOT
 from tests.sources import (
@@ -16,6 +19,7 @@ from tests.sources import (
     all_files,
     at,
     calls,
+    forget_trees,
     functions,
     imports,
     length,
@@ -91,6 +95,12 @@ call from one to another."""
 SHAPE = re.compile(r"\[[^\[\]]+\]")
 """A tensor's shape in a docstring: [T, H], [..., K], [0], or [...] for any."""
 DTYPE = re.compile(r"dtype|float|int(?:8|16|32|64)|bool")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_trees_afterwards() -> Iterator[None]:
+    yield
+    forget_trees()
 
 
 def test_files_have_at_most_400_lines() -> None:
