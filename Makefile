@@ -86,7 +86,7 @@ test-gpu: ## Pipelines and the Triton kernels on a real GPU (DEVICE=cuda:0 PYTHO
 		{ echo "$(PYTHON_GPU) cannot use $(DEVICE): install a torch built for it, and pip install -e '.[dev]'" >&2; exit 1; }
 	SHARDLINE_TEST_DEVICE=$(DEVICE) $(PYTHON_GPU) -m pytest tests/conformance/test_accelerator.py tests/integration/standalone/test_accelerator_stack.py tests/integration/standalone/gpu_stack.py tests/unit/stage/attention/test_triton.py tests/unit/stage/products/test_triton_products.py tests/unit/stage/engine/test_triton_stage.py tests/unit/stage/engine/test_step_graphs.py tests/unit/stage/engine/test_triton_draws.py $(TEST_OPTIONS)
 
-check: setup ## Lint, types, import rules, unit tests: 15 minutes on two cores
+check: setup ## Lint, types, import rules, unit tests: 12 minutes on two cores
 	@$(MAKE) -j4 --output-sync=target lint types imports unit
 
 lint:

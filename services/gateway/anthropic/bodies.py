@@ -73,7 +73,7 @@ class CitationsSwitch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class DocumentSource(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"
 ):
-    """Where the text of a document is."""
+    """Says where the text of a document is."""
 
 
 class PlainSource(DocumentSource, frozen=True, kw_only=True, tag="text"):
