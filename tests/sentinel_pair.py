@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -116,6 +120,19 @@ class SentinelPair:
     def _master(self) -> dict[str, Any]:
         found: Any = self._client.sentinel_master(NAME)
         return dict(found)
+
+
+@contextmanager
+def sentinel_pair() -> Iterator[SentinelPair]:
+    """One that runs, in a folder of its own: paths of sockets are short."""
+    home = Path(tempfile.mkdtemp(prefix="shardline-pair-"))
+    pair = SentinelPair(home)
+    try:
+        pair.start()
+        yield pair
+    finally:
+        pair.end()
+        shutil.rmtree(home, ignore_errors=True)
 
 
 def _follows(server: Valkey) -> bool:

@@ -21,7 +21,7 @@ from shardline.contract.queues import celery_settings
 from tests.chaos.judge.secrecy import told
 from tests.faults.test_failover import LONG, REQUEST, answers, by_celery
 from tests.polling import until
-from tests.sentinel_pair import PASSWORD, SENTINELS_PASSWORD, SentinelPair
+from tests.sentinel_pair import PASSWORD, SENTINELS_PASSWORD, SentinelPair, sentinel_pair
 from tests.stack import Stack
 
 SECRETS = {form for one in (PASSWORD, SENTINELS_PASSWORD) for form in (one, quote(one))}
@@ -29,14 +29,8 @@ SECRETS = {form for one in (PASSWORD, SENTINELS_PASSWORD) for form in (one, quot
 
 @pytest.fixture
 def pair() -> Iterator[SentinelPair]:
-    home = Path(tempfile.mkdtemp(prefix="shardline-pair-"))
-    pair = SentinelPair(home)
-    try:
-        pair.start()
+    with sentinel_pair() as pair:
         yield pair
-    finally:
-        pair.end()
-        shutil.rmtree(home, ignore_errors=True)
 
 
 @pytest.fixture

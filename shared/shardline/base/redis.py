@@ -13,14 +13,41 @@ import redis.asyncio
 import redis.asyncio.sentinel
 import redis.sentinel
 from redis.asyncio.retry import Retry as AsyncRetry
+from redis.asyncio.sentinel import MasterNotFoundError as AsyncMasterNotFoundError
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from redis.sentinel import MasterNotFoundError
 
 from shardline.base.redis_url import RedisAddress
 
+
+class PrimarySentinel(redis.sentinel.Sentinel):
+    """Finds the primary. Its error is short: redis-py's shows every client with its options."""
+
+    def discover_master(self, service_name: Any) -> Any:
+        """Returns host and port. Raises MasterNotFoundError."""
+        untyped: Any = super()
+        try:
+            return untyped.discover_master(service_name)
+        except MasterNotFoundError:
+            raise _not_found(service_name) from None
+
+
+class AsyncPrimarySentinel(redis.asyncio.sentinel.Sentinel):
+    """PrimarySentinel for asyncio."""
+
+    async def discover_master(self, service_name: str) -> Any:
+        """Returns host and port. Raises MasterNotFoundError."""
+        untyped: Any = super()
+        try:
+            return await untyped.discover_master(service_name)
+        except AsyncMasterNotFoundError:
+            raise _not_found(service_name) from None
+
+
 # Without types in redis-py.
-SENTINEL: Any = redis.sentinel.Sentinel
-ASYNC_SENTINEL: Any = redis.asyncio.sentinel.Sentinel
+SENTINEL: Any = PrimarySentinel
+ASYNC_SENTINEL: Any = AsyncPrimarySentinel
 
 
 class PrimaryPool(redis.sentinel.SentinelConnectionPool):
@@ -41,6 +68,10 @@ class AsyncPrimaryPool(redis.asyncio.sentinel.SentinelConnectionPool):
         await super().disconnect(*arguments, **options)
         for sentinel in self.sentinel_manager.sentinels:
             await sentinel.aclose()
+
+
+def _not_found(name: str) -> MasterNotFoundError:
+    return MasterNotFoundError(f"no Sentinel that answers knows a primary named {name!r}")
 
 
 def redis_client(

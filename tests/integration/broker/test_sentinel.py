@@ -4,10 +4,7 @@ next one after a failover."""
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +19,7 @@ from services.relay.settings import RelaySettings
 from shardline.base.redis import async_redis_client, redis_client
 from tests.integration.broker.test_redis_url import WAYS, Way, by_flower, by_remote_control
 from tests.polling import PATIENCE_S, until
-from tests.sentinel_pair import SentinelPair
+from tests.sentinel_pair import SentinelPair, sentinel_pair
 
 TIMEOUT_S = 5.0
 AWAY = (RedisError, OperationalError, OSError)
@@ -30,14 +27,8 @@ AWAY = (RedisError, OperationalError, OSError)
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[SentinelPair]:
-    home = Path(tempfile.mkdtemp(prefix="shardline-sentinel-"))
-    pair = SentinelPair(home)
-    try:
-        pair.start()
+    with sentinel_pair() as pair:
         yield pair
-    finally:
-        pair.end()
-        shutil.rmtree(home, ignore_errors=True)
 
 
 def heard(pair: SentinelPair) -> dict[str, int]:
@@ -60,6 +51,23 @@ def test_every_library_reaches_the_server_that_sentinels_name(pair: SentinelPair
             return
         way(pair.url(3, lost_first=lost_first))
         assert way is by_remote_control or list(heard(pair)) == ["db3"]
+
+
+def test_without_a_primary_the_error_is_short_and_tells_no_password() -> None:
+    url = "sentinel://:secret@127.0.0.1:1/0?master_name=main&sentinel_password=secret"
+    problem = "^no Sentinel that answers knows a primary named 'main'$"
+    with redis_client(url, timeout_s=TIMEOUT_S) as client, pytest.raises(RedisError, match=problem):
+        client.ping()
+
+    async def ask() -> None:
+        client = async_redis_client(url, timeout_s=TIMEOUT_S)
+        try:
+            await client.ping()
+        finally:
+            await client.aclose()
+
+    with pytest.raises(RedisError, match=problem):
+        asyncio.run(ask())
 
 
 def test_callbacks_leave_once_and_results_are_kept_there(pair: SentinelPair) -> None:
