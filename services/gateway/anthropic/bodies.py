@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from services.gateway.anthropic.server_blocks import AnyServerBlock
 from services.gateway.openai.neutral_fields import ANY_TEXT
 from shardline.contract.chat import MAX_TOOL_NAME_CHARS
 from shardline.contract.job import MAX_TOKENS, Probability
@@ -161,7 +162,14 @@ class ToolResultInput(InputBlock, frozen=True, kw_only=True, tag="tool_result"):
     is_error: bool = False
 
 
-AnyInput = TextualInput | ThinkingInput | RedactedThinkingInput | ToolUseInput | ToolResultInput
+AnyInput = (
+    TextualInput
+    | ThinkingInput
+    | RedactedThinkingInput
+    | ToolUseInput
+    | ToolResultInput
+    | AnyServerBlock
+)
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

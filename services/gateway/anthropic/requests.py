@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import msgspec
 
 from services.gateway.anthropic import bodies
+from services.gateway.anthropic.server_blocks import AnyServerBlock, ServerBlock
 from services.gateway.errors import ThreadUnsupported
 from services.gateway.field_names import renaming
 from services.gateway.http.json_body import Document
@@ -44,6 +45,8 @@ BLOCKS = (
     *("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
     *("document", "search_result"),
 )
+LEFT_OUT = frozenset(str(kind.__struct_config__.tag) for kind in get_args(AnyServerBlock))
+"""Blocks of tools that ran at Anthropic."""
 SOURCES = ("text", "content")
 """Of documents: those that hold text."""
 
@@ -182,6 +185,8 @@ def _blocks(fields: Document) -> Iterator[tuple[str, Document]]:
     for place, turn in enumerate(turns if isinstance(turns, list) else ()):
         content = turn.get("content") if isinstance(turn, dict) else None
         for field, block in _objects(f"messages[{place}].content", content):
+            if block.get("type") in LEFT_OUT:
+                continue
             yield field, block
             yield from _objects(f"{field}.content", block.get("content"))
 
@@ -216,7 +221,7 @@ def _continuation(body: bodies.CountTokensBody) -> Document:
     if last.role != "assistant":
         return {}
     is_text = isinstance(last.content, str) or all(
-        isinstance(block, bodies.TextInput) for block in last.content
+        isinstance(block, bodies.TextInput | ServerBlock) for block in last.content
     )
     thinks = isinstance(body.thinking, bodies.ThinkingEnabled | bodies.ThinkingAdaptive)
     has_form = body.output_config.format is not None or body.output_format is not None

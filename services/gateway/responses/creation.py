@@ -36,7 +36,7 @@ from services.gateway.responses.references import with_referenced
 from services.gateway.responses.requests import (
     ResponseRequest,
     field_names,
-    items_of,
+    kept_items_of,
     response_request,
 )
 from services.gateway.responses.response_events import answers_of, response_events, whole
@@ -190,7 +190,7 @@ def encode(requests: Sequence[ResponseRequest], tokenized: Sequence[Tokenized]) 
     new = NewResponse(
         previous_id=None if previous is None else UUID(previous.removeprefix(PREFIX)),
         instructions=asked.instructions,
-        input=msgspec.to_builtins(items_of(asked)),
+        input=msgspec.to_builtins(kept_items_of(asked)),
         options=msgspec.to_builtins(asked.options()),
     )
     return encode_response(encode_request(request, *tokenized), new)

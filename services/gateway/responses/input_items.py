@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from services.gateway.responses.hosted_calls import AnyHostedCall
+
 MAX_ITEMS = 4_096
 """Of one request."""
 
@@ -100,7 +102,11 @@ class InputReference(
 
 
 InputItem = InputMessage | InputReasoning | InputCall | InputCallOutput | InputReference
+SentItem = InputItem | AnyHostedCall
 Items = Annotated[tuple[InputItem, ...], Meta(min_length=1, max_length=MAX_ITEMS)]
+"""Of a response's row."""
+SentItems = Annotated[tuple[SentItem, ...], Meta(min_length=1, max_length=MAX_ITEMS)]
+"""Of a request."""
 
 
 def text_of(content: str | tuple[Part, ...] | tuple[InputText, ...]) -> str:

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 
 from services.gateway.context import Gateway
 from services.gateway.responses.conversation import listed, messages_of
-from services.gateway.responses.input_items import InputItem, InputReference, Items
+from services.gateway.responses.input_items import InputItem, InputReference, Items, SentItem
 from services.gateway.responses.output_items import ListedItem, OutputItem
-from services.gateway.responses.requests import ResponseRequest, items_of
+from services.gateway.responses.requests import ResponseRequest, items_of, kept_items_of
 from services.gateway.responses.response_events import answers_of, whole
 from shardline.base.errors import Invalid
 from shardline.store.responses import ReferencedJobs, ResponseRow
@@ -48,7 +48,7 @@ async def with_referenced(gateway: Gateway, request: ResponseRequest) -> Respons
     return await asyncio.to_thread(_resolved, request, found, inputs)
 
 
-def _places(items: Iterable[InputItem]) -> dict[str, int]:
+def _places(items: Iterable[SentItem]) -> dict[str, int]:
     """Maps the id of each referenced item to its place. Raises Invalid for an id that comes twice:
     a short request could grow without limit."""
     places: dict[str, int] = {}
@@ -113,7 +113,7 @@ def _resolved(
         for place, item in enumerate(items_of(request.asked))
     )
     asked = replace(request.asked, input=items)
-    messages = messages_of(items, instructions=asked.instructions)
+    messages = messages_of(kept_items_of(asked), instructions=asked.instructions)
     return replace(request, asked=asked, messages=messages)
 
 

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from services.gateway.openai.response_format import object_of, schema_of
 from services.gateway.openai.service_tier import ServiceTier
-from services.gateway.responses.input_items import Items
+from services.gateway.responses.input_items import SentItems
 from services.gateway.responses.tools import ResponseToolChoice, ResponseTools, namespaces_of
 from shardline.contract.job import MAX_TOKENS, NumLogprobs, ReasoningEffort
 from shardline.contract.structured_output import StructuredOutput, closed
@@ -130,7 +130,7 @@ class ResponseFields(StoredOptions, frozen=True, kw_only=True, forbid_unknown_fi
 
     client_metadata: dict[str, Any] = {}
     """Without effect: Codex tells of itself."""
-    input: str | Items
+    input: str | SentItems
     instructions: str | None = None
     """Of this response alone: the next one does not have them."""
     max_output_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None

@@ -11,8 +11,9 @@ from services.gateway.field_names import renaming
 from services.gateway.http.json_body import Document
 from services.gateway.openai.service_tier import PRIORITIES
 from services.gateway.responses.conversation import messages_of
+from services.gateway.responses.hosted_calls import HostedCall
 from services.gateway.responses.hosted_tools import refuse_chosen
-from services.gateway.responses.input_items import InputItem, InputMessage
+from services.gateway.responses.input_items import InputItem, InputMessage, SentItem
 from services.gateway.responses.request_fields import ResponseFields
 from services.gateway.responses.tools import choice_of, functions_of, places_of
 from shardline.base.errors import Invalid
@@ -66,6 +67,8 @@ NULLABLE = ("text", "reasoning")
 def response_request(document: Document) -> ResponseRequest:
     """Parse the body of `POST /v1/responses`. Raises Invalid."""
     fields = {name: value for name, value in document.items() if value is not None}
+    if fields.get("context_management") == []:
+        del fields["context_management"]
     for name, remedy in ELSEWHERE.items():
         if name in fields:
             raise Invalid(name, "it is not supported here", remedy)
@@ -76,7 +79,7 @@ def response_request(document: Document) -> ResponseRequest:
     if job.structured_outputs is not None and asked.text.structured() is not None:
         problem = "structured_outputs sets the form of the text"
         raise Invalid("text.format", problem, "Send one of the two")
-    messages = messages_of(items_of(asked), instructions=asked.instructions)
+    messages = messages_of(kept_items_of(asked), instructions=asked.instructions)
     values = {name: getattr(job, name) for name in JobRequest.__struct_fields__}
     values |= {
         "messages": messages,
@@ -110,11 +113,19 @@ def field_names(asked: ResponseFields) -> Mapping[str, str]:
     return names
 
 
-def items_of(asked: ResponseFields) -> tuple[InputItem, ...]:
+def items_of(asked: ResponseFields) -> tuple[SentItem, ...]:
     """The input as items: a text is a message of the user."""
     if isinstance(asked.input, str):
         return (InputMessage(role="user", content=asked.input),)
     return asked.input
+
+
+def kept_items_of(asked: ResponseFields) -> tuple[InputItem, ...]:
+    """Those that the response's row keeps. Raises Invalid if there is none."""
+    kept = tuple(item for item in items_of(asked) if not isinstance(item, HostedCall))
+    if not kept:
+        raise Invalid("input", "it holds calls of OpenAI's own tools alone", "Send messages too")
+    return kept
 
 
 def _asked(fields: Document) -> ResponseFields:

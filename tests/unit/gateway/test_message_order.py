@@ -3,7 +3,7 @@ stream."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 from uuid import uuid4
 
 import msgspec
@@ -11,6 +11,7 @@ import pytest
 
 from services.gateway.anthropic.messages import MessageEvents, MessageParts
 from services.gateway.anthropic.requests import message_request
+from services.gateway.anthropic.server_blocks import AnyServerBlock
 from shardline.contract.job import FinishReason, Result, Usage
 from shardline.contract.wire import Delta
 from shardline_server.tokenize import Tokens
@@ -98,4 +99,20 @@ def test_a_stream_has_the_blocks_of_the_whole_message(parts: MessageParts, size:
     said = [block.get("text") or block.get("thinking") for block in whole(parts)]
     assert [text for text, kind in zip(texts, kinds, strict=True) if kind != "tool_use"] == [
         text for text in said if text is not None
+    ]
+
+
+@pytest.mark.parametrize(
+    "kind", [block.__struct_config__.tag for block in get_args(AnyServerBlock)]
+)
+def test_what_a_server_tool_did_is_left_out_of_a_conversation(kind: str) -> None:
+    images = [{"type": "image", "source": {"type": "file", "file_id": "f"}}]
+    done = {"type": kind, "id": "srvtoolu_1", "name": "web_search", "content": images}
+    said = {"type": "text", "text": "It rains."}
+    turn = {"role": "assistant", "content": [done, said, done]}
+    asked = {**DOCUMENT, "messages": [*DOCUMENT["messages"], turn, *DOCUMENT["messages"]]}
+    assert [(one.role, one.content) for one in message_request(asked).messages] == [
+        ("user", "Rome?"),
+        ("assistant", "It rains."),
+        ("user", "Rome?"),
     ]

@@ -3,16 +3,17 @@ tools, of which a job has none."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 from uuid import uuid4
 
 import msgspec
 import pytest
 
 from services.gateway.responses.conversation import listed, messages_of
+from services.gateway.responses.hosted_calls import AnyHostedCall
 from services.gateway.responses.hosted_tools import TYPES
 from services.gateway.responses.output_items import CallItem
-from services.gateway.responses.requests import items_of, response_request
+from services.gateway.responses.requests import kept_items_of, response_request
 from services.gateway.responses.tools import flat_tools
 from shardline.base.errors import Invalid
 
@@ -49,7 +50,7 @@ def test_a_call_that_comes_back_has_the_name_that_the_model_knows() -> None:
     assert request.messages is not None
     (call,) = request.messages[1].tool_calls or ()
     assert call.function.name == "crm__add"
-    item = listed(uuid4(), items_of(request.asked))[1]
+    item = listed(uuid4(), kept_items_of(request.asked))[1]
     assert isinstance(item, CallItem)
     assert (item.namespace, item.name) == ("crm", "add")
     assert messages_of([item])[0].tool_calls == (call,)
@@ -101,3 +102,20 @@ def test_a_hosted_tool_is_left_out_and_cannot_be_chosen(kind: str) -> None:
     with pytest.raises(Invalid) as caught:
         response_request({**ASKED, "tools": [{"type": kind}], "tool_choice": "required"})
     assert caught.value.field == "tool_choice"
+
+
+@pytest.mark.parametrize("kind", [item.__struct_config__.tag for item in get_args(AnyHostedCall)])
+def test_what_a_hosted_tool_did_is_left_out_of_a_conversation(kind: str) -> None:
+    call = {"type": kind, "id": "ws_1", "status": "completed", "action": {"query": "Rome"}}
+    said = {"role": "assistant", "content": "It rains."}
+    asked = {**ASKED, "input": [{"role": "user", "content": "Rome?"}, call, said]}
+    request = response_request(asked)
+    assert [(one.role, one.content) for one in request.messages or ()] == [
+        ("user", "Rome?"),
+        ("assistant", "It rains."),
+    ]
+    assert len(kept_items_of(request.asked)) == 2
+    assert response_request({**asked, "context_management": []}).messages == request.messages
+    with pytest.raises(Invalid, match="Send messages too") as caught:
+        response_request({**ASKED, "input": [call]})
+    assert caught.value.field == "input"
