@@ -1,35 +1,53 @@
 """Python programs as forks of a process that has imported their libraries. Each is a process like
 any other, with an environment and a log of its own; only the second of its imports is saved.
 
-What is imported before the fork reads no environment of a program: none of our settings, no
-failpoint, no Celery app.
+What is imported before the fork keeps nothing of an environment but failpoints, which are read
+anew.
 """
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import runpy
+import signal
+import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Final
+from unittest import mock
 
+from services.standalone.preload import mimalloc
+from services.standalone.warm_parent import ROOM
 from tests.repository import REPOSITORY
 
 LIBRARIES: Final = [
+    "alembic.config",
     "celery.apps.worker",
     "celery.backends.redis",
     "celery.bin.celery",
     "celery.concurrency.thread",
+    "flower.command",
     "kombu.transport.redis",
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+    "services.gateway.app",
+    "services.stage.warm_parent",
+    "services.standalone.supervisor",
     "shardline.base.log",
     "shardline.store.jobs",
     "shardline_fleet.planner",
     "shardline_server.tokenize",
 ]
-"""Of relays and of Celery's workers."""
+"""Of whole stacks, relays and Celery's workers."""
+
+OF_THE_SERVER: Final = {**ROOM, "OMP_WAIT_POLICY": "passive"}
+"""Read when libraries are loaded, by the process that is forked. Programs write their environment
+over its room, for /proc to show."""
 
 _FORKING = multiprocessing.get_context("forkserver")
 _FORKING.set_forkserver_preload(LIBRARIES)
@@ -38,9 +56,19 @@ _FORKING.set_forkserver_preload(LIBRARIES)
 class ForkedProgram:
     """`python -m MODULE ARGUMENT…`, with the verbs of subprocess.Popen."""
 
-    def __init__(self, argv: Sequence[str], *, environment: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        can_fork: bool = False,
+    ) -> None:
+        """Starts it. `can_fork`: the Python programs that a supervisor starts are forks too."""
+        with mock.patch.dict(os.environ, OF_THE_SERVER, LD_PRELOAD=mimalloc()):
+            forkserver.ensure_running()
         self._process = _FORKING.Process(
-            target=_run, args=(list(argv), dict(environment), log), daemon=True
+            target=_run, args=(list(argv), dict(environment), log, can_fork), daemon=not can_fork
         )
         self._process.start()
 
@@ -54,31 +82,55 @@ class ForkedProgram:
         """Its exit status, negative if a signal ended it; None while it runs."""
         return self._process.exitcode
 
-    def wait(self, timeout: float) -> int:
-        """Until it has ended; its exit status. Raises TimeoutError."""
+    def wait(self, timeout: float | None = None) -> int:
+        """Until it has ended; its exit status. Raises subprocess.TimeoutExpired."""
         self._process.join(timeout)
         status = self.poll()
         if status is None:
-            raise TimeoutError(f"process {self.pid} runs after {timeout:g} s")
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         return status
 
     def send_signal(self, number: int) -> None:
         """As a supervisor does."""
         os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         """SIGKILL."""
         self._process.kill()
 
 
-def _run(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-    """In the fork."""
-    with log.open("wb") as output:
-        for descriptor in (sys.stdout.fileno(), sys.stderr.fileno()):
-            os.dup2(output.fileno(), descriptor)
+def run_module(argv: Sequence[str]) -> None:
+    """Runs `python -m MODULE ARGUMENT…` in this process, to its end. Raises SystemExit."""
+    # Imports of this module would lead in a circle.
+    from shardline_server import failpoints  # noqa: PLC0415 (read by stages before their fork)
+
+    failpoints.ARMED = failpoints._from_environment()
     os.chdir(REPOSITORY)
-    os.environ.clear()
-    os.environ.update(environment)
     module, *arguments = argv
     sys.argv[1:] = arguments
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:  # as the interpreter does at its end
+        threading._shutdown()  # type: ignore[attr-defined]  # it has no public name
+        atexit._run_exitfuncs()
+
+
+def _run(argv: Sequence[str], environment: Mapping[str, str], log: Path, can_fork: bool) -> None:
+    """In the fork."""
+    from services.stage.warm_parent import take_environment  # noqa: PLC0415 (imports torch)
+
+    with log.open("ab") as output, Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+        for descriptor in (1, 2):
+            os.dup2(output.fileno(), descriptor)
+    take_environment(dict(environment))
+    if can_fork:
+        from tests.forked_children import fork_children  # noqa: PLC0415 (of supervisors alone)
+
+        fork_children()
+    with suppress(BrokenPipeError):
+        run_module(argv)

@@ -15,6 +15,7 @@ import psutil
 from services.standalone.processes import is_alive, wait_until_gone
 from services.standalone.state_dir import StateDir
 from shardline.contract.api_key import bearer
+from tests.forked import ForkedProgram
 from tests.polling import until
 from tests.repository import REPOSITORY
 
@@ -44,10 +45,7 @@ class Stack:
     def start(self) -> None:
         """Start it and wait until it says that it is ready."""
         self.output.touch(mode=0o600)
-        with self.output.open("ab") as output:
-            self.process = subprocess.Popen(
-                self._argv("up"), **self._options(), stdout=output, stderr=output
-            )
+        self.process = self._up()
         until(lambda: self.process.poll() is not None or self.home.published() is not None)
         assert self.process.poll() is None, self.output.read_text()
         self.look()
@@ -90,6 +88,12 @@ class Stack:
             self.process.terminate()
             self.process.wait()
 
+    def _up(self) -> subprocess.Popen[bytes] | ForkedProgram:
+        with self.output.open("ab") as output:
+            return subprocess.Popen(
+                self._argv("up"), **self._options(), stdout=output, stderr=output
+            )
+
     def _argv(self, verb: str) -> list[str]:
         return [sys.executable, "-m", "services.standalone", verb]
 
@@ -99,6 +103,19 @@ class Stack:
             "env": {**os.environ, **self.settings},
             "stdin": subprocess.DEVNULL,
         }
+
+
+class ForkedStack(Stack):
+    """The same in seconds: its Python programs are forks of one that has imported what they
+    import."""
+
+    def _up(self) -> ForkedProgram:
+        return ForkedProgram(
+            ["services.standalone", "up"],
+            environment={**os.environ, **self.settings},
+            log=self.output,
+            can_fork=True,
+        )
 
 
 def is_running(pid: int | None) -> bool:

@@ -28,7 +28,7 @@ from shardline.contract.queues import INTAKE_QUEUE, SUBMIT_TASK
 from shardline.store.connection.database import connect
 from tests.chaos.load.workload import Workload, lab
 from tests.polling import until
-from tests.stack import Stack, is_running
+from tests.stack import ForkedStack, Stack, is_running
 
 TIME_SCALE = "0.5"
 """Another stack may run beside it: see tests/conftest.py."""
@@ -116,7 +116,7 @@ def small_stack(**settings: str) -> Iterator[Hurt]:
     folder = Path(tempfile.mkdtemp(prefix="shardline-small-"))
     failpoints = folder / "failpoints"
     failpoints.mkdir()
-    stack = Stack(
+    stack = ForkedStack(
         folder,
         SHARDLINE_TIME_SCALE=TIME_SCALE,
         SHARDLINE_STALL_S=STALL_S,

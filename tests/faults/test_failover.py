@@ -22,7 +22,7 @@ from shardline.contract.job import JobState
 from shardline.contract.queues import INTAKE_QUEUE, SUBMIT_TASK, celery_settings
 from tests.polling import until
 from tests.postgres_pair import PostgresPair
-from tests.stack import Stack
+from tests.stack import ForkedStack, Stack
 
 REQUEST: dict[str, Any] = {
     "model": "clerk",
@@ -49,7 +49,7 @@ def pair() -> Iterator[PostgresPair]:
 def stack(pair: PostgresPair, request: pytest.FixtureRequest) -> Iterator[Stack]:
     folder = Path(tempfile.mkdtemp(prefix="shardline-failover-"))
     url = pair.url() if request.param == "two hosts" else pair.url_of_name()
-    stack = Stack(folder, SHARDLINE_MODEL=str(CLERK), SHARDLINE_DATABASE_URL=url)
+    stack = ForkedStack(folder, SHARDLINE_MODEL=str(CLERK), SHARDLINE_DATABASE_URL=url)
     try:
         stack.start()
         yield stack

@@ -17,7 +17,7 @@ from services.stage.hop.sockets import CurveKeys, Sockets
 from services.stage.pipeline.registry import RedisRegistry
 from services.standalone.ports import LOOPBACK
 from shardline.base.errors import LinkLost
-from tests.stack import Stack
+from tests.stack import ForkedStack, Stack
 
 SHAKEN_S = 60.0
 REFUSED_S = 3.0
@@ -28,7 +28,7 @@ REFUSED_S = 3.0
 def stack() -> Iterator[Stack]:
     """Two stages over tcp, as `make up` starts them: nobody has named a key."""
     folder = Path(tempfile.mkdtemp(prefix="shardline-hops-"))
-    stack = Stack(
+    stack = ForkedStack(
         folder,
         SHARDLINE_HOP_TRANSPORT="tcp",
         SHARDLINE_HOP_BIND=LOOPBACK,

@@ -22,7 +22,7 @@ from tests.chaos.judge.secrecy import told
 from tests.faults.test_failover import LONG, REQUEST, answers, by_celery
 from tests.polling import until
 from tests.sentinel_pair import PASSWORD, SENTINELS_PASSWORD, SentinelPair, sentinel_pair
-from tests.stack import Stack
+from tests.stack import ForkedStack, Stack
 
 SECRETS = {form for one in (PASSWORD, SENTINELS_PASSWORD) for form in (one, quote(one))}
 
@@ -37,7 +37,7 @@ def pair() -> Iterator[SentinelPair]:
 def stack(pair: SentinelPair) -> Iterator[Stack]:
     folder = Path(tempfile.mkdtemp(prefix="shardline-sentinel-"))
     url = pair.url()
-    stack = Stack(
+    stack = ForkedStack(
         folder,
         SHARDLINE_MODEL=str(CLERK),
         SHARDLINE_REDIS_URL=url,

@@ -21,7 +21,7 @@ from tests.chaos.faults.arming import arm
 from tests.collector import Collector, Seen, collecting
 from tests.faults.small_stack import MAX_TOKENS, STALL_S, TIME_SCALE
 from tests.polling import until
-from tests.stack import Stack
+from tests.stack import ForkedStack, Stack
 
 CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 OF_EVERY_JOB = [
@@ -55,7 +55,7 @@ def stack(
     tmp_path_factory: pytest.TempPathFactory, failpoints: Path, collector: Collector
 ) -> Iterator[Stack]:
     """Two stages that trace."""
-    stack = Stack(
+    stack = ForkedStack(
         tmp_path_factory.mktemp("traces"),
         SHARDLINE_TIME_SCALE=TIME_SCALE,
         SHARDLINE_STALL_S=STALL_S,

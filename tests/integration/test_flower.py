@@ -30,7 +30,7 @@ from shardline.contract.queues import (
     generate_queue,
 )
 from tests.polling import until
-from tests.stack import Stack
+from tests.stack import ForkedStack, Stack
 
 MODEL = "clerk"
 LONG: dict[str, Any] = {
@@ -54,7 +54,7 @@ def stack() -> Iterator[Stack]:
     model = shutil.copytree(CLERK, folder / MODEL)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
-    stack = Stack(
+    stack = ForkedStack(
         folder, SHARDLINE_MODEL=str(model), SHARDLINE_MODEL_NAME=MODEL, SHARDLINE_KV_MIB="256"
     )
     stack.start()

@@ -13,7 +13,7 @@ from sqlalchemy import Engine
 from shardline.client import Client
 from shardline.store.connection.database import connect
 from tests.real_model import NAME, real_model
-from tests.stack import Stack
+from tests.stack import ForkedStack, Stack
 
 
 @pytest.fixture(scope="package")
@@ -26,7 +26,7 @@ def real_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "SHARDLINE_MODEL_NAME": NAME,
         "SHARDLINE_FAILPOINTS": str(failpoints),
     }
-    stack = Stack(tmp_path_factory.mktemp("real"), **settings)
+    stack = ForkedStack(tmp_path_factory.mktemp("real"), **settings)
     stack.start()
     yield stack
     stack.end()

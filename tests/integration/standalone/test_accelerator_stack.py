@@ -22,7 +22,7 @@ from shardline.client import Client
 from shardline.store import pipelines
 from shardline.store.connection.database import connect
 from tests.polling import until
-from tests.stack import Stack
+from tests.stack import ForkedStack, Stack
 
 GPU = os.environ.get("SHARDLINE_TEST_DEVICE")
 DEVICES = (f"cpu:{usable_cores()[0]}", GPU or "toy:0")
@@ -41,7 +41,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "TIME_SCALE": "0.5",
         "CACHE_DIR": str(folder / "cache"),
     }
-    stack = Stack(folder, **{f"SHARDLINE_{name}": value for name, value in settings.items()})
+    named = {f"SHARDLINE_{name}": value for name, value in settings.items()}
+    stack = ForkedStack(folder, **named)
     stack.start()
     yield stack
     stack.end()

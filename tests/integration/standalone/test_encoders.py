@@ -28,7 +28,7 @@ from shardline_server.tokenize.folder import model_row
 from tests.encoders import save_encoder
 from tests.models import VOCAB_SIZE
 from tests.polling import until
-from tests.stack import Stack
+from tests.stack import ForkedStack, Stack
 
 NAME = "tiny"
 LONGEST = 128
@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def stack(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     settings = {"SHARDLINE_MODEL": str(model), "SHARDLINE_MODEL_NAME": NAME}
-    stack = Stack(tmp_path_factory.mktemp("encoder"), **settings, SHARDLINE_STAGES="2")
+    stack = ForkedStack(tmp_path_factory.mktemp("encoder"), **settings, SHARDLINE_STAGES="2")
     stack.start()
     yield stack
     stack.end()

@@ -20,7 +20,7 @@ from shardline.store import fleets
 from shardline.store.models import versions
 from tests.fleet import MODEL, keep_busy, layers, plan, start_third
 from tests.polling import until
-from tests.stack import Stack
+from tests.stack import ForkedStack, Stack
 
 PROMPTS = [f"sort: {number}, 7, {number + 4}, 2, 9 =" for number in range(8)]
 PARAMS: dict[str, Any] = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -36,7 +36,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "TIME_SCALE": 0.3,
         "CACHE_DIR": folder / "cache",
     }
-    stack = Stack(folder, **{f"SHARDLINE_{name}": str(value) for name, value in settings.items()})
+    named = {f"SHARDLINE_{name}": str(value) for name, value in settings.items()}
+    stack = ForkedStack(folder, **named)
     stack.start()
     yield stack
     stack.end()

@@ -14,7 +14,7 @@ from services.standalone.settings import CLERK
 from shardline.client import Client
 from shardline.store import fleets
 from tests.polling import until
-from tests.stack import Stack
+from tests.stack import ForkedStack, Stack
 
 MODELS = ("clerk", "second", "third")
 PARAMS: dict[str, Any] = {"max_tokens": 48, "temperature": 0, "ignore_eos": True}
@@ -34,7 +34,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "CACHE_DIR": folder / "cache",
         "FURTHER_MODELS": ",".join(f"{name}={CLERK}" for name in MODELS[1:]),
     }
-    stack = Stack(folder, **{f"SHARDLINE_{name}": str(value) for name, value in settings.items()})
+    named = {f"SHARDLINE_{name}": str(value) for name, value in settings.items()}
+    stack = ForkedStack(folder, **named)
     stack.start()
     yield stack
     stack.end()

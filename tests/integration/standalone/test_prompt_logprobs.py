@@ -15,7 +15,7 @@ from shardline.client import Client
 from shardline.contract.ids import new_id
 from shardline.contract.job import JobRequest, PromptLogprob
 from tests.real_model import NAME, real_model
-from tests.stack import Stack
+from tests.stack import ForkedStack, Stack
 
 PROMPT = "The capital of France is Paris, and the capital of Italy is Rome. " * 10
 NUM_TOP = 2
@@ -26,7 +26,7 @@ TIMEOUT_S = 300.0
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     settings = {"SHARDLINE_MODEL": str(real_model()), "SHARDLINE_MODEL_NAME": NAME}
-    stack = Stack(tmp_path_factory.mktemp("scores"), **settings)
+    stack = ForkedStack(tmp_path_factory.mktemp("scores"), **settings)
     stack.start()
     yield stack
     stack.end()

@@ -16,7 +16,7 @@ import torch
 from shardline.client import Client
 from tests.polling import until
 from tests.ranks import other_ranks
-from tests.stack import Stack
+from tests.stack import ForkedStack, Stack
 
 NUM_NEW = 128
 NICE = 1
@@ -30,7 +30,7 @@ PARAMS: dict[str, Any] = {"max_tokens": NUM_NEW, "temperature": 0.8, "ignore_eos
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     settings = {"DEVICES": "cpu:0-1 cpu:0-1", "TP": "2", "TIME_SCALE": "0.5", "NICE": str(NICE)}
-    stack = Stack(
+    stack = ForkedStack(
         tmp_path_factory.mktemp("stack"),
         **{f"SHARDLINE_{name}": value for name, value in settings.items()},
         **OF_OTHERS,

@@ -17,7 +17,7 @@ from shardline.contract.api_key import bearer
 from shardline_server.failpoints import Point
 from tests.chaos.faults.arming import arm
 from tests.polling import until
-from tests.stack import Stack
+from tests.stack import ForkedStack, Stack
 
 NAME = "nightly"
 REQUEST = {"model": "clerk", "prompt": "sort: 3, 1, 2 =", "temperature": 0, "max_tokens": 16}
@@ -34,7 +34,7 @@ def failpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, failpoints: Path) -> Iterator[Stack]:
     settings = {"SHARDLINE_STAGES": "1", "SHARDLINE_FAILPOINTS": str(failpoints)}
-    stack = Stack(tmp_path_factory.mktemp("stack"), **settings)
+    stack = ForkedStack(tmp_path_factory.mktemp("stack"), **settings)
     stack.start()
     yield stack
     stack.end()

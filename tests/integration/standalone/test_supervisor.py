@@ -29,7 +29,7 @@ from shardline.store.statistics import costs
 from shardline_fleet.planner import DeviceProfile, ModelCosts, Workload, make_plans, read_profiles
 from tests.models import save_model
 from tests.polling import until
-from tests.stack import Stack
+from tests.stack import ForkedStack, Stack
 
 NAMES = {
     "supervisor",
@@ -68,7 +68,7 @@ def stack(folder: Path) -> Iterator[Stack]:
 @pytest.fixture
 def own_stack(tmp_path: Path) -> Iterator[Stack]:
     """A small stack for one test that ends it."""
-    stack = Stack(tmp_path, SHARDLINE_STAGES="1")
+    stack = ForkedStack(tmp_path, SHARDLINE_STAGES="1")
     stack.start()
     yield stack
     stack.end()
@@ -112,7 +112,7 @@ def test_stages_hold_the_layers_of_the_best_plan_for_their_devices(stack: Stack)
 
 
 def test_without_any_placement_the_best_of_all_plans_runs(tmp_path: Path) -> None:
-    stack = Stack(tmp_path, SHARDLINE_SPLIT="", SHARDLINE_CACHE_DIR=str(tmp_path / "cache"))
+    stack = ForkedStack(tmp_path, SHARDLINE_SPLIT="", SHARDLINE_CACHE_DIR=str(tmp_path / "cache"))
     stack.start()
     try:
         plan = make_plans(ModelCosts.read(CLERK), measured_by(stack), Workload()).best
@@ -286,7 +286,9 @@ def test_down_after_a_killed_supervisor_leaves_nothing(own_stack: Stack) -> None
 def test_a_model_without_a_tokenizer_answers_ids_until_ctrl_c_stops_it_in_order(
     tmp_path: Path,
 ) -> None:
-    own_stack = Stack(tmp_path, SHARDLINE_MODEL=str(save_model(tmp_path)), SHARDLINE_STAGES="1")
+    own_stack = ForkedStack(
+        tmp_path, SHARDLINE_MODEL=str(save_model(tmp_path)), SHARDLINE_STAGES="1"
+    )
     own_stack.start()
     urls = own_stack.look()["urls"]
     with Client(database_url=urls["database"], redis_url=urls["redis"]) as client:

@@ -16,7 +16,7 @@ from shardline.client import Client
 from shardline.store import fleets
 from tests.fleet import BACKLOG, MODEL, layers, plan, start_third
 from tests.polling import until
-from tests.stack import Stack
+from tests.stack import ForkedStack, Stack
 from tests.unit.fleet.planner.fleets import device
 
 SMALL_MIB = 14
@@ -38,7 +38,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "TIME_SCALE": 0.3,
         "CACHE_DIR": folder / "cache",
     }
-    stack = Stack(folder, **{f"SHARDLINE_{name}": str(value) for name, value in settings.items()})
+    named = {f"SHARDLINE_{name}": str(value) for name, value in settings.items()}
+    stack = ForkedStack(folder, **named)
     stack.start()
     yield stack
     stack.end()

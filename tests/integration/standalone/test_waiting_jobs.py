@@ -16,7 +16,7 @@ from shardline.contract.ids import new_id
 from shardline.contract.job import JobRequest
 from shardline.contract.parents.parent_job import ParentJob
 from tests.polling import until
-from tests.stack import Stack
+from tests.stack import ForkedStack, Stack
 
 PATIENCE_S = 120
 SQL = """
@@ -28,7 +28,7 @@ VALUES (%s, 'clerk', 'sum:{{x}} + 1 =', '{"temperature": 0, "max_tokens": 16}',
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    stack = Stack(tmp_path_factory.mktemp("waiting"), SHARDLINE_STAGES="1")
+    stack = ForkedStack(tmp_path_factory.mktemp("waiting"), SHARDLINE_STAGES="1")
     stack.start()
     yield stack
     stack.end()
