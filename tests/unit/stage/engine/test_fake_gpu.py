@@ -34,7 +34,7 @@ WITH_LAYER_NORM = (
     *("phi", "gpt-neox", "cohere", "cohere2", "starcoder2"),
     *("gpt2", "gpt-bigcode", "opt", "stablelm", "nemotron"),
 )
-IN_THREE_STAGES = ("llama", "gemma2", "mixtral", *RECURRENT)
+IN_THREE_STAGES = ("llama", "gemma2", "mixtral")
 """With a stage that neither embeds nor samples; for all others head and tail tell enough."""
 TORCH = AcceleratorOptions(products="torch", cuda_graphs=False)
 TRITON = AcceleratorOptions(products="triton", cuda_graphs=False)
