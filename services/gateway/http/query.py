@@ -73,4 +73,8 @@ def query_of(items: Iterable[tuple[str, str]], kind: type[QueryT]) -> QueryT:
 def _remedy(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return f"Use one of: {' | '.join(schema['enum'])}"
-    return f"Send a number from {schema['minimum']} to {schema['maximum']}, or leave it out"
+    if "maximum" in schema:
+        return f"Send a number from {schema['minimum']} to {schema['maximum']}, or leave it out"
+    length = f"{schema.get('minLength', 0)} to {schema.get('maxLength', 'any number of')}"
+    form = f" that match {schema['pattern']}" if "pattern" in schema else ""
+    return f"Send {length} characters{form}, or leave it out"
