@@ -148,7 +148,7 @@ class ResponseAnswers:
             frequency_penalty=params.frequency_penalty,
             text=options.text,
             tool_choice=flat_choice(params.tool_choice),
-            tools=flat_tools(params.tools, options.namespaces),
+            tools=flat_tools(params.tools, options.namespaces, options.descriptions),
             top_logprobs=options.top_logprobs,
             truncation=options.truncation,
             usage=usage,

@@ -11,7 +11,12 @@ from msgspec import Meta
 from services.gateway.openai.response_format import object_of, schema_of
 from services.gateway.openai.service_tier import ServiceTier
 from services.gateway.responses.input_items import SentItems
-from services.gateway.responses.tools import ResponseToolChoice, ResponseTools, namespaces_of
+from services.gateway.responses.tools import (
+    ResponseToolChoice,
+    ResponseTools,
+    descriptions_of,
+    namespaces_of,
+)
 from shardline.contract.job import MAX_TOKENS, NumLogprobs, ReasoningEffort
 from shardline.contract.structured_output import StructuredOutput, closed
 
@@ -123,6 +128,8 @@ class KeptOptions(StoredOptions, frozen=True, kw_only=True):
 
     namespaces: dict[str, str] = {}
     """Of functions that have one, by their names in the job."""
+    descriptions: dict[str, str] = {}
+    """Of namespaces that have one, by their names."""
 
 
 class ResponseFields(StoredOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -148,7 +155,11 @@ class ResponseFields(StoredOptions, frozen=True, kw_only=True, forbid_unknown_fi
         """Returns what is kept of it."""
         names = StoredOptions.__struct_fields__
         values = {name: getattr(self, name) for name in names}
-        return KeptOptions(**values, namespaces=namespaces_of(self.tools))
+        return KeptOptions(
+            **values,
+            namespaces=namespaces_of(self.tools),
+            descriptions=descriptions_of(self.tools),
+        )
 
     @property
     def has_logprobs(self) -> bool:

@@ -126,8 +126,20 @@ def namespaces_of(tools: Iterable[AskedTool]) -> dict[str, str]:
     }
 
 
-def flat_tools(tools: Iterable[Tool], namespaces: Mapping[str, str]) -> list[AnyTool]:
-    """Returns a job's tools as an answer repeats them."""
+def descriptions_of(tools: Iterable[AskedTool]) -> dict[str, str]:
+    """Returns the descriptions of namespaces that have one, by the namespaces' names."""
+    return {
+        tool.name: tool.description
+        for tool in tools
+        if isinstance(tool, NamespaceTool) and tool.description is not None
+    }
+
+
+def flat_tools(
+    tools: Iterable[Tool], namespaces: Mapping[str, str], descriptions: Mapping[str, str]
+) -> list[AnyTool]:
+    """Returns a job's tools as an answer repeats them. OpenAI's clients require a namespace's
+    description, so one without has an empty one."""
     found: list[AnyTool] = []
     for tool in tools:
         flat = _flat_tool(tool)
@@ -140,7 +152,8 @@ def flat_tools(tools: Iterable[Tool], namespaces: Mapping[str, str]) -> list[Any
         if isinstance(before, NamespaceTool) and before.name == namespace:
             found[-1] = replace(before, tools=(*before.tools, flat))
         else:
-            found.append(NamespaceTool(name=namespace, tools=(flat,)))
+            description = descriptions.get(namespace, "")
+            found.append(NamespaceTool(name=namespace, description=description, tools=(flat,)))
     return found
 
 

@@ -35,14 +35,23 @@ ASKED: dict[str, Any] = {"model": "clerk", "input": "a", "tools": [LOOK, SPACE]}
 def test_functions_of_a_namespace_are_shown_as_they_came() -> None:
     request = response_request(ASKED)
     assert [tool.function.name for tool in request.tools] == ["look", "crm__add", "crm__look"]
-    kept = request.asked.options().namespaces
-    assert kept == {"crm__add": "crm", "crm__look": "crm"}
-    shown = msgspec.to_builtins(flat_tools(request.tools, kept))
+    kept = request.asked.options()
+    assert kept.namespaces == {"crm__add": "crm", "crm__look": "crm"}
+    shown = msgspec.to_builtins(flat_tools(request.tools, kept.namespaces, kept.descriptions))
     assert [(tool["type"], tool["name"]) for tool in shown] == [
         ("function", "look"),
         ("namespace", "crm"),
     ]
     assert [tool["name"] for tool in shown[1]["tools"]] == ["add", "look"]
+    assert shown[1]["description"] == "Customers."
+
+
+def test_a_namespace_without_a_description_is_shown_with_an_empty_one() -> None:
+    space = {name: value for name, value in SPACE.items() if name != "description"}
+    request = response_request({**ASKED, "tools": [space]})
+    kept = request.asked.options()
+    (shown,) = flat_tools(request.tools, kept.namespaces, kept.descriptions)
+    assert shown.description == ""
 
 
 def test_a_call_that_comes_back_has_the_name_that_the_model_knows() -> None:
