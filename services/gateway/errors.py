@@ -289,7 +289,7 @@ def install(app: FastAPI) -> None:
         log.error("request failed", path=request.url.path, request_id=request_id, exc_info=error)
         body = openai_error("The server failed; see its log", "server_error", "internal_error")
         headers = {**NO_RETRY, "x-request-id": request_id}
-        if is_anthropics(request.url.path):
+        if is_anthropics(request.url.path, request.headers):
             form = error_form(body, 500, request_id)
             return json_response(form, status=500, headers={**headers, REQUEST_ID: request_id})
         return json_response(body, status=500, headers=headers)

@@ -1,5 +1,5 @@
-"""Errors of Anthropic's routes in Anthropic's form, and the header that its clients read. Knows no
-cause of an error: it rewrites the answer that every route gives."""
+"""Errors for Anthropic's clients in Anthropic's form, and the header that they read. Knows no cause
+of an error: it rewrites the answer that every route gives."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from services.gateway.anthropic.answers import ErrorDetails, MessagesError, Mess
 from services.gateway.bodies import Error
 
 PREFIX = "/v1/messages"
+SHARED = "/v1/models"
+"""OpenAI's clients ask there too, and send no `anthropic-version`."""
+VERSION = "anthropic-version"
 JSON = "application/json"
 REQUEST_ID = "request-id"
 
@@ -33,9 +36,9 @@ TYPES = {
 """Anthropic's types by the statuses of other routes."""
 
 
-def is_anthropics(path: str) -> bool:
-    """Whether Anthropic's clients ask for this path."""
-    return path == PREFIX or path.startswith(f"{PREFIX}/")
+def is_anthropics(path: str, headers: Headers) -> bool:
+    """Whether an answer on this path is for Anthropic's clients."""
+    return _is_below(PREFIX, path) or (_is_below(SHARED, path) and VERSION in headers)
 
 
 def status_of(status: int) -> int:
@@ -55,7 +58,7 @@ def error_form(error: Error, status: int, request_id: str | None) -> MessagesErr
 
 
 class ErrorFormMiddleware:
-    """Gives each answer of Anthropic's routes its `request-id`, which is its `x-request-id`, and
+    """Gives each answer for Anthropic's clients its `request-id`, which is its `x-request-id`, and
     each error Anthropic's status and body."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -63,7 +66,7 @@ class ErrorFormMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request as plain ASGI, so that a streamed answer passes through untouched."""
-        if scope["type"] != "http" or not is_anthropics(scope["path"]):
+        if scope["type"] != "http" or not is_anthropics(scope["path"], Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
         await self._app(scope, receive, AnswerRewriter(send))
@@ -102,6 +105,10 @@ class AnswerRewriter:
         status = status_of(start["status"])
         await self._send({**start, "status": status, "headers": headers.raw})
         await self._send({"type": "http.response.body", "body": body})
+
+
+def _is_below(prefix: str, path: str) -> bool:
+    return path == prefix or path.startswith(f"{prefix}/")
 
 
 def _is_json(headers: Headers) -> bool:

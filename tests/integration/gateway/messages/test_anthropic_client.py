@@ -86,6 +86,24 @@ async def test_each_wrong_request_raises_its_class(client: AsyncAnthropic, head:
     assert await client.models.retrieve("clerk") == model
 
 
+async def test_errors_of_models_have_the_form_of_the_client_that_asks(
+    client: AsyncAnthropic, http: httpx.AsyncClient, head: TinyHead
+) -> None:
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        await client.models.retrieve("nobody")
+    assert isinstance(missing.value.body, dict)
+    assert missing.value.body["type"] == "error"
+    assert missing.value.body["error"]["type"] == "not_found_error"
+    assert missing.value.request_id == missing.value.body["request_id"]
+    with pytest.raises(anthropic.AuthenticationError) as unknown:
+        await client.with_options(api_key="sk-wrong").models.list()
+    assert isinstance(unknown.value.body, dict)
+    assert unknown.value.body["error"]["type"] == "authentication_error"
+    openais = (await http.get("/v1/models/nobody")).json()
+    assert openais["error"]["code"] == "model_not_found"
+    assert openais.keys() == {"error"}
+
+
 async def test_the_client_raises_when_a_streamed_job_fails(
     client: AsyncAnthropic, head: TinyHead
 ) -> None:
