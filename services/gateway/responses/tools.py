@@ -112,9 +112,15 @@ def functions_of(tools: Iterable[AskedTool]) -> tuple[Tool, ...]:
 
 
 def places_of(tools: Iterable[AskedTool]) -> dict[str, str]:
-    """Returns where a request has each function, by its place in a job."""
+    """Returns where a request has each function, by its place in a job, and each namespace's
+    description, by its place in `descriptions_of`."""
+    tools = tuple(tools)
     places = [place for place, _, _ in _functions(tools)]
-    return {f"tools[{number}].function": place for number, place in enumerate(places)}
+    found = {f"tools[{number}].function": place for number, place in enumerate(places)}
+    for place, tool in enumerate(tools):
+        if isinstance(tool, NamespaceTool):
+            found[f"descriptions.{tool.name}"] = f"tools[{place}].description"
+    return found
 
 
 def namespaces_of(tools: Iterable[AskedTool]) -> dict[str, str]:

@@ -259,6 +259,19 @@ async def test_a_repeat_finds_the_same_response(client: AsyncOpenAI, head: TinyH
         ({"background": True, "store": False}, "background"),
         ({"text": {"verbosity": "high"}}, "text.verbosity"),
         ({"user": "\0"}, "user"),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "namespace",
+                        "name": "crm",
+                        "description": "\0",
+                        "tools": [{"type": "function", "name": "f"}],
+                    }
+                ]
+            },
+            "tools[0].description",
+        ),
         ({"starting_after": 3}, "starting_after"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         (
