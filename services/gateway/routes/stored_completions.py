@@ -105,8 +105,8 @@ async def change_completion(
     completion_id: IdPath, request: Request, gateway: GatewayDep, caller: SubmitCaller
 ) -> Response:
     """Replace a stored completion's metadata."""
-    metadata = await _metadata(gateway, request)
     wanted = path_id(completion_id, PREFIX)
+    metadata = await _metadata(gateway, request)
     found = await gateway.client.change_stored(wanted, metadata, tenant=caller.tenant)
     return json_response(await stored_answer(gateway, found))
 

@@ -153,3 +153,9 @@ async def test_a_wrong_list_names_the_parameter(
 async def test_wrong_metadata_is_refused(http: httpx.AsyncClient, body: dict[str, Any]) -> None:
     reply = await http.post(f"{ROUTE}/chatcmpl-{'0' * 8}-0000-0000-0000-{'0' * 12}", json=body)
     assert reply.status_code == 400
+
+
+async def test_a_name_that_no_completion_has_is_not_found(http: httpx.AsyncClient) -> None:
+    body = {"model": "clerk", "messages": MESSAGES}
+    reply = await http.post(f"{ROUTE}/input_tokens", json=body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "not_found")
