@@ -7,14 +7,10 @@ anew.
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
 import os
-import runpy
 import signal
 import subprocess
-import sys
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import forkserver
@@ -24,7 +20,8 @@ from unittest import mock
 
 from services.standalone.preload import mimalloc
 from services.standalone.warm_parent import ROOM
-from tests.repository import REPOSITORY
+from shardline_server.host.environment import take_environment
+from tests.forked_children import fork_children, run_module
 
 LIBRARIES: Final = [
     "alembic.config",
@@ -103,34 +100,14 @@ class ForkedProgram:
         self._process.kill()
 
 
-def run_module(argv: Sequence[str]) -> None:
-    """Runs `python -m MODULE ARGUMENT…` in this process, to its end. Raises SystemExit."""
-    # Imports of this module would lead in a circle.
-    from shardline_server import failpoints  # noqa: PLC0415 (read by stages before their fork)
-
-    failpoints.ARMED = failpoints._from_environment()
-    os.chdir(REPOSITORY)
-    module, *arguments = argv
-    sys.argv[1:] = arguments
-    try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    finally:  # as the interpreter does at its end
-        threading._shutdown()  # type: ignore[attr-defined]  # it has no public name
-        atexit._run_exitfuncs()
-
-
 def _run(argv: Sequence[str], environment: Mapping[str, str], log: Path, can_fork: bool) -> None:
     """In the fork."""
-    from services.stage.warm_parent import take_environment  # noqa: PLC0415 (imports torch)
-
     with log.open("ab") as output, Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
-    take_environment(dict(environment))
+    take_environment(environment)
     if can_fork:
-        from tests.forked_children import fork_children  # noqa: PLC0415 (of supervisors alone)
-
         fork_children()
     with suppress(BrokenPipeError):
         run_module(argv)

@@ -8,24 +8,28 @@ to the supervisor, which adopts orphans.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from services.stage.warm_parent import take_environment
 from services.standalone import processes, warm_parent
 from services.standalone.adopted import AdoptedProcess
 from services.standalone.processes import open_log
+from shardline_server import failpoints
+from shardline_server.host.environment import take_environment
 from shardline_server.host.prctl import adopt_orphans, die_with_parent
-from tests.forked import run_module
+from tests.repository import REPOSITORY
 
 MAX_BYTES = 1 << 20
 MAX_FILES = 8
@@ -53,6 +57,19 @@ def fork_children() -> None:
 
     for module in (processes, warm_parent):
         vars(module)["spawn"] = spawn
+
+
+def run_module(argv: Sequence[str]) -> None:
+    """Runs `python -m MODULE ARGUMENT…` in this fork, to its end. Raises SystemExit."""
+    failpoints.ARMED = failpoints._from_environment()
+    os.chdir(REPOSITORY)
+    module, *arguments = argv
+    sys.argv[1:] = arguments
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:  # as the interpreter does at its end
+        threading._shutdown()  # type: ignore[attr-defined]  # it has no public name
+        atexit._run_exitfuncs()
 
 
 def _ask(
@@ -122,7 +139,7 @@ def _become(
     for number, file in files.items():
         os.dup2(file, number)
     _close_all_but(*files)
-    take_environment(dict(environment))
+    take_environment(environment)
 
 
 def _status_of(argv: Sequence[str]) -> int:

@@ -9,7 +9,6 @@ after the fork. FD is its end of the supervisor's socket pair.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 from services.stage import __main__ as stage
 from services.stage.model.model_info import CACHE, ModelInfo
 from shardline.base.errors import ShardlineError
+from shardline_server.host.environment import take_environment
 from shardline_server.host.fork_request import GO, READY, ForkRequest
 from shardline_server.host.prctl import die_with_parent, name_process
 from shardline_server.host.threads import num_threads
@@ -37,10 +37,6 @@ OWN_PACKAGES = frozenset(
 )
 STDOUT = 1
 STDERR = 2
-FIRST_OF_AREA = 47
-LAST_OF_AREA = 48
-"""Fields of /proc/self/stat, behind the name: where the environment that /proc shows begins and
-ends in memory."""
 
 
 def main() -> int:
@@ -133,23 +129,6 @@ def become(request: ForkRequest, supervisor: int) -> None:
         answer.send(str(os.getpid()).encode())
         if answer.recv(len(GO)) != GO:
             os._exit(1)
-
-
-def take_environment(environment: dict[str, str]) -> None:
-    """Replaces this process's environment, also the one that /proc shows, by which a stack's
-    processes are found.
-
-    /proc shows the memory in which the environment stood at the start; what does not fit in there
-    is not shown.
-    """
-    os.environ.clear()
-    os.environ.update(environment)
-    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    begin = int(fields[FIRST_OF_AREA])
-    end = int(fields[LAST_OF_AREA])
-    shown = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
-    if len(shown) <= end - begin:
-        ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)
 
 
 if __name__ == "__main__":
