@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Final
@@ -109,5 +108,4 @@ def _run(argv: Sequence[str], environment: Mapping[str, str], log: Path, can_for
     take_environment(environment)
     if can_fork:
         fork_children()
-    with suppress(BrokenPipeError):
-        run_module(argv)
+    run_module(argv)

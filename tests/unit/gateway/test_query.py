@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Annotated, Any
 
 import msgspec
 import pytest
 from msgspec import Meta
 
+from services.gateway import routes
 from services.gateway.http.query import described, query_of
-from services.gateway.routes import (
-    audit,
-    batches,
-    costs,
-    files,
-    jobs,
-    responses,
-    schedules,
-    webhooks,
-)
 from shardline.base.errors import Invalid
 
-ROUTES = (audit, batches, costs, files, jobs, responses, schedules, webhooks)
+ROUTES = [import_module(f"{routes.__name__}.{each.name}") for each in iter_modules(routes.__path__)]
 KINDS: set[type[Any]] = {
     value
     for module in ROUTES
