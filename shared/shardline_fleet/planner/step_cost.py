@@ -107,6 +107,16 @@ class StageCost:
             stop -= 1
         return max(stop, first)
 
+    def most(self, limit: float) -> int:
+        """No fewer layers than any stage below `limit` holds, if it is not the last."""
+        room_s = limit - self.stage_s
+        if room_s <= 0 or self.memory_bytes < 0:
+            return 0
+        by_memory = (self.memory_bytes + self.missing(limit)) / max(1.0, self.least_bytes)
+        # Sums of floats are off by a little.
+        by_time = room_s / self.least_s * (1 + 1e-12)
+        return int(min(self.num_layers, by_time, by_memory))
+
     def tail(self, limit: float) -> int:
         """The first layer from which a last stage fits and is below the limit; the number of layers
         if none is."""
