@@ -1,7 +1,7 @@
 """The coordinator: gives the workers of each fleet their model and their stages, and others when
 workers come and go or jobs ask for another model. Every relay has one; of several that plan at once
-one succeeds. The rules are in shardline_fleet.planner.fleet_planner and
-shardline_fleet.planner.turns."""
+one succeeds. The rules are in shardline_fleet.deployment.fleet_planner and
+shardline_fleet.deployment.turns."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from shardline.base.errors import Invalid
 from shardline.store import fleets
 from shardline.store.connection.encoding import dump
 from shardline.store.fleets import COOL_DOWN_POLLS, NO_PLAN, FleetPlan, FleetWorker
-from shardline_fleet.planner import ModelCosts, Workload
-from shardline_fleet.planner.device_profile import profile_of
-from shardline_fleet.planner.fleet_planner import Deployment, FleetPlanner
-from shardline_fleet.planner.turns import Turn, Turns
+from shardline_fleet.costs import ModelCosts, Workload
+from shardline_fleet.costs.device_profile import profile_of
+from shardline_fleet.deployment.fleet_planner import Deployment, FleetPlanner
+from shardline_fleet.deployment.turns import Turn, Turns
 
 log = structlog.get_logger(__name__)
 

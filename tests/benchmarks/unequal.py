@@ -37,9 +37,10 @@ from services.stage.fleet.peer_server import PeerServer
 from services.stage.hop.sockets import Sockets
 from services.standalone.measuring import Measuring
 from services.standalone.preload import mimalloc
-from shardline_fleet.planner import DeviceProfile, ModelCosts, Workload, make_plans
+from shardline_fleet.costs import DeviceProfile, ModelCosts, Workload
+from shardline_fleet.costs.prediction import Predictor, StageAssignment
+from shardline_fleet.planner import make_plans
 from shardline_fleet.planner.fleet import share_memory
-from shardline_fleet.planner.prediction import Predictor, StageAssignment
 from tests.benchmarks import model as bench_model
 from tests.benchmarks.bare_stages import delayed
 from tests.benchmarks.workload import NEW_TOKENS, workload

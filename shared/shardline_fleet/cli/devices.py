@@ -15,9 +15,9 @@ from shardline.cli.arguments import Json
 from shardline.cli.database import transaction
 from shardline.store import fleets
 from shardline.store.fleets import FleetPlan, FleetWorker
-from shardline_fleet.planner import Link, ModelCosts
-from shardline_fleet.planner.device_profile import profile_of
-from shardline_fleet.planner.rates import Rates
+from shardline_fleet.costs import Link, ModelCosts
+from shardline_fleet.costs.device_profile import profile_of
+from shardline_fleet.costs.rates import Rates
 
 GIB = 1 << 30
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from shardline.base.errors import Invalid
 from shardline.cli import show
 from shardline.cli.arguments import Json
-from shardline_fleet.planner import (
+from shardline_fleet.costs import (
     DeviceProfile,
     Goal,
     ModelCosts,
@@ -25,9 +25,9 @@ from shardline_fleet.planner import (
     Plans,
     StagePlan,
     Workload,
-    make_plans,
     read_profiles,
 )
+from shardline_fleet.planner import make_plans
 
 USUAL = Workload()
 BAR_CHARS = 12

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardline_fleet.costs.prediction import Predictor, StageAssignment
 from shardline_fleet.planner.load_sharing import LoadSharing
-from shardline_fleet.planner.prediction import Predictor, StageAssignment
 
 
 def bounds(stages: Sequence[StageAssignment]) -> set[int]:

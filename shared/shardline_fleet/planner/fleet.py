@@ -10,10 +10,10 @@ from itertools import accumulate, combinations, pairwise
 
 import msgspec
 
-from shardline_fleet.planner.device_profile import DeviceProfile
-from shardline_fleet.planner.prediction import Predictor, StageAssignment
+from shardline_fleet.costs.device_profile import DeviceProfile
+from shardline_fleet.costs.prediction import Predictor, StageAssignment
+from shardline_fleet.costs.step_cost import StageCost, stage_cost
 from shardline_fleet.planner.search import DeviceKind, Search, Slice
-from shardline_fleet.planner.step_cost import StageCost, stage_cost
 
 FEW_STAGES = 16
 """Any two of these are tried in exchanged places."""

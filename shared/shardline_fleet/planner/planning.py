@@ -8,8 +8,12 @@ from dataclasses import replace
 
 from shardline.base.errors import Invalid
 from shardline.contract.fleet.split import even_split
+from shardline_fleet.costs.device_profile import DeviceProfile, check_profiles
+from shardline_fleet.costs.model_costs import ModelCosts
+from shardline_fleet.costs.plan import Plan, Plans
+from shardline_fleet.costs.prediction import Predictor, StageAssignment
+from shardline_fleet.costs.workload import Goal, Workload
 from shardline_fleet.planner.boundaries import apart, bounds
-from shardline_fleet.planner.device_profile import DeviceProfile, check_profiles
 from shardline_fleet.planner.fleet import (
     Fleet,
     dtype_groups,
@@ -19,11 +23,7 @@ from shardline_fleet.planner.fleet import (
     share_memory,
 )
 from shardline_fleet.planner.load_sharing import LoadSharing
-from shardline_fleet.planner.model_costs import ModelCosts
 from shardline_fleet.planner.partitions import Partitions
-from shardline_fleet.planner.plan import Plan, Plans
-from shardline_fleet.planner.prediction import Predictor, StageAssignment
-from shardline_fleet.planner.workload import Goal, Workload
 from shardline_fleet.planner.zones import zones
 
 MAX_CLIMBS = 16

@@ -14,10 +14,10 @@ from itertools import pairwise
 
 import msgspec
 
-from shardline_fleet.planner import DeviceProfile, Link, ModelCosts
-from shardline_fleet.planner.prediction import StageAssignment
-from shardline_fleet.planner.step_cost import compute_s, frame_bytes, frames_s
-from shardline_fleet.planner.workload import StepKind
+from shardline_fleet.costs import DeviceProfile, Link, ModelCosts
+from shardline_fleet.costs.prediction import StageAssignment
+from shardline_fleet.costs.step_cost import compute_s, frame_bytes, frames_s
+from shardline_fleet.costs.workload import StepKind
 
 HEAD_STEP_S = 5e-5
 HEAD_ROW_S = 4e-6

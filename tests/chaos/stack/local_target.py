@@ -14,7 +14,7 @@ from shardline.base.config import Times
 from shardline.store import fleets
 from shardline.store.connection.database import transaction
 from shardline.store.fleets import FleetPlan
-from shardline_fleet.planner.fleet_planner import Deployment
+from shardline_fleet.deployment.fleet_planner import Deployment
 from tests.chaos.load.requests import MODEL
 from tests.chaos.load.target import Running, TargetRun
 from tests.chaos.load.users import SCRIBE

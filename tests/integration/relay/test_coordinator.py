@@ -15,7 +15,7 @@ from services.relay.loop import LoopContext
 from shardline.base.config import Times
 from shardline.store import fleets
 from shardline.store.fleets import FleetPlan, PeerAddress, WorkerOffer
-from shardline_fleet.planner.fleet_planner import Deployment
+from shardline_fleet.deployment.fleet_planner import Deployment
 from shardline_server.metrics import RelayMetrics
 from tests.integration.rows import LONG_S, MODEL, change, submit
 from tests.unit.fleet.planner.fleets import device, model

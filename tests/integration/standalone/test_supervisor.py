@@ -26,7 +26,8 @@ from shardline.client import Client
 from shardline.contract.api_key import bearer
 from shardline.store.connection.database import connect
 from shardline.store.statistics import costs
-from shardline_fleet.planner import DeviceProfile, ModelCosts, Workload, make_plans, read_profiles
+from shardline_fleet.costs import DeviceProfile, ModelCosts, Workload, read_profiles
+from shardline_fleet.planner import make_plans
 from tests.models import save_model
 from tests.polling import until
 from tests.stack import ForkedStack, Stack

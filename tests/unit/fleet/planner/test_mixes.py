@@ -15,7 +15,7 @@ RECORDED = json.loads((Path(__file__).parent / "mixes.json").read_text())
 NEAR = 1.01
 
 
-@pytest.mark.parametrize("seed", map(int, RECORDED))
+@pytest.mark.parametrize("seed", [int(seed) for seed in RECORDED])
 def test_no_plan_is_slower_than_the_recorded_one(seed: int) -> None:
     mix = drawn_mix(seed)
     best = make_plans(mix.model, mix.profiles, mix.load, mix.goal).best

@@ -11,11 +11,12 @@ from random import Random
 import pytest
 
 from shardline.base.errors import Invalid
-from shardline_fleet.planner import DeviceProfile, Goal, Plan, Workload, make_plans
+from shardline_fleet.costs import DeviceProfile, Goal, Plan, Workload
+from shardline_fleet.costs.prediction import StageAssignment
+from shardline_fleet.planner import make_plans
 from shardline_fleet.planner.boundaries import apart
 from shardline_fleet.planner.load_sharing import LoadSharing
 from shardline_fleet.planner.partitions import partitions
-from shardline_fleet.planner.prediction import StageAssignment
 from tests.unit.fleet.planner.fleets import device, model
 
 LOAD = Workload(prompt=64, output=64, concurrency=64)

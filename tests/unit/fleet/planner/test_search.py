@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
+from shardline_fleet.costs.step_cost import StageCost, Streaming
 from shardline_fleet.planner.search import Counts, DeviceKind, Search, Slice
-from shardline_fleet.planner.step_cost import StageCost, Streaming
 
 
 def cost(random: Random, num_layers: int, *, tight: bool) -> StageCost:

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from shardline.base.errors import Invalid
-from shardline_fleet.planner import DeviceProfile, Workload
-from shardline_fleet.planner.fleet_planner import Deployment, FleetPlanner
+from shardline_fleet.costs import DeviceProfile, Workload
+from shardline_fleet.deployment.fleet_planner import Deployment, FleetPlanner
 from tests.unit.fleet.planner.fleets import device, model
 
 LOAD = Workload(prompt=64, output=64, concurrency=512)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardline_fleet.planner import DeviceProfile, Workload
-from shardline_fleet.planner.scaling import Scaling
+from shardline_fleet.costs import DeviceProfile, Workload
+from shardline_fleet.deployment.scaling import Scaling
 from tests.unit.fleet.planner.fleets import device, model
 
 LOAD = Workload(prompt=64, output=64)

@@ -11,16 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardline.base.errors import Invalid
-from shardline_fleet.planner import (
-    LayerTimes,
-    Link,
-    Workload,
-    make_plans,
-    profile_of,
-    read_profiles,
-)
-from shardline_fleet.planner.fleet_planner import FleetPlanner
-from shardline_fleet.planner.scaling import Scaling
+from shardline_fleet.costs import LayerTimes, Link, Workload, profile_of, read_profiles
+from shardline_fleet.deployment.fleet_planner import FleetPlanner
+from shardline_fleet.deployment.scaling import Scaling
+from shardline_fleet.planner import make_plans
 from tests.unit.fleet.planner.fleets import device, model
 
 NO_TIME = LayerTimes(rows=((1, 0.0), (64, 0.0)), decode_context_s=0.0, prefill_context_s=0.0)

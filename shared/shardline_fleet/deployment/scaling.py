@@ -11,11 +11,11 @@ from dataclasses import replace
 import msgspec
 
 from shardline.base.errors import Invalid
-from shardline_fleet.planner.device_profile import DeviceProfile, check_profiles
-from shardline_fleet.planner.model_costs import ModelCosts
-from shardline_fleet.planner.plan import Plan
+from shardline_fleet.costs.device_profile import DeviceProfile, check_profiles
+from shardline_fleet.costs.model_costs import ModelCosts
+from shardline_fleet.costs.plan import Plan
+from shardline_fleet.costs.workload import Workload
 from shardline_fleet.planner.planning import make_plans_that_fit
-from shardline_fleet.planner.workload import Workload
 
 MAX_WORKERS = 64
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardline_fleet.planner.turns import (
+from shardline_fleet.deployment.turns import (
     IDLE_TURN_S,
     LOADS_IN_TURN,
     PATIENCE_S,

@@ -15,14 +15,14 @@ from itertools import pairwise
 
 import msgspec
 
-from shardline_fleet.planner.device_profile import DeviceProfile, check_profiles
+from shardline_fleet.costs.device_profile import DeviceProfile, check_profiles
+from shardline_fleet.costs.model_costs import ModelCosts
+from shardline_fleet.costs.plan import Plan
+from shardline_fleet.costs.prediction import Predictor, StageAssignment
+from shardline_fleet.costs.workload import Workload
 from shardline_fleet.planner.fleet import Fleet, share_memory
 from shardline_fleet.planner.load_sharing import LoadSharing
-from shardline_fleet.planner.model_costs import ModelCosts
-from shardline_fleet.planner.plan import Plan
 from shardline_fleet.planner.planning import make_plans_that_fit, smaller_loads
-from shardline_fleet.planner.prediction import Predictor, StageAssignment
-from shardline_fleet.planner.workload import Workload
 
 LEAST_GAIN = 1.1
 """A new cut must make the fleet this many times as fast as it is."""
