@@ -66,6 +66,7 @@ class ResponseAnswers:
             if has_logprobs
             else None,
             namespaces=self.options.namespaces,
+            custom_tools=self.options.custom_formats.keys(),
             first_number=first_number,
         )
 
@@ -147,8 +148,10 @@ class ResponseAnswers:
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
             text=options.text,
-            tool_choice=flat_choice(params.tool_choice),
-            tools=flat_tools(params.tools, options.namespaces, options.descriptions),
+            tool_choice=flat_choice(params.tool_choice, options.custom_formats),
+            tools=flat_tools(
+                params.tools, options.namespaces, options.descriptions, options.custom_formats
+            ),
             top_logprobs=options.top_logprobs,
             truncation=options.truncation,
             usage=usage,

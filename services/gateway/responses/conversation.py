@@ -8,9 +8,12 @@ from uuid import UUID
 
 from msgspec import UNSET
 
+from services.gateway.responses.custom_tools import arguments_of
 from services.gateway.responses.input_items import (
     InputCall,
     InputCallOutput,
+    InputCustomCall,
+    InputCustomOutput,
     InputItem,
     InputMessage,
     InputReasoning,
@@ -20,7 +23,9 @@ from services.gateway.responses.input_items import (
 )
 from services.gateway.responses.output_items import (
     CallItem,
+    CustomCallItem,
     ListedCallOutput,
+    ListedCustomOutput,
     ListedItem,
     ListedMessage,
     ListedText,
@@ -96,7 +101,7 @@ def listed(job_id: UUID, items: Sequence[InputItem]) -> list[ListedItem]:
 def _is_models(item: AnyItem) -> bool:
     if isinstance(item, InputMessage):
         return item.role == ASSISTANT
-    return not isinstance(item, InputCallOutput)
+    return not isinstance(item, InputCallOutput | InputCustomOutput)
 
 
 def _begins_turn(item: AnyItem, before: AnyItem) -> bool:
@@ -104,7 +109,7 @@ def _begins_turn(item: AnyItem, before: AnyItem) -> bool:
     speaks, then calls."""
     if not _is_models(item):
         return True
-    if isinstance(item, InputCall | CallItem):
+    if isinstance(item, InputCall | CallItem | InputCustomCall | CustomCallItem):
         return False
     return not isinstance(before, InputReasoning | ReasoningItem)
 
@@ -120,6 +125,9 @@ def _turn_message(turn: Sequence[AnyItem]) -> Message:
             name = joined_name(item.namespace or None, item.name)
             function = FunctionCall(name=name, arguments=item.arguments)
             calls.append(ToolCall(id=item.call_id, function=function))
+        elif isinstance(item, InputCustomCall | CustomCallItem):
+            function = FunctionCall(name=item.name, arguments=arguments_of(item.input))
+            calls.append(ToolCall(id=item.call_id, function=function))
         elif isinstance(item, InputMessage):
             texts.append(text_of(item.content))
         elif isinstance(item, MessageItem):
@@ -133,7 +141,7 @@ def _turn_message(turn: Sequence[AnyItem]) -> Message:
 
 
 def _message(item: AnyItem) -> Message:
-    if isinstance(item, InputCallOutput):
+    if isinstance(item, InputCallOutput | InputCustomOutput):
         return Message(role=TOOL, content=text_of(item.output), tool_call_id=item.call_id)
     assert isinstance(item, InputMessage), "all others are the model's"
     return Message(role=item.role, content=text_of(item.content))
@@ -167,9 +175,18 @@ def _listed(place: str, item: InputItem) -> ListedItem:
             namespace=item.namespace or UNSET,
             arguments=item.arguments,
         )
+    if isinstance(item, InputCustomCall):
+        return CustomCallItem(
+            id=f"ctc_{place}",
+            status="completed",
+            call_id=item.call_id,
+            name=item.name,
+            input=item.input,
+        )
     assert not isinstance(item, InputReference), "a row has the items themselves"
-    return ListedCallOutput(
-        id=f"fco_{place}",
+    is_custom = isinstance(item, InputCustomOutput)
+    return (ListedCustomOutput if is_custom else ListedCallOutput)(
+        id=f"{'ctco' if is_custom else 'fco'}_{place}",
         status="completed",
         call_id=item.call_id,
         output=text_of(item.output),

@@ -130,6 +130,20 @@ class ArgumentsDone(
     arguments: str
 
 
+class InputDelta(
+    DetailEvent, frozen=True, kw_only=True, tag="response.custom_tool_call_input.delta"
+):
+    """Input of a custom tool that one token has settled."""
+
+    delta: str
+
+
+class InputDone(DetailEvent, frozen=True, kw_only=True, tag="response.custom_tool_call_input.done"):
+    """The whole input of a custom tool."""
+
+    input: str
+
+
 class ErrorEvent(ResponseEvent, frozen=True, kw_only=True, tag="error"):
     """Why a stream ends before its response. It has the number of the event before, behind which
     the stream can be joined again."""
@@ -156,6 +170,8 @@ EVENTS: tuple[type[ResponseEvent], ...] = (
     ReasoningDone,
     ArgumentsDelta,
     ArgumentsDone,
+    InputDelta,
+    InputDone,
     ErrorEvent,
 )
 

@@ -92,6 +92,25 @@ class InputCallOutput(
     output: str | tuple[InputText, ...]
 
 
+class InputCustomCall(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"
+):
+    """A call of a custom tool that a model has made."""
+
+    call_id: CallId
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    input: str
+
+
+class InputCustomOutput(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call_output"
+):
+    """What a called custom tool has returned."""
+
+    call_id: CallId
+    output: str | tuple[InputText, ...]
+
+
 class InputReference(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="item_reference"
 ):
@@ -101,7 +120,15 @@ class InputReference(
     id: str
 
 
-InputItem = InputMessage | InputReasoning | InputCall | InputCallOutput | InputReference
+InputItem = (
+    InputMessage
+    | InputReasoning
+    | InputCall
+    | InputCallOutput
+    | InputCustomCall
+    | InputCustomOutput
+    | InputReference
+)
 SentItem = InputItem | AnyHostedCall
 Items = Annotated[tuple[InputItem, ...], Meta(min_length=1, max_length=MAX_ITEMS)]
 """Of a response's row."""

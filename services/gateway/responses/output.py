@@ -7,7 +7,7 @@ Postgres alone, goes on with those that would have come.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -19,9 +19,11 @@ from msgspec.structs import replace
 from services.gateway.openai.bodies import ContentLogprob
 from services.gateway.openai.responses import LogprobTexts, content_logprobs
 from services.gateway.responses import events
+from services.gateway.responses.custom_tools import InputReader
 from services.gateway.responses.input_items import ReasoningText
 from services.gateway.responses.output_items import (
     CallItem,
+    CustomCallItem,
     ItemStatus,
     MessageItem,
     OutputItem,
@@ -45,6 +47,8 @@ class OpenItem:
     """As it was added, empty."""
     call_index: int | None = None
     """Of a call: its number among the calls of the reply."""
+    reader: InputReader | None = None
+    """Of a call of a custom tool."""
     texts: list[str] = field(default_factory=list)
     logprobs: list[ContentLogprob] = field(default_factory=list)
 
@@ -61,6 +65,7 @@ class ResponseOutput:
         with_reasoning: bool = True,
         logprob_texts: LogprobTexts | None = None,
         namespaces: Mapping[str, str] = NO_NAMESPACES,
+        custom_tools: Collection[str] = (),
         first_number: int = 0,
     ) -> None:
         self.items: list[OutputItem] = []
@@ -73,6 +78,7 @@ class ResponseOutput:
         self._with_reasoning = with_reasoning
         self._logprob_texts = logprob_texts
         self._namespaces = namespaces
+        self._custom_tools = custom_tools
         self._logprobs: list[ContentLogprob] = []
         """Of tokens that have settled no text yet."""
         self._open: OpenItem | None = None
@@ -136,8 +142,11 @@ class ResponseOutput:
     def _add_call(self, call: ToolCallDelta) -> None:
         if self._open is None or self._open.call_index != call.index:
             self._begin_call(call)
-        if call.arguments:
+        assert self._open is not None
+        if self._open.reader is None:
             self._add(events.ArgumentsDelta, call.arguments)
+        else:
+            self._add(events.InputDelta, self._open.reader.push(call.arguments))
 
     @property
     def _open_item(self) -> OutputItem | None:
@@ -160,8 +169,11 @@ class ResponseOutput:
         self._put(events.PartAdded, part=ReasoningText(text=""))
 
     def _begin_call(self, call: ToolCallDelta) -> None:
-        item_id = self._new_id("fc")
         name = call.name or ""
+        if name in self._custom_tools:
+            self._begin_custom_call(call, name)
+            return
+        item_id = self._new_id("fc")
         namespace = self._namespaces.get(name)
         item = CallItem(
             id=item_id,
@@ -173,15 +185,29 @@ class ResponseOutput:
         )
         self._begin(item, call.index)
 
+    def _begin_custom_call(self, call: ToolCallDelta, name: str) -> None:
+        item_id = self._new_id("ctc")
+        item = CustomCallItem(
+            id=item_id,
+            status="in_progress",
+            call_id=call.id or f"call_{item_id.removeprefix('ctc_')}",
+            name=name,
+            input="",
+        )
+        self._begin(item, call.index)
+
     def _begin(self, item: OutputItem, call_index: int | None = None) -> None:
         self._close("completed")
-        self._open = OpenItem(item=item, call_index=call_index)
+        reader = InputReader() if isinstance(item, CustomCallItem) else None
+        self._open = OpenItem(item=item, call_index=call_index, reader=reader)
         self._number(events.ItemAdded, output_index=len(self.items), item=item)
 
     def _new_id(self, prefix: str) -> str:
         return f"{prefix}_{self._job_id}_{len(self.items) + (self._open is not None)}"
 
     def _add(self, kind: type[events.ResponseEvent], text: str, **fields: Any) -> None:
+        if not text:
+            return
         assert self._open is not None
         self._open.texts.append(text)
         self._put(kind, delta=text, **fields)
@@ -191,6 +217,8 @@ class ResponseOutput:
         if self._open is None:
             return
         item = self._open.item
+        if self._open.reader is not None:
+            self._add(events.InputDelta, self._open.reader.end())
         text = "".join(self._open.texts)
         if isinstance(item, MessageItem):
             if is_last:
@@ -205,6 +233,9 @@ class ResponseOutput:
             self._put(events.ReasoningDone, text=text)
             self._put(events.PartDone, part=thought)
             self._finish(replace(item, status=status, content=[thought]))
+        elif isinstance(item, CustomCallItem):
+            self._put(events.InputDone, input=text)
+            self._finish(replace(item, status=status, input=text))
         else:
             self._put(events.ArgumentsDone, name=item.name, arguments=text)
             self._finish(replace(item, status=status, arguments=text))

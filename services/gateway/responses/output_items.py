@@ -51,7 +51,19 @@ class CallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
     arguments: str
 
 
-OutputItem = MessageItem | ReasoningItem | CallItem
+class CustomCallItem(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"
+):
+    """A call of a custom tool; its output is sent back with its `call_id`."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    input: str
+
+
+OutputItem = MessageItem | ReasoningItem | CallItem | CustomCallItem
 
 
 class ListedMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
@@ -80,8 +92,26 @@ class ListedCallOutput(
     output: str
 
 
+class ListedCustomOutput(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call_output"
+):
+    """What a called custom tool has returned."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    output: str
+
+
 ListedPart = ListedText | OutputText
-ListedItem = ListedMessage | ReasoningItem | CallItem | ListedCallOutput
+ListedItem = (
+    ListedMessage
+    | ReasoningItem
+    | CallItem
+    | CustomCallItem
+    | ListedCallOutput
+    | ListedCustomOutput
+)
 
 
 class ItemList(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="list"):

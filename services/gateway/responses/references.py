@@ -23,7 +23,7 @@ from shardline.store.responses import ReferencedJobs, ResponseRow
 MAX_RESPONSES = 256
 """Responses that the references of one request lead to."""
 
-ITEM_ID = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f-]{36})_(in)?[0-9]+")
+ITEM_ID = re.compile(r"(?:msg|rs|fc|fco|ctc|ctco)_([0-9a-f-]{36})_(in)?[0-9]+")
 """As `ResponseOutput` and `listed` make them: of the output, or with `in` of the input."""
 
 Found = dict[str, OutputItem | ListedItem]

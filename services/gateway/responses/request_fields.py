@@ -10,10 +10,12 @@ from msgspec import Meta
 
 from services.gateway.openai.response_format import object_of, schema_of
 from services.gateway.openai.service_tier import ServiceTier
+from services.gateway.responses.custom_tools import InputFormat
 from services.gateway.responses.input_items import SentItems
 from services.gateway.responses.tools import (
     ResponseToolChoice,
     ResponseTools,
+    custom_formats_of,
     descriptions_of,
     namespaces_of,
 )
@@ -130,6 +132,8 @@ class KeptOptions(StoredOptions, frozen=True, kw_only=True):
     """Of functions that have one, by their names in the job."""
     descriptions: dict[str, str] = {}
     """Of namespaces that have one, by their names."""
+    custom_formats: dict[str, InputFormat] = {}
+    """Of custom tools, by their names."""
 
 
 class ResponseFields(StoredOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -159,6 +163,7 @@ class ResponseFields(StoredOptions, frozen=True, kw_only=True, forbid_unknown_fi
             **values,
             namespaces=namespaces_of(self.tools),
             descriptions=descriptions_of(self.tools),
+            custom_formats=custom_formats_of(self.tools),
         )
 
     @property

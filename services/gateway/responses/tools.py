@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
+from services.gateway.responses.custom_tools import CustomTool, InputFormat, Name
 from services.gateway.responses.hosted_tools import AnyHosted, HostedTool
 from shardline.base.errors import Invalid
 from shardline.contract.chat import MAX_TOOL_NAME_CHARS, FunctionDefinition, Tool
@@ -21,8 +22,6 @@ from shardline.contract.tool_choice import (
     NamedFunction,
     ToolChoice,
 )
-
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]+$", max_length=MAX_TOOL_NAME_CHARS)]
 
 JOINT = "__"
 """Between a namespace and a name, as the model reads and writes them."""
@@ -36,7 +35,7 @@ class ResponseTool(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    def tool(self) -> Tool:
+    def tool(self, _place: str) -> Tool:
         """Returns it as a job has it."""
         return Tool(
             function=FunctionDefinition(
@@ -62,24 +61,31 @@ class ChosenFunction(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"
     name: Name
 
 
+class ChosenCustomTool(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom"):
+    """The model must call this custom tool, once."""
+
+    name: Name
+
+
 class AllowedFunctions(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="allowed_tools"
 ):
     """The model may call only these of the request's tools."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[tuple[ChosenFunction, ...], Meta(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[tuple[ChosenTool, ...], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
-AnyTool = ResponseTool | NamespaceTool
+ChosenTool = ChosenFunction | ChosenCustomTool
+AnyTool = ResponseTool | NamespaceTool | CustomTool
 AskedTool = AnyTool | AnyHosted
 ResponseTools = Annotated[tuple[AskedTool, ...], Meta(max_length=MAX_TOOLS)]
-ResponseToolChoice = Literal["none", "auto", "required"] | ChosenFunction | AllowedFunctions
+ResponseToolChoice = Literal["none", "auto", "required"] | ChosenTool | AllowedFunctions
 
 
 def choice_of(choice: ResponseToolChoice) -> ToolChoice:
     """Returns the choice as a job has it."""
-    if isinstance(choice, ChosenFunction):
+    if isinstance(choice, ChosenTool):
         return FunctionChoice(function=NamedFunction(name=choice.name))
     if isinstance(choice, AllowedFunctions):
         tools = tuple(
@@ -104,7 +110,7 @@ def functions_of(tools: Iterable[AskedTool]) -> tuple[Tool, ...]:
                 f"with its namespace it has {len(name)} characters, {MAX_TOOL_NAME_CHARS} at most"
             )
             raise Invalid(f"{place}.name", problem, "Shorten one of the two")
-        found.append(replace(tool, name=name).tool())
+        found.append(replace(tool, name=name).tool(place))
     if len(found) > MAX_TOOLS:
         problem = f"they are {len(found)} functions, {MAX_TOOLS} at most"
         raise Invalid("tools", problem, "Send fewer")
@@ -115,8 +121,12 @@ def places_of(tools: Iterable[AskedTool]) -> dict[str, str]:
     """Returns where a request has each function, by its place in a job, and each namespace's
     description, by its place in `descriptions_of`."""
     tools = tuple(tools)
-    places = [place for place, _, _ in _functions(tools)]
-    found = {f"tools[{number}].function": place for number, place in enumerate(places)}
+    found: dict[str, str] = {}
+    for number, (where, _, one) in enumerate(_functions(tools)):
+        function = f"tools[{number}].function"
+        if isinstance(one, CustomTool):
+            found[f"{function}.parameters"] = f"{where}.format.definition"
+        found[function] = where
     for place, tool in enumerate(tools):
         if isinstance(tool, NamespaceTool):
             found[f"descriptions.{tool.name}"] = f"tools[{place}].description"
@@ -141,13 +151,24 @@ def descriptions_of(tools: Iterable[AskedTool]) -> dict[str, str]:
     }
 
 
+def custom_formats_of(tools: Iterable[AskedTool]) -> dict[str, InputFormat]:
+    """Returns the formats of custom tools by their names."""
+    return {tool.name: tool.format for tool in tools if isinstance(tool, CustomTool)}
+
+
 def flat_tools(
-    tools: Iterable[Tool], namespaces: Mapping[str, str], descriptions: Mapping[str, str]
+    tools: Iterable[Tool],
+    namespaces: Mapping[str, str],
+    descriptions: Mapping[str, str],
+    custom_formats: Mapping[str, InputFormat],
 ) -> list[AnyTool]:
     """Returns a job's tools as an answer repeats them. OpenAI's clients require a namespace's
     description, so one without has an empty one."""
     found: list[AnyTool] = []
     for tool in tools:
+        if tool.function.name in custom_formats:
+            found.append(_flat_custom_tool(tool, custom_formats[tool.function.name]))
+            continue
         flat = _flat_tool(tool)
         namespace = namespaces.get(flat.name)
         if namespace is None:
@@ -163,10 +184,12 @@ def flat_tools(
     return found
 
 
-def _functions(tools: Iterable[AskedTool]) -> Iterator[tuple[str, str | None, ResponseTool]]:
-    """Each function with its place and its namespace."""
+def _functions(
+    tools: Iterable[AskedTool],
+) -> Iterator[tuple[str, str | None, ResponseTool | CustomTool]]:
+    """Each function or custom tool with its place and its namespace."""
     for place, tool in enumerate(tools):
-        if isinstance(tool, ResponseTool):
+        if isinstance(tool, ResponseTool | CustomTool):
             yield f"tools[{place}]", None, tool
             continue
         if isinstance(tool, HostedTool):
@@ -185,12 +208,24 @@ def _flat_tool(tool: Tool) -> ResponseTool:
     )
 
 
-def flat_choice(choice: ToolChoice | None) -> ResponseToolChoice:
+def _flat_custom_tool(tool: Tool, input_format: InputFormat) -> CustomTool:
+    function = tool.function
+    return CustomTool(name=function.name, description=function.description, format=input_format)
+
+
+def flat_choice(
+    choice: ToolChoice | None, custom_formats: Mapping[str, InputFormat]
+) -> ResponseToolChoice:
     """Returns a job's choice as an answer repeats it."""
+
+    def chosen(function: NamedFunction) -> ChosenTool:
+        is_custom = function.name in custom_formats
+        return (ChosenCustomTool if is_custom else ChosenFunction)(name=function.name)
+
     if isinstance(choice, FunctionChoice):
-        return ChosenFunction(name=choice.function.name)
+        return chosen(choice.function)
     if isinstance(choice, AllowedToolsChoice):
         allowed = choice.allowed_tools
-        tools = tuple(ChosenFunction(name=one.function.name) for one in allowed.tools)
+        tools = tuple(chosen(one.function) for one in allowed.tools)
         return AllowedFunctions(mode=allowed.mode, tools=tools)
     return choice or "auto"

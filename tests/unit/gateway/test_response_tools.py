@@ -37,7 +37,7 @@ def test_functions_of_a_namespace_are_shown_as_they_came() -> None:
     assert [tool.function.name for tool in request.tools] == ["look", "crm__add", "crm__look"]
     kept = request.asked.options()
     assert kept.namespaces == {"crm__add": "crm", "crm__look": "crm"}
-    shown = msgspec.to_builtins(flat_tools(request.tools, kept.namespaces, kept.descriptions))
+    shown = msgspec.to_builtins(flat_tools(request.tools, kept.namespaces, kept.descriptions, {}))
     assert [(tool["type"], tool["name"]) for tool in shown] == [
         ("function", "look"),
         ("namespace", "crm"),
@@ -50,7 +50,7 @@ def test_a_namespace_without_a_description_is_shown_with_an_empty_one() -> None:
     space = {name: value for name, value in SPACE.items() if name != "description"}
     request = response_request({**ASKED, "tools": [space]})
     kept = request.asked.options()
-    (shown,) = flat_tools(request.tools, kept.namespaces, kept.descriptions)
+    (shown,) = flat_tools(request.tools, kept.namespaces, kept.descriptions, {})
     assert shown.description == ""
 
 
@@ -73,7 +73,7 @@ def test_a_call_that_comes_back_has_the_name_that_the_model_knows() -> None:
         ([{**LOOK, "name": "crm__look"}, SPACE], "tools[1].tools[1].name"),
         ([SEARCH, LOOK, {**SPACE, "tools": [ADD, ADD]}], "tools[2].tools[1].name"),
         ([SEARCH, {**LOOK, "name": "a b"}], "tools[1].name"),
-        ([SEARCH, {"type": "custom", "name": "a"}], "tools[1].type"),
+        ([SEARCH, {"type": "unheard", "name": "a"}], "tools[1].type"),
         ([{**SPACE, "tools": []}], "tools[0].tools"),
         ([{**SPACE, "tools": [SPACE]}], "tools[0].tools[0].type"),
         ([{**SPACE, "name": f"n{place}", "tools": [LOOK] * 1} for place in range(129)], "tools"),

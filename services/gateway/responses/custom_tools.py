@@ -1,0 +1,124 @@
+"""Custom tools: those that take any text. A job has each as a function with one argument, which is
+that text. The API's description is made from these types."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from shardline.base.errors import Invalid
+from shardline.contract.chat import MAX_TOOL_NAME_CHARS, FunctionDefinition, Tool
+
+INPUT = "input"
+"""The name of the argument."""
+MAX_REGEX_CHARS = 4_096
+
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]+$", max_length=MAX_TOOL_NAME_CHARS)]
+
+
+class AnyInput(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class GrammarInput(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="grammar"):
+    """A text that a regular expression matches as a whole."""
+
+    syntax: Literal["regex", "lark"]
+    definition: Annotated[str, Meta(min_length=1, max_length=MAX_REGEX_CHARS)]
+
+
+InputFormat = AnyInput | GrammarInput
+
+
+class CustomTool(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom"):
+    """A tool that takes any text."""
+
+    name: Name
+    description: str | None = None
+    format: InputFormat = AnyInput()
+
+    def tool(self, place: str) -> Tool:
+        """Returns it as a job has it. Raises Invalid for a grammar in lark's syntax."""
+        argument: dict[str, Any] = {"type": "string"}
+        if isinstance(self.format, GrammarInput):
+            if self.format.syntax == "lark":
+                problem = "grammars of lark are not supported"
+                remedy = "Send a regex, or describe the text in description"
+                raise Invalid(f"{place}.format.syntax", problem, remedy)
+            argument["pattern"] = f"^(?:{self.format.definition})$"
+        return Tool(
+            function=FunctionDefinition(
+                name=self.name,
+                description=self.description,
+                parameters={
+                    "type": "object",
+                    "properties": {INPUT: argument},
+                    "required": [INPUT],
+                    "additionalProperties": False,
+                },
+                strict=isinstance(self.format, GrammarInput) or None,
+            )
+        )
+
+
+def arguments_of(text: str) -> str:
+    """Returns a call's input as the arguments of its function."""
+    return json.dumps({INPUT: text}, ensure_ascii=False)
+
+
+BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+CHARACTERS = re.compile(
+    r"""(?: [^"\\]+
+        | \\["\\/bfnrt]
+        | \\u (?![dD][89abAB]) [0-9a-fA-F]{4}
+        | \\u [dD][89abAB][0-9a-fA-F]{2} (?: \\u[dD][c-fC-F][0-9a-fA-F]{2} | (?=[^\\] | \\[^u]) )
+        )*""",
+    re.VERBOSE,
+)
+"""Of a JSON string, as far as no escape, and no pair of them, is cut."""
+
+
+class InputReader:
+    """Reads the text of a call from its function's arguments, while these are being written."""
+
+    def __init__(self) -> None:
+        self._json = ""
+        self._place = 0
+        """Up to which the arguments are read."""
+
+    def push(self, more: str) -> str:
+        """Returns the text that the next piece of the arguments settles."""
+        self._json += more
+        if self._place == 0:
+            begin = BEGIN.match(self._json)
+            if begin is None:
+                return ""
+            self._place = begin.end()
+        found = CHARACTERS.match(self._json, self._place)
+        assert found is not None, "it matches nothing, too"
+        self._place = found.end()
+        return _decoded(found[0])
+
+    def end(self) -> str:
+        """Returns what is left: where a model has written other arguments, all of them."""
+        if self._place:
+            return ""
+        try:
+            arguments = json.loads(self._json)
+        except ValueError:
+            return self._json
+        text = arguments.get(INPUT) if isinstance(arguments, dict) else None
+        return _whole(text) if isinstance(text, str) else self._json
+
+
+def _decoded(escaped: str) -> str:
+    return _whole(json.loads(f'"{escaped}"', strict=False))
+
+
+def _whole(text: str) -> str:
+    """The text with lone surrogates replaced, which no UTF-8 holds."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
