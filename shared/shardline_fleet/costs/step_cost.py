@@ -113,8 +113,9 @@ class StageCost:
         if room_s <= 0 or self.memory_bytes < 0:
             return 0
         by_memory = (self.memory_bytes + self.missing(limit)) / max(1.0, self.least_bytes)
-        # Sums of floats are off by a little.
-        by_time = room_s / self.least_s * (1 + 1e-12)
+        # Sums of floats are off by a little. Some kinds of layers may take no time.
+        takes_all = room_s >= self.least_s * self.num_layers
+        by_time = self.num_layers if takes_all else room_s / self.least_s * (1 + 1e-12)
         return int(min(self.num_layers, by_time, by_memory))
 
     def tail(self, limit: float) -> int:

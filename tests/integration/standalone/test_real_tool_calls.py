@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from typing import Any, cast
 from uuid import UUID
@@ -139,6 +140,38 @@ def test_a_conversation_goes_on_with_the_answers_message_and_the_tools_answer(
 
     assert answer.choices[0].message.content
     assert not answer.choices[0].message.tool_calls
+
+
+def test_a_custom_tools_text_is_one_that_its_regex_matches(openai: OpenAI) -> None:
+    order = {"type": "grammar", "syntax": "regex", "definition": r"(add|del) \"[a-z]{1,8}\"\n"}
+    asked: dict[str, Any] = {
+        "model": NAME,
+        "input": "Add a cat.",
+        "tools": [{"type": "custom", "name": "edit", "description": "Edits.", "format": order}],
+        "tool_choice": {"type": "custom", "name": "edit"},
+        "max_output_tokens": 400,
+        "extra_body": {"seed": 3},
+    }
+    whole = openai.responses.create(**asked)
+    (call,) = whole.output
+    assert call.type == "custom_tool_call"
+    assert re.fullmatch(order["definition"], call.input)
+    with openai.responses.stream(**asked) as stream:
+        events = list(stream)
+        (streamed_call,) = stream.get_final_response().output
+    deltas = [one.delta for one in events if one.type == "response.custom_tool_call_input.delta"]
+    assert "".join(deltas) == call.input
+    assert len(deltas) > 1
+    assert streamed_call.type == "custom_tool_call"
+    assert streamed_call.input == call.input
+
+    told = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "Done."}
+    again = {**asked, "tool_choice": "none", "max_output_tokens": 8}
+    for more in (
+        {"input": [told], "previous_response_id": whole.id},
+        {"input": [call.model_dump(), told]},
+    ):
+        assert openai.responses.create(**{**again, **more}).output_text
 
 
 def test_other_apis_of_the_same_gateway_have_valid_calls_too(stack: Stack, openai: OpenAI) -> None:

@@ -178,6 +178,16 @@ def test_kinds_of_layers_have_their_own_times() -> None:
     assert sizes(found) in ([2, 3], [3, 2]), "each stage has one of the two slow layers"
 
 
+def test_kinds_of_layers_that_take_no_time_are_planned() -> None:
+    free = device("a:0", kinds=("sliding_attention", "full_attention"))
+    none = msgspec.structs.replace(free.layers["full_attention"], rows=((64, 0.0), (128, LAYER_S)))
+    free = msgspec.structs.replace(free, layers={**free.layers, "full_attention": none})
+    found = make_plans(
+        model(6, kinds=("sliding_attention", "full_attention")), [free], LOAD, replicas=1
+    )
+    assert sizes(found) == [6]
+
+
 def test_a_profile_of_another_model_is_refused_by_the_kind_that_it_lacks() -> None:
     with pytest.raises(Invalid, match="a:0 has no times of full_attention"):
         plans(device("a:0", kinds=("linear_attention",)))
