@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from services.stage.device.device import Device
 from services.stage.model.weights import check_file
 from shardline.base.errors import Invalid
+from tests.chain import load_chain
 from tests.chaos.faults.weights_faults import (
+    FAULTS,
+    Damage,
     Harm,
     cut_short,
     damaged,
@@ -17,7 +23,15 @@ from tests.chaos.faults.weights_faults import (
     with_oversized_header,
     with_wrong_shapes,
 )
+from tests.encoders import save_encoder
 from tests.models import save_model
+from tests.pinned import first_core
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[Device]:
+    with first_core(tmp_path) as device:
+        yield device
 
 
 @pytest.fixture
@@ -33,6 +47,21 @@ def test_the_header_of_a_broken_file_gives_it_away(harm: Harm, weights: Path) ->
         pytest.raises(Invalid, match="Copy the model again"),
     ):
         check_file(weights)
+
+
+@pytest.mark.parametrize("save", [save_model, save_encoder])
+def test_a_stage_refuses_wrong_shapes_of_every_kind_of_model_by_name(
+    save: Callable[[Path, str], Path], tmp_path: Path, device: Device
+) -> None:
+    path = save(tmp_path, "llama" if save is save_model else "bert")
+    (damage,) = (fault for fault in FAULTS if fault.kind == "weights: wrong shapes")
+    with (
+        damaged(path / "model.safetensors", with_wrong_shapes, random.Random(1)),
+        pytest.raises(Invalid) as caught,
+    ):
+        load_chain(path, 2, device, tmp_path)
+    assert isinstance(damage, Damage)
+    assert re.search(damage.said, str(caught.value))
 
 
 @pytest.mark.parametrize("harm", [with_wrong_shapes, with_flipped_bit])

@@ -32,6 +32,8 @@ MAX_REFUSALS = 20
 """Within a lease or two: the supervisor waits longer and longer."""
 
 HEADS_LOG = "stage-0"
+LAYER = r"layers?\.\d+\."
+"""In names of tensors; encoders of BERT's kind have `layer`."""
 
 Harm = Callable[[bytes, random.Random], bytes]
 
@@ -55,7 +57,7 @@ def with_wrong_shapes(whole: bytes, rng: random.Random) -> bytes:
     tensors = json.loads(whole[LENGTH_BYTES:begin])
     layers: dict[str, str] = {}
     for name, tensor in sorted(tensors.items()):
-        if (found := re.search(r"layers\.\d+\.", name)) and len(set(tensor["shape"])) > 1:
+        if (found := re.search(LAYER, name)) and len(set(tensor["shape"])) > 1:
             layers.setdefault(found[0], name)
     for name in layers.values():
         tensors[name]["shape"].reverse()
@@ -157,6 +159,6 @@ REMEDY = "Copy the model again"
 FAULTS: tuple[Fault, ...] = (
     Damage(what="cut short", harm=cut_short, said=f"{FILE} is cut short.*{REMEDY}"),
     Damage(what="oversized header", harm=with_oversized_header, said=f"{FILE} .*header.*{REMEDY}"),
-    Damage(what="wrong shapes", harm=with_wrong_shapes, said=rf"layers\.\d+\..*{REMEDY}"),
+    Damage(what="wrong shapes", harm=with_wrong_shapes, said=rf"{LAYER}.*{REMEDY}"),
     Damage(what="a flipped bit", harm=with_flipped_bit, said="other weights", by_head=True),
 )
