@@ -244,6 +244,8 @@ template <class Step, class Product> Block block_of(const Panel<Product>& panel,
 // From so many rows on threads share columns as they go, since one may lose its core to another process. With fewer it
 // matters more that a thread has prefetched its next columns.
 constexpr int64_t kManyRows = 512;
+// Columns that a thread takes at once: their outputs fill a line of cache, of which no other thread writes a part.
+constexpr int kSharedColumns = kLine / (kTileOutputs * (int)sizeof(BFloat16));
 
 // Columns of 16 outputs from `begin` to `end`, with `weights` those of the first. All threads of a team call it.
 template <class Step, class Product> void multiply_columns(const ProductCall& call, const Panel<Product>& panel, int64_t first,
@@ -263,7 +265,7 @@ template <class Step, class Product> void multiply_columns(const ProductCall& ca
 #pragma omp for schedule(static)
     for (int64_t column = begin; column < end; column += kColumns) of_columns(column);
   } else {
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, kSharedColumns / kColumns)
     for (int64_t column = begin; column < end; column += kColumns) of_columns(column);
   }
 }
