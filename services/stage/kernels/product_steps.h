@@ -155,34 +155,49 @@ template <class Step, int... rows> void vector_sums(const Block& block, Sums& su
 #ifdef __AMX_TILE__
 inline amx::Shapes shapes() {
   amx::Shapes shapes;
-  for (int tile = 0; tile < 4; tile++) shapes.set(tile, amx::kRows, amx::kRowBytes);
+  for (int tile = 0; tile < 8; tile++) shapes.set(tile, amx::kRows, amx::kRowBytes);
   return shapes;
 }
 
 struct Tiles { static constexpr int kRows = 2 * amx::kRows, kRowBytes = kLine; };
-struct BFloat16Tiles : Tiles { template <int sum> static void add() { amx::product<sum, 3, 2>(); } };
-struct Int8Tiles : Tiles { template <int sum> static void add() { amx::product_int8<sum, 3, 2>(); } };
+struct BFloat16Tiles : Tiles { template <int sum, int x, int w> static void add() { amx::product<sum, x, w>(); } };
+struct Int8Tiles : Tiles { template <int sum, int x, int w> static void add() { amx::product_int8<sum, x, w>(); } };
 
-// Four tiles and no more: two sums, one of weights, one of rows. A block of 2 x 2 tiles in eight gains little at best, and
-// at times takes twice as long, for the same arithmetic 130 ns against 55 (docs/decisions/own-products.md).
-template <class Step> void tile_sums(const Block& block, Sums& sums) {
-  const bool both = block.rows > amx::kRows;
+// Eight tiles: 2 x 2 sums, and of weights and rows two each, so that four products take four loads. With one column of 16
+// outputs, two products took three loads, and all rows passed twice as often.
+template <class Step, bool both_rows, bool both_columns> void tile_sums(const Block& block, Sums& sums) {
   const char *x = block.x, *weights = block.weights, *ahead = block.ahead;
   amx::zero<0>();
   amx::zero<1>();
+  amx::zero<2>();
+  amx::zero<3>();
   for (int64_t step = 0; step < block.steps; step++) {
     prefetch(block, ahead);
-    amx::load<2>(weights, kLine);
-    amx::load<3>(x, kLine);
-    Step::template add<0>();
-    if (both) {
-      amx::load<3>(x + kTileBytes, kLine);
-      Step::template add<1>();
+    if (both_columns) prefetch(block, ahead + block.column_stride);
+    amx::load<6>(weights, kLine);
+    amx::load<4>(x, kLine);
+    Step::template add<0, 4, 6>();
+    if (both_columns) {
+      amx::load<7>(weights + block.column_stride, kLine);
+      Step::template add<2, 4, 7>();
+    }
+    if (both_rows) {
+      amx::load<5>(x + kTileBytes, kLine);
+      Step::template add<1, 5, 6>();
+      if (both_columns) Step::template add<3, 5, 7>();
     }
     x += Tiles::kRows * kLine, weights += kTileBytes, ahead += block.lines * kLine;
   }
-  amx::store<0>(&sums, kLine);
-  if (both) amx::store<1>(sums.integers[0][amx::kRows], kLine);
+  amx::store<0>(sums.integers[0][0], kLine);
+  if (both_rows) amx::store<1>(sums.integers[0][amx::kRows], kLine);
+  if (both_columns) amx::store<2>(sums.integers[1][0], kLine);
+  if (both_rows && both_columns) amx::store<3>(sums.integers[1][amx::kRows], kLine);
+}
+
+template <class Step> void tile_sums(const Block& block, Sums& sums) {
+  const bool both = block.rows > amx::kRows;
+  if (block.columns > 1) both ? tile_sums<Step, true, true>(block, sums) : tile_sums<Step, false, true>(block, sums);
+  else both ? tile_sums<Step, true, false>(block, sums) : tile_sums<Step, false, false>(block, sums);
 }
 
 using BFloat16Step = BFloat16Tiles;

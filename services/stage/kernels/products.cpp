@@ -250,7 +250,7 @@ constexpr int kSharedColumns = kLine / (kTileOutputs * (int)sizeof(BFloat16));
 // Columns of 16 outputs from `begin` to `end`, with `weights` those of the first. All threads of a team call it.
 template <class Step, class Product> void multiply_columns(const ProductCall& call, const Panel<Product>& panel, int64_t first,
                                                            const char* weights, int64_t begin, int64_t end) {
-  constexpr int kColumns = has_tiles<Step> ? 1 : kVectors * kWidth / kTileOutputs;
+  constexpr int kColumns = has_tiles<Step> ? 2 : kVectors * kWidth / kTileOutputs;
   const auto of_columns = [&](int64_t column) {
     const char* of_column = weights + (column - begin) * panel.steps * kWeightStepBytes<Step>;
     const int columns = (int)std::min<int64_t>(kColumns, end - column);
