@@ -18,7 +18,7 @@ from services.gateway.responses.documents import (
     ResponseUsage,
     Status,
 )
-from services.gateway.responses.output import ResponseOutput
+from services.gateway.responses.output import ResponseOutput, ToolNames
 from services.gateway.responses.output_items import ItemStatus, OutputItem
 from services.gateway.responses.request_fields import KeptOptions
 from services.gateway.responses.tools import flat_choice, flat_tools
@@ -65,8 +65,9 @@ class ResponseAnswers:
             logprob_texts=LogprobTexts(self.tokens.token_texts(params, prompt_ids))
             if has_logprobs
             else None,
-            namespaces=self.options.namespaces,
-            custom_tools=self.options.custom_formats.keys(),
+            tools=ToolNames(
+                namespaces=self.options.namespaces, custom=self.options.custom_formats.keys()
+            ),
             first_number=first_number,
         )
 

@@ -36,7 +36,18 @@ from shardline.contract.job import TokenLogprob
 from shardline_server.replies import ReplyParser
 from shardline_server.tokenize import CompletionText
 
-NO_NAMESPACES: Mapping[str, str] = MappingProxyType({})
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolNames:
+    """What a request calls tools that a job has as plain functions."""
+
+    namespaces: Mapping[str, str] = MappingProxyType({})
+    """Of functions that have one, by their names in the job."""
+    custom: Collection[str] = ()
+    """Custom tools."""
+
+
+NO_NAMES = ToolNames()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,8 +75,7 @@ class ResponseOutput:
         replies: ReplyParser,
         with_reasoning: bool = True,
         logprob_texts: LogprobTexts | None = None,
-        namespaces: Mapping[str, str] = NO_NAMESPACES,
-        custom_tools: Collection[str] = (),
+        tools: ToolNames = NO_NAMES,
         first_number: int = 0,
     ) -> None:
         self.items: list[OutputItem] = []
@@ -77,8 +87,7 @@ class ResponseOutput:
         self._replies = replies
         self._with_reasoning = with_reasoning
         self._logprob_texts = logprob_texts
-        self._namespaces = namespaces
-        self._custom_tools = custom_tools
+        self._tools = tools
         self._logprobs: list[ContentLogprob] = []
         """Of tokens that have settled no text yet."""
         self._open: OpenItem | None = None
@@ -170,11 +179,11 @@ class ResponseOutput:
 
     def _begin_call(self, call: ToolCallDelta) -> None:
         name = call.name or ""
-        if name in self._custom_tools:
+        if name in self._tools.custom:
             self._begin_custom_call(call, name)
             return
         item_id = self._new_id("fc")
-        namespace = self._namespaces.get(name)
+        namespace = self._tools.namespaces.get(name)
         item = CallItem(
             id=item_id,
             status="in_progress",

@@ -14,7 +14,7 @@ from services.gateway.field_names import renaming
 from services.gateway.responses.conversation import listed, messages_of
 from services.gateway.responses.custom_tools import InputReader, arguments_of
 from services.gateway.responses.events import InputDelta, InputDone, ResponseEvent
-from services.gateway.responses.output import ResponseOutput
+from services.gateway.responses.output import ResponseOutput, ToolNames
 from services.gateway.responses.output_items import CustomCallItem, ListedCustomOutput
 from services.gateway.responses.references import as_sent
 from services.gateway.responses.requests import field_names, kept_items_of, response_request
@@ -159,7 +159,7 @@ def test_events_of_a_call_have_its_text_however_its_tokens_arrive() -> None:
             JOB,
             completion=tokens.completion(SamplingParams(), MAX_TOKENS, (1,)),
             replies=ReplyParser("hermes", job_id=JOB, tools=[tool]),
-            custom_tools={"shell"},
+            tools=ToolNames(custom={"shell"}),
         )
         found: list[ResponseEvent] = []
         for start in range(0, len(ids), size):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from uuid import UUID
 
 import msgspec
@@ -11,7 +11,7 @@ import pytest
 
 from services.gateway.openai.responses import LogprobTexts
 from services.gateway.responses.events import ArgumentsDone, ResponseEvent
-from services.gateway.responses.output import NO_NAMESPACES, ResponseOutput
+from services.gateway.responses.output import NO_NAMES, ResponseOutput, ToolNames
 from services.gateway.responses.output_items import CallItem, MessageItem, ReasoningItem
 from shardline.contract.chat import FunctionDefinition, Tool
 from shardline.contract.job import MAX_TOKENS, SamplingParams, TokenLogprob
@@ -34,15 +34,13 @@ def tokens() -> Tokens:
     return Tokens.from_row(clerk_row())
 
 
-def output(
-    tokens: Tokens, replies: ReplyParser, namespaces: Mapping[str, str] = NO_NAMESPACES
-) -> ResponseOutput:
+def output(tokens: Tokens, replies: ReplyParser, tools: ToolNames = NO_NAMES) -> ResponseOutput:
     return ResponseOutput(
         JOB,
         completion=tokens.completion(PARAMS, MAX_TOKENS, (1,)),
         replies=replies,
         logprob_texts=LogprobTexts(tokens.token_texts(PARAMS, (1,))),
-        namespaces=namespaces,
+        tools=tools,
         first_number=2,
     )
 
@@ -100,7 +98,7 @@ def test_calls_and_reasoning_are_items_of_their_own(tokens: Tokens) -> None:
 def test_a_call_of_a_namespaces_function_has_both_names(tokens: Tokens) -> None:
     tool = Tool(function=FunctionDefinition(name="crm__f", parameters={"type": "object"}))
     reader = ReplyParser("hermes", job_id=JOB, tools=[tool])
-    made = output(tokens, reader, {"crm__f": "crm"})
+    made = output(tokens, reader, ToolNames(namespaces={"crm__f": "crm"}))
     found = events(made, tokens.tokenizer.encode(CALLS.replace('"f"', '"crm__f"')).ids, [])
     calls = [item for item in made.items if isinstance(item, CallItem)]
     assert [(call.namespace, call.name) for call in calls] == [("crm", "f")] * 2
