@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 from uuid import UUID
 
@@ -41,7 +40,7 @@ from shardline_server.tokenize import CompletionText
 class ToolNames:
     """What a request calls tools that a job has as plain functions."""
 
-    namespaces: Mapping[str, str] = MappingProxyType({})
+    namespaces: Mapping[str, str] = field(default_factory=dict)
     """Of functions that have one, by their names in the job."""
     custom: Collection[str] = ()
     """Custom tools."""
