@@ -130,7 +130,7 @@ class ArgumentsDone(
     arguments: str
 
 
-class InputDelta(
+class CustomInputDelta(
     DetailEvent, frozen=True, kw_only=True, tag="response.custom_tool_call_input.delta"
 ):
     """Input of a custom tool that one token has settled."""
@@ -138,7 +138,9 @@ class InputDelta(
     delta: str
 
 
-class InputDone(DetailEvent, frozen=True, kw_only=True, tag="response.custom_tool_call_input.done"):
+class CustomInputDone(
+    DetailEvent, frozen=True, kw_only=True, tag="response.custom_tool_call_input.done"
+):
     """The whole input of a custom tool."""
 
     input: str
@@ -170,8 +172,8 @@ EVENTS: tuple[type[ResponseEvent], ...] = (
     ReasoningDone,
     ArgumentsDelta,
     ArgumentsDone,
-    InputDelta,
-    InputDone,
+    CustomInputDelta,
+    CustomInputDone,
     ErrorEvent,
 )
 

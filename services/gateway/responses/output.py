@@ -154,7 +154,7 @@ class ResponseOutput:
         if self._open.reader is None:
             self._add(events.ArgumentsDelta, call.arguments)
         else:
-            self._add(events.InputDelta, self._open.reader.push(call.arguments))
+            self._add(events.CustomInputDelta, self._open.reader.push(call.arguments))
 
     @property
     def _open_item(self) -> OutputItem | None:
@@ -226,7 +226,7 @@ class ResponseOutput:
             return
         item = self._open.item
         if self._open.reader is not None:
-            self._add(events.InputDelta, self._open.reader.end())
+            self._add(events.CustomInputDelta, self._open.reader.end())
         text = "".join(self._open.texts)
         if isinstance(item, MessageItem):
             if is_last:
@@ -242,7 +242,7 @@ class ResponseOutput:
             self._put(events.PartDone, part=thought)
             self._finish(replace(item, status=status, content=[thought]))
         elif isinstance(item, CustomCallItem):
-            self._put(events.InputDone, input=text)
+            self._put(events.CustomInputDone, input=text)
             self._finish(replace(item, status=status, input=text))
         else:
             self._put(events.ArgumentsDone, name=item.name, arguments=text)

@@ -13,7 +13,7 @@ import pytest
 from services.gateway.field_names import renaming
 from services.gateway.responses.conversation import listed, messages_of
 from services.gateway.responses.custom_tools import InputReader, arguments_of
-from services.gateway.responses.events import InputDelta, InputDone, ResponseEvent
+from services.gateway.responses.events import CustomInputDelta, CustomInputDone, ResponseEvent
 from services.gateway.responses.output import ResponseOutput, ToolNames
 from services.gateway.responses.output_items import CustomCallItem, ListedCustomOutput
 from services.gateway.responses.references import as_sent
@@ -172,5 +172,5 @@ def test_events_of_a_call_have_its_text_however_its_tokens_arrive() -> None:
 
     once = events(len(ids))
     assert all(events(size) == once for size in (1, 3, 7))
-    assert "".join(one.delta for one in once if isinstance(one, InputDelta)) == TEXTS[0]
-    assert [one.input for one in once if isinstance(one, InputDone)] == [TEXTS[0]]
+    assert "".join(one.delta for one in once if isinstance(one, CustomInputDelta)) == TEXTS[0]
+    assert [one.input for one in once if isinstance(one, CustomInputDone)] == [TEXTS[0]]
