@@ -24,6 +24,7 @@ from shardline.contract.queues import (
     celery_settings,
     generate_queue,
 )
+from tests.api_keys import secret_of
 from tests.chaos.judge.secrecy import passwords, told
 from tests.poisoned_messages import SECRET, poisons
 from tests.polling import until
@@ -67,13 +68,13 @@ def test_nothing_private_gets_into_logs_or_command_lines(stack: Stack) -> None:
     stack.process.terminate()
     stack.process.wait()
 
-    secret_of_key = urls["api_key"].rpartition("-")[2]
+    secret_of_key = secret_of(urls["api_key"])
     secrets = {
         SECRET,
         TOKEN,
         PASSWORD,
         secret_of_key,
-        FOREIGN_KEY.rpartition("-")[2],
+        secret_of(FOREIGN_KEY),
         *passwords(urls.values()),
     }
     logs = stack.home.folder / "logs"

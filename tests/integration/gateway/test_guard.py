@@ -25,6 +25,7 @@ from services.standalone.servers import Postgres
 from shardline.contract.api_key import Scope, bearer, new_key, parse_key
 from shardline.store import api_keys
 from shardline.store.connection.database import connect
+from tests.api_keys import secret_of
 from tests.integration.gateway.app_routes import GUARDED, calls_of, routes, scopes_of
 from tests.integration.gateway.route_requests import (
     BODY,
@@ -89,7 +90,7 @@ def expired(database_url: str) -> str:
 
 def with_another_secret(key: str) -> str:
     """The id of one key and the secret of another."""
-    return key[: -len(new_key().rpartition("-")[2])] + new_key()[-43:]
+    return key.removesuffix(secret_of(key)) + secret_of(new_key())
 
 
 def path_of(template: str, values: Mapping[str, str]) -> str:
