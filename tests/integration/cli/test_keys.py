@@ -17,6 +17,7 @@ from shardline.contract.api_key import Scope, new_key, parse_key
 from shardline.store import api_keys
 from shardline.store.api_keys import KeyRecord
 from shardline.store.connection.database import connect
+from tests.api_keys import secret_of
 
 Shardline = Callable[..., Result]
 
