@@ -49,11 +49,11 @@ def test_the_header_of_a_broken_file_gives_it_away(harm: Harm, weights: Path) ->
         check_file(weights)
 
 
-@pytest.mark.parametrize("save", [save_model, save_encoder])
+@pytest.mark.parametrize(("save", "name"), [(save_model, "llama"), (save_encoder, "bert")])
 def test_a_stage_refuses_wrong_shapes_of_every_kind_of_model_by_name(
-    save: Callable[[Path, str], Path], tmp_path: Path, device: Device
+    save: Callable[[Path, str], Path], name: str, tmp_path: Path, device: Device
 ) -> None:
-    path = save(tmp_path, "llama" if save is save_model else "bert")
+    path = save(tmp_path, name)
     (damage,) = (fault for fault in FAULTS if fault.kind == "weights: wrong shapes")
     with (
         damaged(path / "model.safetensors", with_wrong_shapes, random.Random(1)),

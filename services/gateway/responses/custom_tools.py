@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from shardline.base.errors import Invalid
 from shardline.contract.chat import MAX_TOOL_NAME_CHARS, FunctionDefinition, Tool
+from shardline_server.replies.json_text import text_of, value_of
 
 INPUT = "input"
 """The name of the argument."""
@@ -67,15 +68,18 @@ class CustomTool(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
 
 def arguments_of(text: str) -> str:
     """Returns a call's input as the arguments of its function."""
-    return json.dumps({INPUT: text}, ensure_ascii=False)
+    return text_of({INPUT: text})
 
 
 BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+MAX_BEGIN_PIECES = 64
+"""In which a text begins that is read while it is written; others are read at their end."""
 CHARACTERS = re.compile(
     r"""(?: [^"\\]+
         | \\["\\/bfnrt]
         | \\u (?![dD][89abAB]) [0-9a-fA-F]{4}
-        | \\u [dD][89abAB][0-9a-fA-F]{2} (?: \\u[dD][c-fC-F][0-9a-fA-F]{2} | (?=[^\\] | \\[^u]) )
+        | \\u [dD][89abAB][0-9a-fA-F]{2}
+          (?: \\u[dD][c-fC-F][0-9a-fA-F]{2} | (?=[^\\] | \\[^u] | \\u[^dD] | \\u[dD][^c-fC-F]) )
         )*""",
     re.VERBOSE,
 )
@@ -86,37 +90,40 @@ class InputReader:
     """Reads the text of a call from its function's arguments, while these are being written."""
 
     def __init__(self) -> None:
-        self._json = ""
-        self._place = 0
-        """Up to which the arguments are read."""
+        self._unread: list[str] = []
+        self._has_begun = False
 
     def push(self, more: str) -> str:
         """Returns the text that the next piece of the arguments settles."""
-        self._json += more
-        if self._place == 0:
-            begin = BEGIN.match(self._json)
+        self._unread.append(more)
+        if not self._has_begun and len(self._unread) > MAX_BEGIN_PIECES:
+            return ""
+        found = "".join(self._unread)
+        if not self._has_begun:
+            begin = BEGIN.match(found)
             if begin is None:
                 return ""
-            self._place = begin.end()
-        found = CHARACTERS.match(self._json, self._place)
-        assert found is not None, "it matches nothing, too"
-        self._place = found.end()
-        return _decoded(found[0])
+            self._has_begun = True
+            found = found[begin.end() :]
+        elif found.startswith('"'):
+            self._unread = ['"']
+            return ""
+        settled = CHARACTERS.match(found)
+        assert settled is not None, "it matches nothing, too"
+        self._unread = [found[settled.end() :]]
+        return _whole(json.loads(f'"{settled[0]}"', strict=False))
 
     def end(self) -> str:
         """Returns what is left: where a model has written other arguments, all of them."""
-        if self._place:
+        if self._has_begun:
             return ""
+        written = "".join(self._unread)
         try:
-            arguments = json.loads(self._json)
+            arguments = value_of(written)
         except ValueError:
-            return self._json
+            return written
         text = arguments.get(INPUT) if isinstance(arguments, dict) else None
-        return _whole(text) if isinstance(text, str) else self._json
-
-
-def _decoded(escaped: str) -> str:
-    return _whole(json.loads(f'"{escaped}"', strict=False))
+        return _whole(text) if isinstance(text, str) else written
 
 
 def _whole(text: str) -> str:

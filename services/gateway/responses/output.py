@@ -178,30 +178,24 @@ class ResponseOutput:
 
     def _begin_call(self, call: ToolCallDelta) -> None:
         name = call.name or ""
-        if name in self._tools.custom:
-            self._begin_custom_call(call, name)
-            return
-        item_id = self._new_id("fc")
+        is_custom = name in self._tools.custom
+        item_id = self._new_id("ctc" if is_custom else "fc")
+        call_id = call.id or f"call_{item_id.partition('_')[2]}"
         namespace = self._tools.namespaces.get(name)
-        item = CallItem(
-            id=item_id,
-            status="in_progress",
-            call_id=call.id or f"call_{item_id.removeprefix('fc_')}",
-            name=name if namespace is None else name.removeprefix(namespace + JOINT),
-            namespace=UNSET if namespace is None else namespace,
-            arguments="",
-        )
-        self._begin(item, call.index)
-
-    def _begin_custom_call(self, call: ToolCallDelta, name: str) -> None:
-        item_id = self._new_id("ctc")
-        item = CustomCallItem(
-            id=item_id,
-            status="in_progress",
-            call_id=call.id or f"call_{item_id.removeprefix('ctc_')}",
-            name=name,
-            input="",
-        )
+        item: OutputItem
+        if is_custom:
+            item = CustomCallItem(
+                id=item_id, status="in_progress", call_id=call_id, name=name, input=""
+            )
+        else:
+            item = CallItem(
+                id=item_id,
+                status="in_progress",
+                call_id=call_id,
+                name=name if namespace is None else name.removeprefix(namespace + JOINT),
+                namespace=UNSET if namespace is None else namespace,
+                arguments="",
+            )
         self._begin(item, call.index)
 
     def _begin(self, item: OutputItem, call_index: int | None = None) -> None:

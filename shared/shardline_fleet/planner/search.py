@@ -103,7 +103,7 @@ class Search:
 
     def least_sum(self) -> list[Slice] | None:
         """The split, into any number of stages, that together take least; None if none fits."""
-        num_tried = len(self.kinds) * self.num_layers**2 // 2
+        num_tried = max(1, len(self.kinds) * self.num_layers**2 // 2)
         width = max(1, MAX_TRIED // num_tried)
         stride = ceil_div(num_tried, MAX_TRIED)
         paths: list[dict[Counts, Path]] = [{} for _ in range(self.num_layers + 1)]
@@ -131,18 +131,22 @@ class Search:
         # Less by more than sums of floats are off: a plan that just keeps a limit must not look
         # like one below it.
         limit *= 1 - ROUNDING
-        orders = self._widest_first(num_stages, limit)
+        sizes = [kind.cost.most(limit) for kind in self.kinds]
+        by_size = sorted(range(len(sizes)), key=lambda kind: -sizes[kind])
+        orders = self._widest_first(num_stages, limit, sizes, by_size)
         if self._num_used <= MAX_USED and orders:
-            return self._in_any_order(num_stages, limit)
+            return self._in_any_order(num_stages, limit, by_size)
         covers = (self._covered(order, limit) for order in orders)
         return next((cover for cover in covers if cover is not None), None)
 
-    def _widest_first(self, num_stages: int, limit: float) -> list[list[int]]:
-        """Returns kinds in order of the layers that they hold below `limit`, behind them each one
-        as the last stage that may be; none if layers would be left over wherever stages began."""
-        sizes = [kind.cost.most(limit) for kind in self.kinds]
+    def _widest_first(
+        self, num_stages: int, limit: float, sizes: Sequence[int], by_size: Sequence[int]
+    ) -> list[list[int]]:
+        """Returns kinds in order of the layers that they hold below `limit`, their `sizes`, behind
+        them each one as the last stage that may be; none if layers would be left over wherever
+        stages began."""
         widest: dict[int, int] = {}
-        for index in self._by_size(limit):
+        for index in by_size:
             widest.setdefault(self.kinds[index].group, index)
         devices = [index for group, index in widest.items() for _ in range(self.counts[group])]
         orders = []
@@ -170,9 +174,11 @@ class Search:
             cover.append(Slice(index, first, stop))
         return cover[1:]
 
-    def _in_any_order(self, num_stages: int, limit: float) -> list[Slice] | None:
-        """All layers over kinds in the order that reaches furthest; None if none reaches all."""
-        kinds = self._by_size(limit)
+    def _in_any_order(
+        self, num_stages: int, limit: float, kinds: Sequence[int]
+    ) -> list[Slice] | None:
+        """All layers over kinds in the order that reaches furthest, of equals the first; None if
+        none reaches all."""
         covers: dict[Counts, list[Slice]] = {self._none: []}
         for num_behind in reversed(range(num_stages)):
             longer: dict[Counts, list[Slice]] = {}
@@ -192,11 +198,6 @@ class Search:
         if num_behind == 0:
             return self.num_layers if cost.holds(first, self.num_layers, limit) else first
         return cost.reach(first, self.num_layers - num_behind, limit)
-
-    def _by_size(self, limit: float) -> list[int]:
-        """Returns the kinds, first those that hold most layers below `limit`."""
-        sizes = [kind.cost.most(limit) for kind in self.kinds]
-        return sorted(range(len(sizes)), key=lambda kind: -sizes[kind])
 
     def _next(self, used: Counts, kinds: Sequence[int]) -> Iterator[tuple[int, Counts]]:
         """Yields each of these kinds of which a device is left, and what is used with it."""

@@ -256,6 +256,19 @@ async def test_a_repeat_finds_the_same_response(client: AsyncOpenAI, head: TinyH
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]"),
         ({"tools": [{"type": "web_search"}, {"type": "unheard", "name": "a"}]}, "tools[1].type"),
+        (
+            {
+                "tools": [
+                    {"type": "function", "name": "f"},
+                    {
+                        "type": "custom",
+                        "name": "a",
+                        "format": {"type": "grammar", "syntax": "regex", "definition": "("},
+                    },
+                ]
+            },
+            "tools[1].format.definition",
+        ),
         ({"background": True, "store": False}, "background"),
         ({"text": {"verbosity": "high"}}, "text.verbosity"),
         ({"user": "\0"}, "user"),

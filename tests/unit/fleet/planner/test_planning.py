@@ -178,6 +178,11 @@ def test_kinds_of_layers_have_their_own_times() -> None:
     assert sizes(found) in ([2, 3], [3, 2]), "each stage has one of the two slow layers"
 
 
+@pytest.mark.parametrize("goal", list(Goal))
+def test_a_model_of_one_layer_is_planned(goal: Goal) -> None:
+    assert sizes(make_plans(model(1), [device("a:0")], LOAD, goal)) == [1]
+
+
 def test_kinds_of_layers_that_take_no_time_are_planned() -> None:
     free = device("a:0", kinds=("sliding_attention", "full_attention"))
     none = msgspec.structs.replace(free.layers["full_attention"], rows=((64, 0.0), (128, LAYER_S)))
