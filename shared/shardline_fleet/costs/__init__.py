@@ -1,4 +1,4 @@
-"""What devices measured, what a model asks of them, and what pipelines would do. No search."""
+"""What devices measured, what a model asks of them, what pipelines would do. Knows no search."""
 
 from shardline_fleet.costs.device_profile import (
     DeviceProfile,
