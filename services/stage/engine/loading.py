@@ -44,6 +44,8 @@ from services.stage.model.shard import Shard, build_skeleton, shard_layers
 from services.stage.model.split_layers import gathered, send_embedding, split_shard, widest
 from services.stage.model.weights import weight_files
 from services.stage.products.fused import NativeParts, fuse, fuse_norms
+from services.stage.products.fused_gelu import fuse_gelus
+from services.stage.products.fused_layer_norm import fuse_layer_norms
 from services.stage.products.packing import (
     Packing,
     pack,
@@ -177,7 +179,7 @@ def load_forward(load: ForwardLoad) -> LoadedForward:
     kv_shapes = probe_kv_shapes(shard)
     shard.recurrence.kernel = load.native
     if load.native is not None:
-        fuse(shard.model, NativeParts(load.native))
+        _fuse_on_cores(shard.model, load.native)
     padding, rows_are_exact = choose_row_buckets(
         shard,
         can_be_exact=attention.exact and not shard.recurrence.is_torchs,
@@ -198,6 +200,12 @@ def load_forward(load: ForwardLoad) -> LoadedForward:
     area = load.memory.make_offload_area(kv)
     runner = ShardRunner(forward, area, ShardAdapters(shard, load.adapter_packing))
     return LoadedForward(runner, exact, _num_ranks_that_count(forward, load))
+
+
+def _fuse_on_cores(model: nn.Module, kernel: Kernel) -> None:
+    fuse(model, NativeParts(kernel))
+    fuse_layer_norms(model, kernel)
+    fuse_gelus(model, kernel)
 
 
 def _stored(load: ForwardLoad, attention: Attention) -> Mapping[str, StoredWeight]:

@@ -73,6 +73,12 @@ struct Norm {
   int32_t rounds_first;
 };
 
+// LayerNorm by float32 weights and biases.
+struct LayerNorm {
+  const float *weight, *bias;
+  float eps;
+};
+
 // One process's place among those that compute a layer together, on one host. `arrived` and both buffers, which follow
 // one another, are memory that all of them map; `arrived` has a cache line for each.
 struct Ranks {
@@ -171,6 +177,13 @@ int32_t shardline_meet(Ranks* ranks);
 // x: rows of `num_groups` vectors of `dim` elements, rows `stride` elements apart; out is dense.
 int32_t shardline_rms_norm(const void* x, const Norm* norm, void* out, int64_t num_rows, int64_t num_groups, int64_t dim,
                            int64_t stride, int32_t dtype, int32_t num_threads);
+// x, and out, too: dense rows of `dim` elements, which lose their mean. Where `residual`, of the same size, is not null,
+// what is normalized is its sum with x in the stored type.
+int32_t shardline_layer_norm(const void* x, const void* residual, const LayerNorm* norm, void* out, int64_t num_rows,
+                             int64_t dim, int32_t dtype, int32_t num_threads);
+// x: rows of `dim` elements `stride` elements apart; out is dense.
+int32_t shardline_gelu(const void* x, void* out, int64_t num_rows, int64_t dim, int64_t stride, int32_t uses_tanh,
+                       int32_t dtype, int32_t num_threads);
 int32_t shardline_silu_mul(const void* gate, const void* up, void* out, int64_t num_rows, int64_t dim, int64_t gate_stride,
                            int64_t up_stride, int32_t dtype, int32_t num_threads);
 int32_t shardline_rotate(const void* x, const void* cos, const void* sin, void* out, int64_t num_rows, int64_t num_heads,

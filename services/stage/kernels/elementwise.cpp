@@ -1,7 +1,7 @@
-// The operations between the matrix products, each in one pass over memory: RMSNorm, SiLU(gate) * up, rotary positions,
-// residual sums. Plain C ABI at the end of the file (calls.h).
+// The operations between the matrix products, each in one pass over memory: RMSNorm, LayerNorm, SiLU(gate) * up, GELU,
+// rotary positions, residual sums. Plain C ABI at the end of the file (calls.h).
 //
-// Same promise as attention.cpp: a row's bits depend on that row only. Sums run over 16 partial sums whatever the
+// Same promise as attention.cpp: a row's bits depend on that row only. Sums run over 32 partial sums whatever the
 // vector width, elements at the end of a row take the same path as the others, and values are rounded to the stored
 // type wherever transformers' own modules round, so that a fused operation gives the values of those it replaces.
 
@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int kSums = 16;             // partial sums of a row, whatever the vector width
+constexpr int kSums = 32;             // partial sums of a row, whatever the vector width
 constexpr int64_t kGrain = 16384;     // elements below which waking another thread costs more than it saves
 
 template <class F> void for_rows(int64_t num_rows, int64_t width, int32_t num_threads, F&& row) {
@@ -29,17 +29,24 @@ template <class F> inline void for_vectors(int64_t dim, F&& part) {
   if (at < dim) part(at, dim - at);
 }
 
-template <class T> float mean_of_squares(const T* x, int64_t dim) {
+// The mean over a row of what `add(part, at, count)` adds to a partial sum for each vector.
+template <class F> float mean(int64_t dim, F&& add) {
   Floats sum[kSums / kWidth] = {};
   for_vectors(dim, [&](int64_t at, auto count) {
-    const Floats value = load_first(x + at, count);
     Floats& part = sum[at / kWidth % (kSums / kWidth)];
-    part = fma(value, value, part);
+    part = add(part, at, count);
   });
   float partial[kSums];
   for (int part = 0; part < kSums / kWidth; part++) store(partial + part * kWidth, sum[part]);
   for (int half = kSums / 2; half; half /= 2) for (int i = 0; i < half; i++) partial[i] += partial[i + half];
   return partial[0] / dim;
+}
+
+template <class T> float mean_of_squares(const T* x, int64_t dim) {
+  return mean(dim, [&](Floats part, int64_t at, auto count) {
+    const Floats value = load_first(x + at, count);
+    return fma(value, value, part);
+  });
 }
 
 struct Normed { const void* x; const Norm& norm; void* out; int64_t num_rows, num_groups, dim, stride; };
@@ -53,6 +60,30 @@ template <class T> void rms_norm(const Normed& c, int32_t num_threads) {
       const Floats normal = load_first(x + at, count) * scale;
       const Floats weight = load_first(c.norm.weight + at, count);
       store_first(out + at, weight * (c.norm.rounds_first ? rounded<T>(normal) : normal), count);
+    });
+  });
+}
+
+struct Centered { const void *x, *residual; const LayerNorm& norm; void* out; int64_t num_rows, dim; };
+
+template <class T> void layer_norm(const Centered& c, int32_t num_threads) {
+  for_rows(c.num_rows, c.dim, num_threads, [&](int64_t row) {
+    const T* x = (const T*)c.x + row * c.dim;
+    T* out = (T*)c.out + row * c.dim;
+    if (c.residual) {
+      const T* residual = (const T*)c.residual + row * c.dim;
+      for_vectors(c.dim, [&](int64_t at, auto count) { store_first(out + at, load_first(x + at, count) + load_first(residual + at, count), count); });
+      x = out;
+    }
+    const float center = mean(c.dim, [&](Floats part, int64_t at, auto count) { return part + load_first(x + at, count); });
+    const float variance = mean(c.dim, [&](Floats part, int64_t at, auto count) {
+      const Floats away = keep_first(load_first(x + at, count) - center, count);
+      return fma(away, away, part);
+    });
+    const Floats scale = broadcast(1.f / std::sqrt(variance + c.norm.eps));
+    for_vectors(c.dim, [&](int64_t at, auto count) {
+      const Floats normal = (load_first(x + at, count) - center) * scale;
+      store_first(out + at, fma(normal, load_first(c.norm.weight + at, count), load_first(c.norm.bias + at, count)), count);
     });
   });
 }
@@ -77,6 +108,20 @@ template <class T> void silu_mul(const Gate& c, int32_t num_threads) {
     for_vectors(c.dim, [&](int64_t at, auto count) {
       const Floats open = rounded<T>(silu(load_first(gate + at, count)));
       store_first(out + at, open * load_first(up + at, count), count);
+    });
+  });
+}
+
+// x: rows `stride` elements apart; out is dense.
+struct Activation { const void* x; void* out; int64_t num_rows, dim, stride; int32_t uses_tanh; };
+
+template <class T> void gelu(const Activation& c, int32_t num_threads) {
+  for_rows(c.num_rows, c.dim, num_threads, [&](int64_t row) {
+    const T* x = (const T*)c.x + row * c.stride;
+    T* out = (T*)c.out + row * c.dim;
+    for_vectors(c.dim, [&](int64_t at, auto count) {
+      const Floats value = load_first(x + at, count);
+      store_first(out + at, c.uses_tanh ? gelu_tanh(value) : gelu(value), count);
     });
   });
 }
@@ -112,6 +157,8 @@ template <template <class> class Run, class Args> int32_t by_dtype(const Args& a
 }
 
 template <class T> struct RmsNorm { void operator()(const Normed& c, int32_t threads) { rms_norm<T>(c, threads); } };
+template <class T> struct LayerNormOf { void operator()(const Centered& c, int32_t threads) { layer_norm<T>(c, threads); } };
+template <class T> struct Gelu { void operator()(const Activation& c, int32_t threads) { gelu<T>(c, threads); } };
 template <class T> struct SiluMul { void operator()(const Gate& c, int32_t threads) { silu_mul<T>(c, threads); } };
 template <class T> struct Rotate { void operator()(const Turn& c, int32_t threads) { rotate<T>(c, threads); } };
 template <class T> struct Add { void operator()(const Sum& c, int32_t threads) { add<T>(c, threads); } };
@@ -121,6 +168,16 @@ template <class T> struct Add { void operator()(const Sum& c, int32_t threads) {
 int32_t shardline_rms_norm(const void* x, const Norm* norm, void* out, int64_t num_rows, int64_t num_groups, int64_t dim,
                            int64_t stride, int32_t dtype, int32_t num_threads) {
   return by_dtype<RmsNorm>(Normed{x, *norm, out, num_rows, num_groups, dim, stride}, dtype, num_threads);
+}
+
+int32_t shardline_layer_norm(const void* x, const void* residual, const LayerNorm* norm, void* out, int64_t num_rows,
+                             int64_t dim, int32_t dtype, int32_t num_threads) {
+  return by_dtype<LayerNormOf>(Centered{x, residual, *norm, out, num_rows, dim}, dtype, num_threads);
+}
+
+int32_t shardline_gelu(const void* x, void* out, int64_t num_rows, int64_t dim, int64_t stride, int32_t uses_tanh,
+                       int32_t dtype, int32_t num_threads) {
+  return by_dtype<Gelu>(Activation{x, out, num_rows, dim, stride, uses_tanh}, dtype, num_threads);
 }
 
 int32_t shardline_silu_mul(const void* gate, const void* up, void* out, int64_t num_rows, int64_t dim, int64_t gate_stride,

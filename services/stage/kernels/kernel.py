@@ -136,6 +136,12 @@ class Norm(ctypes.Structure):
     _fields_ = (("weight", c_void_p), ("eps", c_float), ("rounds_first", c_int32))
 
 
+class LayerNorm(ctypes.Structure):
+    """calls.h's `LayerNorm`, field by field."""
+
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("eps", c_float))
+
+
 class Ranks(ctypes.Structure):
     """calls.h's `Ranks`, field by field."""
 
@@ -175,7 +181,9 @@ class Kernel:
             "convolve",
             "fit_int4",
             "gate",
+            "gelu",
             "isa",
+            "layer_norm",
             "meet",
             "multiply",
             "pack_weights",
@@ -211,6 +219,15 @@ class Kernel:
             *[c_int64] * 4,
             *[c_int32] * 2,
         )
+        self.layer_norm = _typed(
+            library.shardline_layer_norm,
+            *[c_void_p] * 2,
+            POINTER(LayerNorm),
+            c_void_p,
+            *[c_int64] * 2,
+            *[c_int32] * 2,
+        )
+        self.gelu = _typed(library.shardline_gelu, *[c_void_p] * 2, *[c_int64] * 3, *[c_int32] * 3)
         self.run_layer = _typed(library.shardline_run_layer, POINTER(LayerCall))
         self.silu_mul = _typed(
             library.shardline_silu_mul, *[c_void_p] * 3, *[c_int64] * 4, *[c_int32] * 2

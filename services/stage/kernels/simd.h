@@ -81,6 +81,14 @@ template <class T> inline Floats load_first(const T* p, int count) {
   return load(all);
 }
 
+// The first `count` lanes and zeros.
+inline Floats keep_first(Floats x, int count) {
+  if (count >= kWidth) return x;
+  float all[kWidth];
+  store(all, x);
+  return load_first(all, count);
+}
+
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 // Writes the low byte of each lane, a number from -128 to 127.
@@ -134,14 +142,32 @@ inline Floats exp_negative(Floats x) {
   return x < low ? broadcast(0.f) : p * (Floats)power;
 }
 
-inline Floats silu(Floats x) {
-  const Floats e = exp_negative((Floats)((Bits)x | 0x80000000u));  // e^-|x|: never overflows
-  return x * (x < broadcast(0.f) ? e : broadcast(1.f)) / (1.f + e);
+inline Floats negative(Floats x) { return (Floats)((Bits)x | 0x80000000u); }  // -|x|
+
+// x times the logistic function of y.
+inline Floats gated(Floats x, Floats y) {
+  const Floats e = exp_negative(negative(y));  // never overflows
+  return x * (y < broadcast(0.f) ? e : broadcast(1.f)) / (1.f + e);
 }
+
+inline Floats silu(Floats x) { return gated(x, x); }
+
+// x times the normal distribution's share below x, by the complement of the error function of |x| / sqrt(2) within 2e-7
+// (Abramowitz and Stegun, 7.1.26).
+inline Floats gelu(Floats x) {
+  const Floats z = negative(x) * 0.70710678f, t = 1.f / (1.f - z * 0.3275911f);
+  Floats p = broadcast(1.061405429f);
+  for (float c : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) p = fma(p, t, broadcast(c));
+  const Floats tail = p * t * exp_negative(negative(z * z)) * 0.5f;
+  return x * (x < broadcast(0.f) ? tail : 1.f - tail);
+}
+
+// The same by tanh(sqrt(2 / pi) * (x + 0.044715 x^3)), as models write it that were trained so.
+inline Floats gelu_tanh(Floats x) { return gated(x, x * fma(x * x, broadcast(0.07135481f), broadcast(1.59576912f))); }
 
 inline Floats tanh(Floats x) {
   const Bits sign = (Bits)x & 0x80000000u;
-  Floats e = exp_negative((Floats)((Bits)x | 0x80000000u) * 2.f);
+  Floats e = exp_negative(negative(x) * 2.f);
   return (Floats)((Bits)((1.f - e) / (1.f + e)) | sign);
 }
 

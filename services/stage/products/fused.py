@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from ctypes import byref
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, Protocol
 
@@ -19,11 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from services.stage.kernels.kernel import DTYPES, Kernel, Norm
+from services.stage.products.trial import agree, replace_children, trial_rows
 
-_TRIAL_ROWS = 33
-_MAX_ROUNDINGS = 4
-"""The largest difference accepted in a trial, in roundings of the largest value. Another
-activation, or a norm without its offset, differs by hundreds."""
 _ROTARY = "apply_rotary_pos_emb"
 
 MakeNorm = Callable[[Tensor, float, bool], nn.Module]
@@ -82,25 +80,14 @@ def fuse(model: nn.Module, parts: ElementwiseParts) -> int:
     """Replaces the parts of a model that it recognizes; returns how many. Call it when no weight
     will move any more."""
     num_fused = fuse_norms(model, parts.norm)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if (fused := _fused_mlp(child, parts)) is not None:
-                setattr(parent, name, fused)
-                num_fused += 1
-        num_fused += _fuse_rotary(parent, parts)
-    return num_fused
+    num_fused += replace_children(model, partial(_fused_mlp, parts))
+    return num_fused + sum(_fuse_rotary(module, parts) for module in list(model.modules()))
 
 
 def fuse_norms(model: nn.Module, make: MakeNorm) -> int:
     """Replaces the RMSNorms of a model that it recognizes by those that `make` makes; returns how
     many."""
-    num_fused = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if (fused := _fused_norm(child, make)) is not None:
-                setattr(parent, name, fused)
-                num_fused += 1
-    return num_fused
+    return replace_children(model, partial(_fused_norm, make))
 
 
 class FusedRmsNorm(nn.Module):
@@ -195,7 +182,7 @@ class Rotary:
         )
 
 
-def _fused_norm(module: nn.Module, make: MakeNorm) -> nn.Module | None:
+def _fused_norm(make: MakeNorm, module: nn.Module) -> nn.Module | None:
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if (
@@ -210,7 +197,7 @@ def _fused_norm(module: nn.Module, make: MakeNorm) -> nn.Module | None:
         or len(inspect.signature(module.forward).parameters) != 1
     ):
         return None
-    x = _trial(weight.shape[0], dtype=weight.dtype).to(weight.device)
+    x = trial_rows(weight.shape[0], dtype=weight.dtype).to(weight.device)
     expected = module(x)
     kinds = [
         make(weight.float() + offset, eps, rounds_first)
@@ -220,10 +207,10 @@ def _fused_norm(module: nn.Module, make: MakeNorm) -> nn.Module | None:
     best = max(kinds, key=lambda kind: int((kind(x) == expected).sum()))
     if not hasattr(best, "weight"):
         best.weight = weight.new_empty(0)  # some models ask a norm's weight for its dtype
-    return best if _agree(best(x), expected) else None
+    return best if agree(best(x), expected) else None
 
 
-def _fused_mlp(module: Any, parts: ElementwiseParts) -> FusedMlp | None:
+def _fused_mlp(parts: ElementwiseParts, module: Any) -> FusedMlp | None:
     if {name for name, _ in module.named_children()} != {
         "gate_proj",
         "up_proj",
@@ -236,8 +223,8 @@ def _fused_mlp(module: Any, parts: ElementwiseParts) -> FusedMlp | None:
     if not isinstance(width, int) or dtype not in DTYPES:
         return None
     fused = FusedMlp(parts, module)
-    x = _trial(width, dtype=dtype).to(parts.device)
-    return fused if _agree(fused(x), module(x)) else None
+    x = trial_rows(width, dtype=dtype).to(parts.device)
+    return fused if agree(fused(x), module(x)) else None
 
 
 def _fuse_rotary(module: nn.Module, parts: ElementwiseParts) -> int:
@@ -273,24 +260,10 @@ def _rotates_halves(original: Callable[..., Any], rotary: Rotary, device: torch.
     elements, or a part."""
     if tuple(inspect.signature(original).parameters)[:4] != ("q", "k", "cos", "sin"):
         return False
-    q, k = (_trial(4, num_heads, 32).to(device).transpose(1, 2) for num_heads in (4, 2))
-    cos, sin = (_trial(4, 1, 32).to(device)[:, :, 0] for _ in range(2))
+    q, k = (trial_rows(4, num_heads, 32).to(device).transpose(1, 2) for num_heads in (4, 2))
+    cos, sin = (trial_rows(4, 1, 32).to(device)[:, :, 0] for _ in range(2))
     try:
         pairs = zip(rotary(q, k, cos, sin), original(q, k, cos, sin), strict=True)
     except (RuntimeError, TypeError, ValueError):
         return False
-    return all(_agree(ours, theirs) for ours, theirs in pairs)
-
-
-def _trial(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    rows = (1, *shape) if len(shape) > 1 else (1, _TRIAL_ROWS, *shape)
-    return torch.randn(rows, generator=torch.Generator().manual_seed(sum(rows))).to(dtype)
-
-
-def _agree(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether two results are equal but for roundings: sums run in another order, and e^x has
-    another last bit."""
-    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-        return False
-    apart = (ours.float() - theirs.float()).abs().max()
-    return bool(apart <= _MAX_ROUNDINGS * torch.finfo(ours.dtype).eps * theirs.float().abs().max())
+    return all(agree(ours, theirs) for ours, theirs in pairs)

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from tests.chaos.load.callers import ENDED, PAUSE_S, code_of, openai_form
-from tests.chaos.load.doors import gateway_client, is_refusal, with_header
+from tests.chaos.load.doors import gateway_client, is_refusal, told_by, with_header
 from tests.chaos.load.journal import Journal
 from tests.chaos.load.workload import Workload, is_completion
 from tests.chaos.report.finding import Finding
@@ -64,7 +64,7 @@ class Customer:
                 answer.raise_for_status()
             except httpx.HTTPError as error:
                 if is_refusal(error):
-                    self.complain("refused", f"{route} refused a good request: {error}")
+                    self.complain("refused", f"{route} refused a good request: {told_by(error)}")
                     return None
             self.drained.wait(self.rng.uniform(*BACK_S))
         return None

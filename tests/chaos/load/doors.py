@@ -150,6 +150,12 @@ def is_refusal(error: Exception) -> bool:
     return isinstance(error, Invalid)
 
 
+def told_by(error: Exception) -> str:
+    """What a door said, whole."""
+    said = error.response.text if isinstance(error, httpx.HTTPStatusError) else ""
+    return f"{error} {said}".strip()
+
+
 def _own(job_id: UUID | None) -> Mapping[str, str]:
     return {} if job_id is None else {"id": str(job_id)}
 

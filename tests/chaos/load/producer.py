@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from uuid import uuid4
 
 from shardline.base.errors import Conflict
-from tests.chaos.load.doors import AWAY, Answer, Door, is_refusal
+from tests.chaos.load.doors import AWAY, Answer, Door, is_refusal, told_by
 from tests.chaos.load.journal import Asked, Journal
 from tests.chaos.load.workload import Workload
 from tests.chaos.report.finding import Finding
@@ -80,7 +80,8 @@ class Producer:
         except AWAY as error:
             asked.num_unanswered += 1
             if is_refusal(error):
-                self._complain("refused", f"{self.name} refused a good request: {error}", asked)
+                what = f"{self.name} refused a good request: {told_by(error)}"
+                self._complain("refused", what, asked)
             return
         asked.is_unsure = False
 
