@@ -179,7 +179,7 @@ def load_forward(load: ForwardLoad) -> LoadedForward:
     kv_shapes = probe_kv_shapes(shard)
     shard.recurrence.kernel = load.native
     if load.native is not None:
-        _fuse_on_cores(shard.model, load.native)
+        fuse_on_cores(shard.model, load.native)
     padding, rows_are_exact = choose_row_buckets(
         shard,
         can_be_exact=attention.exact and not shard.recurrence.is_torchs,
@@ -202,7 +202,8 @@ def load_forward(load: ForwardLoad) -> LoadedForward:
     return LoadedForward(runner, exact, _num_ranks_that_count(forward, load))
 
 
-def _fuse_on_cores(model: nn.Module, kernel: Kernel) -> None:
+def fuse_on_cores(model: nn.Module, kernel: Kernel) -> None:
+    """Replaces the elementwise parts of a packed model that the CPU kernels compute."""
     fuse(model, NativeParts(kernel))
     fuse_layer_norms(model, kernel)
     fuse_gelus(model, kernel)

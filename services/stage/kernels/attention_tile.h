@@ -48,6 +48,39 @@ template <class T, class Query, class Weight> struct Tile {
   void read(int64_t bytes) const { if (ahead) ahead->fetch(bytes / kLine); }
 };
 
+// Whether a row's scores are only scaled. Then the largest one scaled is the largest of all scaled ones.
+template <class AnyTile> bool is_plain(const AnyTile& t, int m) { return !t.bias[m] && t.softcap == 0.f && t.scale > 0.f; }
+
+inline float largest_lane(Floats x) {
+  float lanes[kWidth];
+  store(lanes, x);
+  return *std::max_element(lanes, lanes + kWidth);
+}
+
+template <class AnyTile> float largest_plain(const AnyTile& t, int m, const float* scores, const float* end) {
+  constexpr int kChains = 4;  // comparisons that do not wait for each other
+  Floats largest[kChains];
+  for (Floats& each : largest) each = broadcast(kNothing);
+  for (; end - scores >= kChains * kWidth; scores += kChains * kWidth)
+    for (int chain = 0; chain < kChains; chain++) largest[chain] = larger(load(scores + chain * kWidth), largest[chain]);
+  for (; scores < end; scores += kWidth) largest[0] = larger(load(scores), largest[0]);
+  const float top = largest_lane(larger(larger(largest[0], largest[1]), larger(largest[2], largest[3]))) * t.scale;
+  return std::max(top, t.sink[m]);
+}
+
+// The largest score, each as it is behind scale, bias and cap from then on.
+template <class AnyTile> float largest_of(const AnyTile& t, int m, float* row, int begin, int end) {
+  Floats largest = broadcast(t.sink[m]);
+  for (int j = begin; j < end; j += kWidth) {
+    Floats x = load(row + j) * t.scale;
+    if (t.bias[m]) x += load(t.bias[m] + j);
+    if (t.softcap != 0.f) x = x == broadcast(kNothing) ? x : tanh(x / t.softcap) * t.softcap;
+    store(row + j, x);
+    largest = larger(x, largest);
+  }
+  return largest_lane(largest);
+}
+
 // Turns one row's scores into weights that are not yet divided by their sum; returns the sum.
 template <class AnyTile> float weigh(const AnyTile& t, int m) {
   using Weight = std::remove_reference_t<decltype(*t.weights)>;
@@ -57,25 +90,18 @@ template <class AnyTile> float weigh(const AnyTile& t, int m) {
   std::fill(row + begin, row + t.begin[m], kNothing);
   std::fill(row + t.end[m], row + end, kNothing);
 
-  Floats largest = broadcast(t.sink[m]);
-  for (int j = begin; j < end; j += kWidth) {
-    Floats x = load(row + j) * t.scale;
-    if (t.bias[m]) x += load(t.bias[m] + j);
-    if (t.softcap != 0.f) x = x == broadcast(kNothing) ? x : tanh(x / t.softcap) * t.softcap;
-    store(row + j, x);
-    largest = larger(x, largest);
-  }
-  float partial[kColumns];
-  store(partial, largest);
-  const float top = *std::max_element(partial, partial + kWidth);
+  const bool plain = is_plain(t, m);
+  const float top = plain ? largest_plain(t, m, row + begin, row + end) : largest_of(t, m, row, begin, end);
+  const float scale = plain ? t.scale : 1.f;
 
+  float partial[kColumns];
   Floats sum[kColumns / kWidth] = {};
   for (int j = begin; j < end; j += kColumns) {
     for (int part = 0; part < kColumns / kWidth; part++) {
       const int at = j + part * kWidth;
-      Floats weight = rounded<Weight>(exp_negative(load(row + at) - top));
+      Floats weight = rounded<Weight>(exp_negative(load(row + at) * scale - top));
       sum[part] += weight;
-      store(weights + at, weight);
+      store_rounded(weights + at, weight);
     }
   }
   std::fill(weights, weights + begin, Weight{});

@@ -34,7 +34,7 @@ _FLAGS = (
     "-Wno-maybe-uninitialized",
 )
 MARCH = {
-    "amx": ("-march=x86-64-v4", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"),
+    "amx": ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     "avx512_bf16": ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
     "avx512_vnni": ("-march=x86-64-v4", "-mavx512vnni"),
     "avx512": ("-march=x86-64-v4",),

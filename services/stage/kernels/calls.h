@@ -101,6 +101,17 @@ struct LayerCall {
   int64_t first_attended, first_o, first_inner, first_down;
 };
 
+// An encoder's layer, x [num_rows][hidden] to `out` of the same size, dense, in the attention's dtype, with its rows and
+// threads. qkv is a product of three layers side by side.
+struct EncoderLayerCall {
+  const void* x;
+  void* out;
+  ProductCall *qkv, *o, *up, *down;
+  AttentionCall* attention;
+  LayerNorm after_attention, after_mlp;
+  int32_t uses_tanh;  // its GELU
+};
+
 // Which rows of a step belong together: those from begins[i] to begins[i + 1] are of the sequence with its state in slot
 // slots[i], which is empty before them where is_new[i]. No two sequences have one slot.
 struct StateRows {
@@ -161,6 +172,7 @@ struct GateCall {
 int32_t shardline_attend(const AttentionCall* call);
 int32_t shardline_multiply(const ProductCall* call);
 int32_t shardline_run_layer(const LayerCall* call);
+int32_t shardline_run_encoder_layer(const EncoderLayerCall* call);
 
 int32_t shardline_convolve(const ConvolutionCall* call);
 int32_t shardline_scan(const ScanCall* call);

@@ -31,7 +31,7 @@ _log = structlog.get_logger(__name__)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The sources' `Dtype`."""
 _FLAGS = {
-    "amx": {"amx_tile", "amx_bf16", "amx_int8", "avx512_vnni"},
+    "amx": {"amx_tile", "amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni"},
     "avx512_bf16": {"avx512_bf16", "avx512_vnni"},
     "avx512_vnni": {"avx512_vnni"},
 }
@@ -165,6 +165,18 @@ class LayerCall(ctypes.Structure):
     )
 
 
+class EncoderLayerCall(ctypes.Structure):
+    """calls.h's `EncoderLayerCall`, field by field."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "out")),
+        *((name, POINTER(ProductCall)) for name in ("qkv", "o", "up", "down")),
+        ("attention", POINTER(AttentionCall)),
+        *((name, LayerNorm) for name in ("after_attention", "after_mlp")),
+        ("uses_tanh", c_int32),
+    )
+
+
 def _typed(function: Any, *types: Any) -> Any:
     function.argtypes = types
     function.restype = c_int32
@@ -190,6 +202,7 @@ class Kernel:
             "path",
             "rms_norm",
             "rotate",
+            "run_encoder_layer",
             "run_layer",
             "scan",
             "silu_mul",
@@ -202,6 +215,7 @@ class Kernel:
             "attention": AttentionCall,
             "product": ProductCall,
             "layer": LayerCall,
+            "encoder_layer": EncoderLayerCall,
             "ranks": Ranks,
             **CALLS,
         }
@@ -229,6 +243,9 @@ class Kernel:
         )
         self.gelu = _typed(library.shardline_gelu, *[c_void_p] * 2, *[c_int64] * 3, *[c_int32] * 3)
         self.run_layer = _typed(library.shardline_run_layer, POINTER(LayerCall))
+        self.run_encoder_layer = _typed(
+            library.shardline_run_encoder_layer, POINTER(EncoderLayerCall)
+        )
         self.silu_mul = _typed(
             library.shardline_silu_mul, *[c_void_p] * 3, *[c_int64] * 4, *[c_int32] * 2
         )

@@ -3,35 +3,11 @@
 
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
 #include "calls.h"
+#include "layer_parts.h"
 
 namespace {
-
-// Memory between the parts of one layer, kept by the thread: its pages need not be found again in each call.
-class Scratch {
- public:
-  explicit Scratch(int64_t element_bytes) : element_bytes_(element_bytes) {}
-
-  // Room for so many elements from now on, on a line of its own.
-  int64_t plan(int64_t elements) {
-    const int64_t begin = bytes_;
-    bytes_ += (elements * element_bytes_ + kLine - 1) / kLine * kLine;
-    return begin;
-  }
-  void take() {
-    static thread_local std::vector<char> memory;
-    if ((int64_t)memory.size() < bytes_ + kLine) memory.resize(bytes_ + kLine);
-    base_ = memory.data() + (kLine - (uintptr_t)memory.data() % kLine) % kLine;
-  }
-  char* at(int64_t begin) const { return base_ + begin; }
-
- private:
-  static constexpr int64_t kLine = 64;
-  int64_t element_bytes_, bytes_ = 0;
-  char* base_ = nullptr;
-};
 
 struct Layer {
   const LayerCall& call;
@@ -41,12 +17,6 @@ struct Layer {
 
   int32_t normalize(const void* x, const Norm& norm, void* out) const {
     return shardline_rms_norm(x, &norm, out, rows, 1, hidden, hidden, dtype, threads);
-  }
-  int32_t multiply(ProductCall& product, const void* x, void* out) const {
-    product.x = x, product.out = out;
-    product.num_rows = rows, product.x_stride = product.num_inputs, product.out_stride = product.num_outputs;
-    product.num_threads = threads;
-    return shardline_multiply(&product);
   }
   // The whole rows of `width`, of which this rank has `mine` elements from `first` on; null if no buffer holds them.
   char* together(const void* x, int64_t mine, int64_t first, int64_t width) const {
@@ -82,7 +52,7 @@ struct Layer {
     char *attended = scratch.at(attended_at), *gates = scratch.at(gates_at), *gated = scratch.at(inner_at);
 
     if (int32_t status = normalize(call.x, call.before_attention, normal)) return status;
-    if (int32_t status = multiply(*call.qkv, normal, qkv)) return status;
+    if (int32_t status = multiply(*call.qkv, attention, normal, qkv)) return status;
     char *raw_key = qkv + queries * element_bytes, *value = raw_key + keys * element_bytes;
     if (int32_t status = position(qkv, attention.num_heads, width, call.query_norm, attended, query)) return status;
     if (int32_t status = position(raw_key, attention.num_kv_heads, width, call.key_norm, attended, key)) return status;
@@ -93,15 +63,15 @@ struct Layer {
 
     char* all = together(attended, queries, call.first_attended, call.o->num_inputs);
     if (!all) return -1;
-    if (int32_t status = multiply(*call.o, all, normal)) return status;
+    if (int32_t status = multiply(*call.o, attention, all, normal)) return status;
     if (!(all = together(normal, call.o->num_outputs, call.first_o, hidden))) return -1;
     if (int32_t status = shardline_add(call.x, all, call.out, rows, hidden, dtype, threads)) return status;
     if (int32_t status = normalize(call.out, call.before_mlp, normal)) return status;
-    if (int32_t status = multiply(*call.gate_up, normal, gates)) return status;
+    if (int32_t status = multiply(*call.gate_up, attention, normal, gates)) return status;
     if (int32_t status = shardline_silu_mul(gates, gates + inner * element_bytes, gated, rows, inner, 2 * inner, 2 * inner, dtype, threads))
       return status;
     if (!(all = together(gated, inner, call.first_inner, call.down->num_inputs))) return -1;
-    if (int32_t status = multiply(*call.down, all, normal)) return status;
+    if (int32_t status = multiply(*call.down, attention, all, normal)) return status;
     if (!(all = together(normal, call.down->num_outputs, call.first_down, hidden))) return -1;
     return shardline_add(call.out, all, call.out, rows, hidden, dtype, threads);
   }
@@ -111,8 +81,8 @@ struct Layer {
 
 int32_t shardline_run_layer(const LayerCall* call) {
   AttentionCall& attention = *call->attention;
-  const int64_t element_bytes = attention.dtype == kFloat32 ? 4 : 2;
-  return Layer{*call, attention, attention.num_rows, call->qkv->num_inputs, element_bytes, attention.dtype, attention.num_threads}.run();
+  const int64_t hidden = call->qkv->num_inputs;
+  return Layer{*call, attention, attention.num_rows, hidden, element_bytes(attention), attention.dtype, attention.num_threads}.run();
 }
 
 extern "C" int32_t shardline_layer_call_bytes() { return sizeof(LayerCall); }

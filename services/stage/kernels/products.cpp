@@ -100,8 +100,8 @@ template <class Product> struct Panel {
 template <class Product> void pack_row(const ProductCall& call, const Panel<Product>& panel, const typename Product::Element* x, int64_t i) {
   using Element = typename Product::Element;
   constexpr int kElements = kLine / sizeof(Element);
-  for (int64_t step = 0; step < panel.steps; step++) {
-    char* to = panel.row(i) + step * panel.kStepBytes;
+  char* to = panel.row(i);
+  for (int64_t step = 0; step < panel.steps; step++, to += panel.kStepBytes) {
     const int count = (int)std::min<int64_t>(call.num_inputs - step * kElements, kElements);
     if constexpr (Product::Step::kRowBytes == kLine) {
       if (count == kElements) { std::memcpy(to, x + step * kElements, kLine); continue; }
@@ -202,23 +202,35 @@ Floats scaled(const ProductCall& call, const int32_t* sums, int64_t output) {
   return from_integers((Words)whole) * load(call.scales + output);
 }
 
+// A vector of a block's outputs, from `at` on in the block and from `output` on of all.
+template <class Product> Floats outputs_of(const ProductCall& call, const Panel<Product>& panel, const Sums& sums, int row,
+                                           int64_t in_panel, int at, int64_t output) {
+  const int tile = at / kTileOutputs, lane = at % kTileOutputs;
+  Floats value = load(sums.floats[tile][row] + lane);
+  if constexpr (has_groups<Product>) value *= load(call.scales + output);
+  if constexpr (is_int8<Product>) value = scaled(call, sums.integers[tile][row] + lane, output) * panel.scales[in_panel + row];
+  return call.bias ? value + load(call.bias + output) : value;
+}
+
 // Writes a block's outputs: of `rows` rows that begin at `first` of all and at `in_panel` of the panel, from `column` on.
 template <class Product> void write(const ProductCall& call, const Panel<Product>& panel, const Sums& sums, const Block& block,
                                     int64_t first, int64_t in_panel, int64_t column) {
   using Element = typename Product::Element;
+  const int64_t begin = column * kTileOutputs, width = block.columns * kTileOutputs;
+  const auto value_of = [&](int row, int at) { return outputs_of(call, panel, sums, row, in_panel, at, begin + at); };
+  if (!call.out_rows && width % (2 * kWidth) == 0 && begin + width <= call.num_outputs) {
+    Element* out = (Element*)call.out + first * call.out_stride + begin;
+    for (int row = 0; row < block.rows; row++, out += call.out_stride)
+      for (int at = 0; at < width; at += 2 * kWidth) store_two(out + at, value_of(row, at), value_of(row, at + kWidth));
+    return;
+  }
   for (int row = 0; row < block.rows; row++) {
-    Element* out = (Element*)call.out + row_at(call.out_rows, first + row) * call.out_stride;
-    for (int at = 0; at < block.columns * kTileOutputs; at += kWidth) {
-      const int64_t output = column * kTileOutputs + at;
-      if (output >= call.num_outputs) break;
-      const int tile = at / kTileOutputs, lane = at % kTileOutputs;
-      Floats value = load(sums.floats[tile][row] + lane);
-      if constexpr (has_groups<Product>) value *= load(call.scales + output);
-      if constexpr (is_int8<Product>) value = scaled(call, sums.integers[tile][row] + lane, output) * panel.scales[in_panel + row];
-      const int count = (int)std::min<int64_t>(kWidth, call.num_outputs - output);
-      if (call.bias) value += load(call.bias + output);
-      if (call.out_rows) value += load_first(out + output, count);
-      store_first(out + output, value, count);
+    Element* out = (Element*)call.out + row_at(call.out_rows, first + row) * call.out_stride + begin;
+    for (int at = 0; at < width && begin + at < call.num_outputs; at += kWidth) {
+      const int count = (int)std::min<int64_t>(kWidth, call.num_outputs - begin - at);
+      Floats value = value_of(row, at);
+      if (call.out_rows) value += load_first(out + at, count);
+      store_first(out + at, value, count);
     }
   }
 }

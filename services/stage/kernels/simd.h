@@ -18,6 +18,7 @@ using Words = __m512i;
 using Halves = __m256i;
 inline Floats broadcast(float x) { return _mm512_set1_ps(x); }
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }  // b where one is no number
 inline Words widen(Halves h) { return _mm512_cvtepu16_epi32(h); }
 inline Halves narrow(Words w) { return _mm512_cvtepi32_epi16(w); }
 inline Floats from_integers(Words w) { return _mm512_cvtepi32_ps(w); }
@@ -30,6 +31,7 @@ using Words = __m256i;
 using Halves = __m128i;
 inline Floats broadcast(float x) { return _mm256_set1_ps(x); }
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 inline Words widen(Halves h) { return _mm256_cvtepu16_epi32(h); }
 inline Halves narrow(Words w) {
   return _mm_packus_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
@@ -66,6 +68,25 @@ template <> inline Floats rounded<float>(Floats x) { return x; }
 template <> inline Floats rounded<BFloat16>(Floats x) { return (Floats)(to_nearest_even((Bits)x) & 0xffff0000u); }
 template <> inline Floats rounded<Float16>(Floats x) { return from_half(to_half(x)); }
 
+// Of values that `rounded` has returned: they are not rounded again.
+template <class T> inline void store_rounded(T* p, Floats x) { store(p, x); }
+inline void store_rounded(BFloat16* p, Floats x) {
+  const Halves h = narrow((Words)((Bits)x >> 16));
+  std::memcpy(p, &h, sizeof h);
+}
+
+// Two vectors, one behind the other. Where an instruction rounds to bfloat16, denormals become zeros.
+template <class T> inline void store_two(T* p, Floats first, Floats second) {
+  store(p, first);
+  store(p + kWidth, second);
+}
+#ifdef __AVX512BF16__
+inline void store_two(BFloat16* p, Floats first, Floats second) {
+  const __m512bh both = _mm512_cvtne2ps_pbh(second, first);
+  std::memcpy(p, &both, sizeof both);
+}
+#endif
+
 template <class T> inline void store_first(T* p, Floats x, int count) {
   if (count >= kWidth) return store(p, x);
   T all[kWidth];
@@ -89,7 +110,6 @@ inline Floats keep_first(Floats x, int count) {
   return load_first(all, count);
 }
 
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 // Writes the low byte of each lane, a number from -128 to 127.
 inline void store_bytes(char* p, Bits integers) {
@@ -130,7 +150,7 @@ template <int distance> inline Floats butterfly(Floats x) {
 // e^x for x <= 0, within 2e-7; exactly 0 below -87, so -infinity masks.
 inline Floats exp_negative(Floats x) {
   const Floats low = broadcast(-87.f), to_integer = broadcast(12582912.f);
-  Floats clamped = x < low ? low : x;
+  Floats clamped = larger(low, x);
   Floats n = fma(clamped, broadcast(1.44269504f), to_integer) - to_integer;
   Floats r = fma(n, broadcast(-0.693359375f), clamped);
   r = fma(n, broadcast(2.12194440e-4f), r);

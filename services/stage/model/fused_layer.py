@@ -1,5 +1,5 @@
-"""Decoder layers as one call of the kernel, where that gives every bit of the layer's own forward
-in a trial.
+"""Layers as one call of the kernel, where that gives every bit of the layer's own forward in a
+trial.
 
 A layer is recognized by its parts, all of them fused or packed before. A trial then decides: it
 sees what parts do not show, such as a scaled residual. Knows no model by name.
@@ -9,7 +9,7 @@ Letters of shapes: T packed rows, H the hidden size, D the size of an attention 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from ctypes import byref, pointer
 from typing import Any
 
@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from services.stage.attention.attention import Attention, KvWritten
 from services.stage.kernels.kernel import Kernel, LayerCall, Norm
+from services.stage.model.fused_encoder_layer import FusedEncoderLayer, fused_encoder_layer
 from services.stage.model.split_layers import GatheredLinear
 from services.stage.products.fused import FusedMlp, FusedRmsNorm
-from services.stage.products.packing import Part
+from services.stage.products.packing import merged_layer
 from services.stage.products.tiled_linear import TiledLinear
+from services.stage.products.trial import child_names
 from services.stage.ranks.group import RankGroup
 
 
@@ -34,8 +36,9 @@ class FusedLayer:
         self._attention = attention
         self._call = call
 
-    def takes(self, x: object, tables: object) -> bool:
+    def takes(self, x: object, options: Mapping[str, Any]) -> bool:
         """Whether these are hidden states and tables of cos and sin as `forward` needs them."""
+        tables = options.get("position_embeddings")
         if (
             not isinstance(x, Tensor)
             or not isinstance(tables, tuple)
@@ -72,7 +75,7 @@ class FusedLayer:
         return out
 
 
-FusedLayers = dict[nn.Module, FusedLayer]
+FusedLayers = dict[nn.Module, FusedLayer | FusedEncoderLayer]
 
 
 def fuse_layers(
@@ -99,18 +102,24 @@ def fuse_layers(
         hook.remove()
     fused: FusedLayers = {}
     for layer, call in asked.items():
-        one = _fused(layer, kernel, attention, group)
+        one: FusedLayer | FusedEncoderLayer | None = _fused(layer, kernel, attention, group)
+        if one is None and group is None:
+            one = fused_encoder_layer(layer, kernel, attention)
         if one is not None and _use_fused(layer, one, *call):
             fused[layer] = one
     return fused
 
 
 def _use_fused(
-    layer: Any, fused: FusedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], expected: object
+    layer: Any,
+    fused: FusedLayer | FusedEncoderLayer,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    expected: object,
 ) -> bool:
     """Gives the layer this forward if a call of the layer then returns what it did before."""
     x = args[0] if args else kwargs.get("hidden_states")
-    if not isinstance(expected, Tensor) or not fused.takes(x, kwargs.get("position_embeddings")):
+    if not isinstance(expected, Tensor) or not fused.takes(x, kwargs):
         return False
     layer.forward = fused.forward
     if torch.equal(layer(*args, **kwargs), expected):
@@ -123,15 +132,14 @@ def _fused(
     layer: Any, kernel: Kernel, attention: Attention, group: RankGroup | None
 ) -> FusedLayer | None:
     """The layer as one call, if it has the parts, and no others, that the kernel puts together."""
-    if _names(layer) != {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}:
+    if child_names(layer) != {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}:
         return None
     heads = layer.self_attn
     mlp = layer.mlp
     no_norm = Norm()
-    head_norms = {"q_norm", "k_norm"} & _names(heads)
-    if _names(heads) != {"q_proj", "k_proj", "v_proj", "o_proj"} | head_norms or not isinstance(
-        mlp, FusedMlp
-    ):
+    head_norms = {"q_norm", "k_norm"} & child_names(heads)
+    projections = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    if child_names(heads) != projections | head_norms or not isinstance(mlp, FusedMlp):
         return None
     asked = attention.call(heads.layer_idx)
     norms = [
@@ -139,8 +147,8 @@ def _fused(
         layer.post_attention_layernorm,
         *(getattr(heads, name) for name in head_norms),
     ]
-    qkv = _merged(heads.q_proj, heads.k_proj, heads.v_proj)
-    gate_up = _merged(mlp.gate_proj, mlp.up_proj)
+    qkv = merged_layer(heads.q_proj, heads.k_proj, heads.v_proj)
+    gate_up = merged_layer(mlp.gate_proj, mlp.up_proj)
     products = [qkv, _mine(heads.o_proj, group), gate_up, _mine(mlp.down_proj, group)]
     if asked is None or asked.sinks or asked.value_dim != asked.dim:
         return None
@@ -165,10 +173,6 @@ def _fused(
     return FusedLayer(kernel, attention, call)
 
 
-def _names(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_children()}
-
-
 def _mine(product: Any, group: RankGroup | None) -> Any:
     """Returns the product; with ranks this one's part: they put its inputs and outputs together."""
     if group is None:
@@ -188,10 +192,3 @@ def _together(products: list[Any], group: RankGroup | None) -> list[Any]:
         pointer(group.call),
         *(share.mine.start for each in products for share in (each.inputs, each.outputs)),
     ]
-
-
-def _merged(*parts: object) -> nn.Module | None:
-    """The product that computes these layers side by side, and nothing else."""
-    products = {part.merged: part for part in parts if isinstance(part, Part)}
-    (merged, *others) = products or [None]
-    return None if merged is None or others or merged.num_parts != len(parts) else merged.layer

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from services.stage.kernels.kernel import DTYPES, Kernel, Norm
-from services.stage.products.trial import agree, replace_children, trial_rows
+from services.stage.products.trial import agree, child_names, replace_children, trial_rows
 
 _ROTARY = "apply_rotary_pos_emb"
 
@@ -211,12 +211,7 @@ def _fused_norm(make: MakeNorm, module: nn.Module) -> nn.Module | None:
 
 
 def _fused_mlp(parts: ElementwiseParts, module: Any) -> FusedMlp | None:
-    if {name for name, _ in module.named_children()} != {
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-        "act_fn",
-    }:
+    if child_names(module) != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return None
     width = getattr(module.gate_proj, "in_features", None)
     dtype = module.down_proj.weight.dtype

@@ -159,6 +159,14 @@ class Part(nn.Module):
         return out.narrow(-1, self.first_output, self.out_features)
 
 
+def merged_layer(*parts: object) -> nn.Module | None:
+    """Returns the product that computes these layers side by side, and nothing else; None if there
+    is none."""
+    products = {part.merged: part for part in parts if isinstance(part, Part)}
+    (merged, *others) = products or [None]
+    return None if merged is None or others or merged.num_parts != len(parts) else merged.layer
+
+
 def packed_bytes(model: nn.Module, packing: Packing, *, in_ranks: bool = False) -> int:
     """Returns what the model's parameters will take: as integers, those of linear layers,
     embeddings and experts. An embedding in groups shares a tied output layer's memory, unless ranks

@@ -29,6 +29,11 @@ def agree(ours: Tensor, theirs: Tensor) -> bool:
     return bool(apart <= MAX_ROUNDINGS * torch.finfo(ours.dtype).eps * theirs.float().abs().max())
 
 
+def child_names(module: nn.Module) -> set[str]:
+    """Returns the names of a module's own parts."""
+    return {name for name, _ in module.named_children()}
+
+
 def replace_children(model: nn.Module, fused: Callable[[nn.Module], nn.Module | None]) -> int:
     """Replaces each module within a model by what `fused` makes of it, if that is one; returns how
     many."""

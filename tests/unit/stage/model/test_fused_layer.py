@@ -10,14 +10,14 @@ from torch import Tensor
 
 from services.stage.attention.attention import Attention, PagedKv, Span
 from services.stage.engine.forward import Forward
-from services.stage.engine.loading import pack_shard
+from services.stage.engine.loading import fuse_on_cores, pack_shard
 from services.stage.kernels.kernel import Kernel, Weights, load
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.shard import Shard
-from services.stage.products.fused import NativeParts, fuse
 from services.stage.products.packing import packing_for
 from services.stage.products.row_buckets import RowPadding
 from shardline.base.errors import ProtocolError
+from tests.encoders import save_encoder
 from tests.models import save_model
 
 NUM_LAYERS = 4
@@ -38,6 +38,12 @@ FUSED = {
     "mixtral": 0,  # experts
 }
 """How many layers of each model are one call."""
+FUSED_ENCODERS = {
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra"), NUM_LAYERS),
+    "mpnet": 0,  # scores by distance
+    "modernbert": 0,  # norms before attention and MLP
+    "gte": 0,  # rotary positions
+}
 
 
 def kernel() -> Kernel:
@@ -47,18 +53,24 @@ def kernel() -> Kernel:
     return found
 
 
-def forward_of(folder: Path, dtype: torch.dtype, integers: Weights | None = None) -> Forward:
+def forward_of(
+    folder: Path,
+    dtype: torch.dtype,
+    integers: Weights | None = None,
+    *,
+    both_ways: bool = False,
+) -> Forward:
     """A whole model in one shard, packed, its elementwise parts fused, its layers not."""
     native = kernel()
     cpu = torch.device("cpu")
-    attention = Attention(native)
+    attention = Attention(native, both_ways=both_ways)
     packing = packing_for(dtype, native, integers)
     shard = Shard.load(
         folder, range(NUM_LAYERS), dtype=dtype, attn_implementation=attention.name, device=cpu
     )
     kv_shapes = probe_kv_shapes(shard)
     pack_shard(shard, packing)
-    fuse(shard.model, NativeParts(native))
+    fuse_on_cores(shard.model, native)
     return Forward(
         shard,
         attention,
@@ -107,6 +119,24 @@ def test_layers_as_one_call_give_every_bit_of_their_modules(
     assert all(torch.equal(got, one) for got, one in zip(outputs(forward), expected, strict=True))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("name", FUSED_ENCODERS)
+@torch.inference_mode()
+def test_an_encoders_layers_as_one_call_give_every_bit_of_their_modules(
+    name: str, dtype: str, tmp_path: Path
+) -> None:
+    integers = {"int8": Weights.INT8, "int4": Weights.INT4}.get(dtype)
+    stored = torch.float32 if dtype == "float32" else torch.bfloat16
+    forward = forward_of(save_encoder(tmp_path, name), stored, integers, both_ways=True)
+    texts = [PROMPT, BESIDE]
+    expected = forward.hidden(texts, ids(texts))
+
+    num_fused = forward.fuse_layers(kernel())
+
+    assert num_fused == FUSED_ENCODERS[name]
+    assert torch.equal(forward.hidden(texts, ids(texts)), expected)
+
+
 @torch.inference_mode()
 def test_a_last_layer_that_depends_on_late_positions_computes_every_row(tmp_path: Path) -> None:
     # Given a last layer that adds to rows far behind, by positions which narrowing does not narrow
@@ -137,8 +167,10 @@ def test_a_last_layer_that_depends_on_late_positions_computes_every_row(tmp_path
 
 @torch.inference_mode()
 def test_rows_outside_the_kv_are_refused_by_name(tmp_path: Path) -> None:
-    forward = forward_of(save_model(tmp_path), torch.float32)
-    assert forward.fuse_layers(kernel()) == NUM_LAYERS
-    outside = Span(start=0, length=2, blocks=[3])
-    with pytest.raises(ProtocolError, match="lies outside the block table"):
-        forward.hidden([outside], ids([outside]))
+    decoder = forward_of(save_model(tmp_path), torch.float32)
+    encoder = forward_of(save_encoder(tmp_path, "bert"), torch.float32, both_ways=True)
+    for forward in (decoder, encoder):
+        assert forward.fuse_layers(kernel()) == NUM_LAYERS
+        outside = Span(start=0, length=2, blocks=[3])
+        with pytest.raises(ProtocolError, match="lies outside the block table"):
+            forward.hidden([outside], ids([outside]))
