@@ -1,5 +1,5 @@
 // Sums of one block of a product: a few rows by the outputs that two vectors hold. What instruction sets do in ways of
-// their own is here; what they have in common is in products.cpp.
+// their own is here; what they have in common is in product_rows.h and products.cpp.
 //
 // Every output's sum is one chain in the order of the inputs, however many rows the block has: bits do not depend on it.
 // With fused multiply-adds AVX2 and AVX-512 give the same bits. Dot products of bfloat16 and tiles round in their own ways;

@@ -9,231 +9,24 @@
 // Memory: weights lie in tiles of 16 outputs by 64 bytes, [16 outputs][64 bytes of inputs][16][16 outputs][4 bytes], read in
 // one straight line. Rows of x are packed block by block, as the instructions read them. What sticks out is zeros.
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
 #include "calls.h"
-#include "group_steps.h"
-#include "product_steps.h"
+#include "product_rows.h"
 
 namespace {
 
-constexpr int64_t kFewestRows = 64;     // of a panel, in cache or not: with fewer, memory cannot bring weights as fast
 constexpr int kAhead = 4 * kTileBytes;  // how far ahead a block's own weights are prefetched into L1
 constexpr int64_t kChunkRows = 64;      // of an adapter, that a thread takes at once: few enough to share, many for a panel
-
-inline int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
-inline int64_t row_at(const int32_t* rows, int64_t i) { return rows ? rows[i] : i; }
-
-// Bytes of packed rows that stay in a core's L2 while all weights pass by.
-inline int64_t cached_bytes() {
-  static const long level2 = sysconf(_SC_LEVEL2_CACHE_SIZE);
-  return std::max<int64_t>(level2, 1 << 20) / 4 * 3;
-}
-
-}  // namespace
-
-namespace {
-
-struct Float32Product {
-  using Element = float;
-  using Step = Float32;
-};
-struct BFloat16Product {
-  using Element = BFloat16;
-  using Step = BFloat16Step;
-};
-struct Int8Product {
-  using Element = BFloat16;
-  using Step = Int8Step;
-};
-struct GroupProduct {
-  using Element = BFloat16;
-  using Step = GroupRows;
-};
-template <class Product> constexpr bool is_int8 = std::is_same_v<Product, Int8Product>;
-template <class Product> constexpr bool has_groups = std::is_same_v<Product, GroupProduct>;
 
 // Bytes of weights in a step on the way through the inputs, of 16 outputs.
 template <class Step> constexpr int64_t kWeightStepBytes = kTileBytes;
 template <> constexpr int64_t kWeightStepBytes<Int4Step> = Int4Step::kBytes;
 template <> constexpr int64_t kWeightStepBytes<Int4ZeroStep> = Int4ZeroStep::kBytes;
 template <> constexpr int64_t kWeightStepBytes<Int8GroupStep> = Int8GroupStep::kBytes;
-
-// ---------------------------------------------------------------- rows in
-
-// Rows that are packed and stay in cache while all weights pass by, in blocks of equal size: [block][inputs][kRows].
-template <class Product> struct Panel {
-  using Step = typename Product::Step;
-  static constexpr int64_t kStepBytes = Step::kRows * Step::kRowBytes;
-  int64_t steps, most_rows, rows = 0, rows_in_block = 0;
-  char* blocks;
-  float* scales;  // int8: what each row's integers are multiplied by
-
-  explicit Panel(const ProductCall& call) {
-    constexpr bool kIntegers = is_int8<Product> || has_groups<Product>;
-    steps = ceil_div(call.num_inputs * (kIntegers ? 1 : (int64_t)sizeof(typename Product::Element)), kLine);
-    const int64_t most_blocks = std::max(cached_bytes() / (steps * kStepBytes), ceil_div(kFewestRows, Step::kRows));
-    const int64_t blocks_needed = std::min(ceil_div(call.num_rows, Step::kRows), most_blocks);
-    most_rows = blocks_needed * Step::kRows;
-    static thread_local std::vector<char> memory;  // kept: its pages need not be found again in each call
-    const size_t bytes = kLine + blocks_needed * steps * kStepBytes + most_rows * sizeof(float);
-    if (memory.size() < bytes) memory.resize(bytes);
-    blocks = memory.data() + (kLine - (uintptr_t)memory.data() % kLine) % kLine;
-    scales = (float*)(blocks + blocks_needed * steps * kStepBytes);
-  }
-  // As few blocks as possible, as equal as possible: a block of one row takes nearly as long as one of four.
-  void hold(int64_t num_rows) {
-    rows = num_rows;
-    rows_in_block = has_tiles<Step> ? Step::kRows : ceil_div(rows, ceil_div(rows, Step::kRows));
-  }
-  char* row(int64_t i) const {
-    return blocks + i / rows_in_block * steps * kStepBytes + i % rows_in_block * Step::kRowBytes;
-  }
-};
-
-// Bytes as they are, or bfloat16 widened where the step wants float32.
-template <class Product> void pack_row(const ProductCall& call, const Panel<Product>& panel, const typename Product::Element* x, int64_t i) {
-  using Element = typename Product::Element;
-  constexpr int kElements = kLine / sizeof(Element);
-  char* to = panel.row(i);
-  for (int64_t step = 0; step < panel.steps; step++, to += panel.kStepBytes) {
-    const int count = (int)std::min<int64_t>(call.num_inputs - step * kElements, kElements);
-    if constexpr (Product::Step::kRowBytes == kLine) {
-      if (count == kElements) { std::memcpy(to, x + step * kElements, kLine); continue; }
-      std::memset(to, 0, kLine);
-      std::memcpy(to, x + step * kElements, count * sizeof(Element));
-    } else {
-      for (int at = 0; at < kElements; at += kWidth)
-        store((float*)to + at, load_first(x + step * kElements + at, std::clamp(count - at, 0, kWidth)));
-    }
-  }
-}
-
-struct Range { float top, poison; };  // of a row: its largest absolute value; NaN if one of them is not finite, else 0
-
-Range range_of(const float* x, int64_t dim) {
-  Floats largest = broadcast(0.f), poison = broadcast(0.f);
-  for (int64_t k = 0; k < dim; k += kWidth) {
-    const Floats value = load(x + k);
-    largest = larger((Floats)((Bits)value & 0x7fffffffu), largest);
-    poison += value * 0.f;
-  }
-  float tops[kWidth], poisons[kWidth];
-  store(tops, largest);
-  store(poisons, poison);
-  Range range = {0.f, 0.f};
-  for (int lane = 0; lane < kWidth; lane++) range = {std::max(range.top, tops[lane]), range.poison + poisons[lane]};
-  return range;
-}
-
-// A line of inputs, `count` of them and zeros, times the Hadamard matrix and 1/64: an outlier is shared by the whole line,
-// so that the row's scale leaves more of the other values. The weights have been multiplied by the same matrix, whose
-// square is 64 (tiled_linear.py). Sums of fixed pairs: the bits are those of any other width of vectors.
-void spread_line(const BFloat16* x, int count, float* out) {
-  constexpr int kVectorsOfLine = kLine / kWidth;
-  Floats line[kVectorsOfLine];
-  for (int i = 0; i < kVectorsOfLine; i++) {
-    Floats value = load_first(x + i * kWidth, std::clamp(count - i * kWidth, 0, kWidth)) * (1.f / kLine);
-    value = butterfly<4>(butterfly<2>(butterfly<1>(value)));
-    if constexpr (kWidth == 16) value = butterfly<8>(value);
-    line[i] = value;
-  }
-  for (int distance = 1; distance < kVectorsOfLine; distance *= 2)
-    for (int i = 0; i < kVectorsOfLine; i++) {
-      if (i & distance) continue;
-      const Floats left = line[i], right = line[i + distance];
-      line[i] = left + right, line[i + distance] = left - right;
-    }
-  for (int i = 0; i < kVectorsOfLine; i++) store(out + i * kWidth, line[i]);
-}
-
-// A row becomes integers from -127 to 127. A value that is not finite makes all outputs of its row NaN.
-template <> void pack_row(const ProductCall& call, const Panel<Int8Product>& panel, const BFloat16* x, int64_t i) {
-  static thread_local std::vector<float> values;
-  if ((int64_t)values.size() < panel.steps * kLine) values.resize(panel.steps * kLine);
-  for (int64_t step = 0; step < panel.steps; step++)
-    spread_line(x + step * kLine, (int)std::min<int64_t>(call.num_inputs - step * kLine, kLine), &values[step * kLine]);
-  const Range range = range_of(values.data(), panel.steps * kLine);
-  const bool is_zero = !(range.top > 0.f) || range.poison != 0.f;
-  panel.scales[i] = range.top / 127.f + range.poison;
-  const Floats inverse = broadcast(127.f / range.top), to_integer = broadcast(12582912.f);
-  for (int64_t step = 0; step < panel.steps; step++) {
-    alignas(64) int32_t integers[kLine];
-    for (int lane = 0; lane < kLine; lane += kWidth) {
-      const Floats value = is_zero ? broadcast(0.f) : load(&values[step * kLine + lane]) * inverse;
-      const Bits integer = (Bits)(value + to_integer) - (Bits)to_integer + (uint32_t)kInt8Offset;
-      std::memcpy(integers + lane, &integer, sizeof integer);
-    }
-    char* to = panel.row(i) + step * panel.kStepBytes;
-    for (int lane = 0; lane < kLine; lane++) to[lane] = (char)integers[lane];
-  }
-}
-
-// `count` inputs of a row from `first` on, in the order of the weights; `room` is for those that lie apart.
-const BFloat16* in_order(const ProductCall& call, const BFloat16* x, int64_t first, int64_t count, BFloat16* room) {
-  if (!call.x_order) return x + first;
-  for (int64_t i = 0; i < count; i++) room[i] = x[call.x_order[first + i]];
-  return room;
-}
-
-// Each group becomes integers by itself: an outlier costs the 31 others of its group their digits, no more.
-template <> void pack_row(const ProductCall& call, const Panel<GroupProduct>& panel, const BFloat16* x, int64_t i) {
-  for (int64_t step = 0; step < panel.steps; step++) {
-    char* to = panel.row(i) + step * panel.kStepBytes;
-    for (int group = 0; group < kGroups; group++) {
-      const int64_t first = step * kLine + group * kGroup, count = std::clamp<int64_t>(call.num_inputs - first, 0, kGroup);
-      BFloat16 room[kGroup];
-      const RowGroup of_row = pack_group(in_order(call, x, first, count, room), count, to + group * kGroup);
-      std::memcpy(to + kLine + group * sizeof of_row, &of_row, sizeof of_row);
-    }
-  }
-}
-
-// ---------------------------------------------------------------- rows out
-
-Floats scaled(const ProductCall& call, const int32_t* sums, int64_t output) {
-  Bits whole = read<Bits>(sums);
-  if (kInt8Offset) whole -= read<Bits>(call.column_sums + output) * (uint32_t)kInt8Offset;
-  return from_integers((Words)whole) * load(call.scales + output);
-}
-
-// A vector of a block's outputs, from `at` on in the block and from `output` on of all.
-template <class Product> Floats outputs_of(const ProductCall& call, const Panel<Product>& panel, const Sums& sums, int row,
-                                           int64_t in_panel, int at, int64_t output) {
-  const int tile = at / kTileOutputs, lane = at % kTileOutputs;
-  Floats value = load(sums.floats[tile][row] + lane);
-  if constexpr (has_groups<Product>) value *= load(call.scales + output);
-  if constexpr (is_int8<Product>) value = scaled(call, sums.integers[tile][row] + lane, output) * panel.scales[in_panel + row];
-  return call.bias ? value + load(call.bias + output) : value;
-}
-
-// Writes a block's outputs: of `rows` rows that begin at `first` of all and at `in_panel` of the panel, from `column` on.
-template <class Product> void write(const ProductCall& call, const Panel<Product>& panel, const Sums& sums, const Block& block,
-                                    int64_t first, int64_t in_panel, int64_t column) {
-  using Element = typename Product::Element;
-  const int64_t begin = column * kTileOutputs, width = block.columns * kTileOutputs;
-  const auto value_of = [&](int row, int at) { return outputs_of(call, panel, sums, row, in_panel, at, begin + at); };
-  if (!call.out_rows && width % (2 * kWidth) == 0 && begin + width <= call.num_outputs) {
-    Element* out = (Element*)call.out + first * call.out_stride + begin;
-    for (int row = 0; row < block.rows; row++, out += call.out_stride)
-      for (int at = 0; at < width; at += 2 * kWidth) store_two(out + at, value_of(row, at), value_of(row, at + kWidth));
-    return;
-  }
-  for (int row = 0; row < block.rows; row++) {
-    Element* out = (Element*)call.out + row_at(call.out_rows, first + row) * call.out_stride + begin;
-    for (int at = 0; at < width && begin + at < call.num_outputs; at += kWidth) {
-      const int count = (int)std::min<int64_t>(kWidth, call.num_outputs - begin - at);
-      Floats value = value_of(row, at);
-      if (call.out_rows) value += load_first(out + at, count);
-      store_first(out + at, value, count);
-    }
-  }
-}
 
 // ---------------------------------------------------------------- all of them
 
@@ -253,17 +46,28 @@ template <class Step, class Product> Block block_of(const Panel<Product>& panel,
   return block;
 }
 
-// From so many rows on threads share columns as they go, since one may lose its core to another process. With fewer it
-// matters more that a thread has prefetched its next columns.
-constexpr int64_t kManyRows = 512;
-// Columns that a thread takes at once: their outputs fill a line of cache, of which no other thread writes a part.
-constexpr int kSharedColumns = kLine / (kTileOutputs * (int)sizeof(BFloat16));
+// Where each thread has so many rows it multiplies them by itself: it waits for no other, and what it has packed and written
+// stays in its own cache. With fewer, memory would not bring all weights to each thread as fast. Twice as many are a part.
+constexpr int64_t kOwnRows = 256;
 
-// Columns of 16 outputs from `begin` to `end`, with `weights` those of the first. All threads of a team call it.
-template <class Step, class Product> void multiply_columns(const ProductCall& call, const Panel<Product>& panel, int64_t first,
-                                                           const char* weights, int64_t begin, int64_t end) {
+// How a panel's columns are divided.
+struct Team {  // all threads call it
+  template <class F> static void each(int64_t begin, int64_t end, int step, F&& multiply) {
+#pragma omp for schedule(static)
+    for (int64_t column = begin; column < end; column += step) multiply(column);
+  }
+};
+struct Alone {
+  template <class F> static void each(int64_t begin, int64_t end, int step, F&& multiply) {
+    for (int64_t column = begin; column < end; column += step) multiply(column);
+  }
+};
+
+// Columns of 16 outputs from `begin` to `end`, with `weights` those of the first.
+template <class Sharing, class Step, class Product>
+void multiply_columns(const ProductCall& call, const Panel<Product>& panel, int64_t first, const char* weights, int64_t begin, int64_t end) {
   constexpr int kColumns = has_tiles<Step> ? 2 : kVectors * kWidth / kTileOutputs;
-  const auto of_columns = [&](int64_t column) {
+  Sharing::each(begin, end, kColumns, [&](int64_t column) {
     const char* of_column = weights + (column - begin) * panel.steps * kWeightStepBytes<Step>;
     const int columns = (int)std::min<int64_t>(kColumns, end - column);
     for (int64_t i = 0; i < panel.rows; i += panel.rows_in_block) {
@@ -272,21 +76,25 @@ template <class Step, class Product> void multiply_columns(const ProductCall& ca
       block_sums<Step>(block, sums);
       write(call, panel, sums, block, first + i, i, column);
     }
-  };
-  if (panel.rows < kManyRows) {
-#pragma omp for schedule(static)
-    for (int64_t column = begin; column < end; column += kColumns) of_columns(column);
+  });
+}
+
+template <class Sharing, class Product> void multiply_panel(const ProductCall& call, const Panel<Product>& panel, int64_t first) {
+  const int64_t num_columns = ceil_div(call.num_outputs, kTileOutputs);
+  const char* weights = (const char*)call.weights;
+  if constexpr (has_groups<Product>) {
+    const int64_t in_4_bits = ceil_div(call.first_int8, kTileOutputs);
+    if (call.has_zeros) multiply_columns<Sharing, Int4ZeroStep>(call, panel, first, weights, 0, in_4_bits);
+    else multiply_columns<Sharing, Int4Step>(call, panel, first, weights, 0, in_4_bits);
+    const char* others = weights + in_4_bits * panel.steps * Int4Step::kBytes;
+    multiply_columns<Sharing, Int8GroupStep>(call, panel, first, others, in_4_bits, num_columns);
   } else {
-#pragma omp for schedule(dynamic, kSharedColumns / kColumns)
-    for (int64_t column = begin; column < end; column += kColumns) of_columns(column);
+    multiply_columns<Sharing, typename Product::Step>(call, panel, first, weights, 0, num_columns);
   }
 }
 
-template <class Product> void multiply(const ProductCall& call) {
-  using Element = typename Product::Element;
-  Panel<Product> panel(call);
-  const int64_t num_columns = ceil_div(call.num_outputs, kTileOutputs);
-  const char* weights = (const char*)call.weights;
+template <class Product> void multiply_together(const ProductCall& call) {
+  Panel<Product> panel(call, call.num_rows);
 #pragma omp parallel num_threads(call.num_threads) firstprivate(panel)
   {
 #ifdef __AMX_TILE__
@@ -295,19 +103,36 @@ template <class Product> void multiply(const ProductCall& call) {
     for (int64_t first = 0; first < call.num_rows; first += panel.most_rows) {
       panel.hold(std::min(panel.most_rows, call.num_rows - first));
 #pragma omp for schedule(static)
-      for (int64_t i = 0; i < panel.rows; i++)
-        pack_row<Product>(call, panel, (const Element*)call.x + row_at(call.x_rows, first + i) * call.x_stride, i);
-      if constexpr (has_groups<Product>) {
-        const int64_t in_4_bits = ceil_div(call.first_int8, kTileOutputs);
-        if (call.has_zeros) multiply_columns<Int4ZeroStep>(call, panel, first, weights, 0, in_4_bits);
-        else multiply_columns<Int4Step>(call, panel, first, weights, 0, in_4_bits);
-        const char* others = weights + in_4_bits * panel.steps * Int4Step::kBytes;
-        multiply_columns<Int8GroupStep>(call, panel, first, others, in_4_bits, num_columns);
-      } else {
-        multiply_columns<typename Product::Step>(call, panel, first, weights, 0, num_columns);
+      for (int64_t i = 0; i < panel.rows; i++) pack(call, panel, first, i);
+      multiply_panel<Team>(call, panel, first);
+    }
+  }
+}
+
+template <class Product> void multiply_apart(const ProductCall& call) {
+  const int64_t parts = std::max<int64_t>(call.num_rows / (2 * kOwnRows * call.num_threads), 1) * call.num_threads;
+  const int64_t most = ceil_div(ceil_div(call.num_rows, parts), Product::Step::kRows) * Product::Step::kRows;
+#pragma omp parallel num_threads(call.num_threads)
+  {
+#ifdef __AMX_TILE__
+    amx::Session tiles(shapes());
+#endif
+    Panel<Product> panel(call, most);
+#pragma omp for schedule(dynamic)
+    for (int64_t part = 0; part < parts; part++) {
+      const int64_t end = std::min((part + 1) * most, call.num_rows);
+      for (int64_t first = part * most; first < end; first += panel.most_rows) {
+        panel.hold(std::min(panel.most_rows, end - first));
+        for (int64_t i = 0; i < panel.rows; i++) pack(call, panel, first, i);
+        multiply_panel<Alone>(call, panel, first);
       }
     }
   }
+}
+
+template <class Product> void multiply(const ProductCall& call) {
+  if (call.num_rows < kOwnRows * call.num_threads) multiply_together<Product>(call);
+  else multiply_apart<Product>(call);
 }
 
 int32_t multiply(const ProductCall& call) {
