@@ -64,7 +64,7 @@ OFF_THE_PATH = {
         gateway/routes/encoders shardline/client/vectors shardline_server/tokenize/folder
         shardline/contract/encoders/encoder shardline_server/tokenize/encoders/encoder_texts
         shardline_server/tokenize/prepared_prompt stage/engine/pooling
-        stage/model/encoder_class stage/model/distance_bias
+        stage/model/encoders/encoder_class stage/model/encoders/distance_bias
     """,
     "for a job that is traced": """
         shardline_server/genai stage/stage_spans stage/jobs/attempt_spans

@@ -22,7 +22,7 @@ from services.stage.attention.attention import Attention
 from services.stage.attention.paged_kv import MicroBatch, PagedKv, Span
 from services.stage.engine.step_graphs import Recorder, StepGraph, StepGraphs
 from services.stage.kernels.kernel import Kernel
-from services.stage.model.encoder_class import is_encoder
+from services.stage.model.encoders.encoder_class import is_encoder
 from services.stage.model.fused_layer import fuse_layers
 from services.stage.model.last_layer import LastLayer, Narrow
 from services.stage.model.shard import Shard

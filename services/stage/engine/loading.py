@@ -33,7 +33,7 @@ from services.stage.engine.shard_runner import Runner, ShardRunner
 from services.stage.engine.step_graphs import CudaRecorder
 from services.stage.kernels.kernel import Kernel, Weights
 from services.stage.model.cpu_parts import CpuPart, num_bytes, parts_of
-from services.stage.model.encoder_class import is_encoder, sees_both_ways
+from services.stage.model.encoders.encoder_class import is_encoder, sees_both_ways
 from services.stage.model.float_files import with_floats
 from services.stage.model.gguf.stored_weights import stored_weights
 from services.stage.model.kv_shapes import probe_kv_shapes

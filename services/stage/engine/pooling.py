@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from services.stage.attention.paged_kv import Span
-from services.stage.model.encoder_class import is_masked_lm
-from services.stage.model.encoder_files import EncoderFiles
+from services.stage.model.encoders.encoder_class import is_masked_lm
+from services.stage.model.encoders.encoder_files import EncoderFiles
 from services.stage.model.shard import Shard
 from services.stage.model.text_part import text_config
 from shardline.contract.encoders.encoder import EncoderTask

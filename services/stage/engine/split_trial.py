@@ -27,7 +27,7 @@ from torch import Tensor
 from services.stage.attention.attention import Attention
 from services.stage.attention.paged_kv import KvShape, PagedKv, Span
 from services.stage.engine.forward import Forward
-from services.stage.model.encoder_class import is_encoder, sees_both_ways
+from services.stage.model.encoders.encoder_class import is_encoder, sees_both_ways
 from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.miniature import build_miniature, miniature_config
 from services.stage.model.model_info import ModelInfo

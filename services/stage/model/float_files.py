@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.stage.model.config_files import QUANTIZATION_NAMES, quantization_of
-from services.stage.model.encoder_class import is_encoder, mark
+from services.stage.model.encoders.encoder_class import is_encoder, mark
 from services.stage.model.gguf.gguf_tensors import GgufTensors
 from services.stage.model.model_info import ModelInfo
 from services.stage.model.quantization import (

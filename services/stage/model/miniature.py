@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from services.stage.model.encoder_class import is_encoder
+from services.stage.model.encoders.encoder_class import is_encoder
 from services.stage.model.refusal import refuse
 from services.stage.model.text_part import is_container, text_class, text_config
 from services.stage.products.module_failures import FAILURES, first_line

@@ -31,9 +31,14 @@ from services.stage.model.config_files import (
     quantization_of,
     read_config,
 )
-from services.stage.model.distance_bias import biases_by_distance
-from services.stage.model.encoder_class import first_position, is_encoder, mark, sees_both_ways
-from services.stage.model.encoder_files import MODULES, EncoderFiles, read_encoder
+from services.stage.model.encoders.distance_bias import biases_by_distance
+from services.stage.model.encoders.encoder_class import (
+    first_position,
+    is_encoder,
+    mark,
+    sees_both_ways,
+)
+from services.stage.model.encoders.encoder_files import MODULES, EncoderFiles, read_encoder
 from services.stage.model.gguf.unpacked_folder import gguf_of, unpack
 from services.stage.model.refusal import refuse
 from services.stage.model.text_part import is_container, layers_class, model_class, text_config

@@ -25,8 +25,17 @@ from transformers.pytorch_utils import Conv1D
 
 from services.stage.attention.by_position import count_by_rows
 from services.stage.model.cpu_parts import CpuPart, place
-from services.stage.model.distance_bias import WEIGHT, biases_by_distance, use_distance_bias
-from services.stage.model.encoder_class import first_position, is_encoder, mark, number_attention
+from services.stage.model.encoders.distance_bias import (
+    WEIGHT,
+    biases_by_distance,
+    use_distance_bias,
+)
+from services.stage.model.encoders.encoder_class import (
+    first_position,
+    is_encoder,
+    mark,
+    number_attention,
+)
 from services.stage.model.model_info import EMBEDDINGS, ModelInfo
 from services.stage.model.pieces import PassThrough, Pieces, stub_of, stub_of_layer
 from services.stage.model.refusal import refuse

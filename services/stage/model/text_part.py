@@ -15,7 +15,7 @@ import transformers as tf
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from services.stage.model.encoder_class import encoder_class, is_encoder
+from services.stage.model.encoders.encoder_class import encoder_class, is_encoder
 from services.stage.model.refusal import refuse
 
 META = torch.device("meta")

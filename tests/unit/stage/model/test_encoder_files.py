@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 from safetensors.torch import save_file
 
-from services.stage.model.encoder_files import read_encoder
+from services.stage.model.encoders.encoder_files import read_encoder
 from services.stage.model.float_files import with_floats
 from services.stage.model.model_info import ModelInfo, model_files
 from services.stage.model.shard import build_skeleton

@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers as tf
 
-from services.stage.model.distance_bias import PADDING, biases_by_distance
+from services.stage.model.encoders.distance_bias import PADDING, biases_by_distance
 from services.stage.model.refusal import refuse
 
 POOLS = "shardline_pools"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.stage.model.dense_layer import DenseLayer, read_dense
-from services.stage.model.encoder_class import is_masked_lm, scores_pairs
+from services.stage.model.encoders.dense_layer import DenseLayer, read_dense
+from services.stage.model.encoders.encoder_class import is_masked_lm, scores_pairs
 from services.stage.model.refusal import refuse
 from shardline.contract.encoders.encoder import Encoder, EncoderTask
 from shardline.contract.job import MAX_DIMENSIONS

@@ -1,0 +1,1 @@
+"""Models that pool: their classes and the files of sentence-transformers."""
