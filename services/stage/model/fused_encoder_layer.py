@@ -77,6 +77,7 @@ def fused_encoder_layer(
     activation = mlp.intermediate_act_fn
     if (
         asked is None
+        or (asked.num_kv_heads, asked.value_dim) != (asked.num_heads, asked.dim)
         or not all(isinstance(product, TiledLinear) for product in products)
         or not all(isinstance(norm, FusedLayerNorm) for norm in norms)
         or not isinstance(activation, FusedGelu)
