@@ -102,7 +102,7 @@ struct LayerCall {
 };
 
 // An encoder's layer, x [num_rows][hidden] to `out` of the same size, dense, in the attention's dtype, with its rows and
-// threads. qkv is a product of three layers side by side.
+// threads. qkv is a product of three layers side by side. With no out it ends when keys and values are written.
 struct EncoderLayerCall {
   const void* x;
   void* out;

@@ -23,9 +23,9 @@ int32_t shardline_run_encoder_layer(const EncoderLayerCall* call) {
 
   if (int32_t status = multiply(*call->qkv, attention, call->x, qkv)) return status;
   attention.query = qkv, attention.key = qkv + width * bytes, attention.value = qkv + 2 * width * bytes;
-  attention.out = attended;
+  attention.out = call->out ? attended : nullptr;
   attention.query_strides = attention.key_strides = attention.value_strides = {attention.dim, 3 * width};
-  if (int32_t status = shardline_attend(&attention)) return status;
+  if (int32_t status = shardline_attend(&attention); status || !call->out) return status;
   if (int32_t status = multiply(*call->o, attention, attended, product)) return status;
   if (int32_t status = normalize(product, call->x, call->after_attention, normal)) return status;
   if (int32_t status = multiply(*call->up, attention, normal, mlp)) return status;

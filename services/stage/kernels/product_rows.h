@@ -200,25 +200,37 @@ template <class Product> Floats outputs_of(const ProductCall& call, const Panel<
   return call.bias ? value + load(call.bias + output) : value;
 }
 
-// Writes a block's outputs: of `rows` rows that begin at `first` of all and at `in_panel` of the panel, from `column` on.
+// Sums of bfloat16 are in the processor's own order, and so may be their rounding. Those of integers have the same bits everywhere.
+template <class Product> void store_outputs(typename Product::Element* to, Floats first, Floats second) {
+  if constexpr (std::is_same_v<Product, BFloat16Product>) return store_two(to, first, second);
+  store(to, first);
+  store(to + kWidth, second);
+}
+
+// Writes a block's outputs: of `rows` rows that begin at `first` of all and at `in_panel` of the panel, from `column` on. They
+// are rounded alike wherever they stand: ranks have other columns at their ends.
 template <class Product> void write(const ProductCall& call, const Panel<Product>& panel, const Sums& sums, const Block& block,
                                     int64_t first, int64_t in_panel, int64_t column) {
   using Element = typename Product::Element;
-  const int64_t begin = column * kTileOutputs, width = block.columns * kTileOutputs;
-  const auto value_of = [&](int row, int at) { return outputs_of(call, panel, sums, row, in_panel, at, begin + at); };
-  if (!call.out_rows && width % (2 * kWidth) == 0 && begin + width <= call.num_outputs) {
-    Element* out = (Element*)call.out + first * call.out_stride + begin;
-    for (int row = 0; row < block.rows; row++, out += call.out_stride)
-      for (int at = 0; at < width; at += 2 * kWidth) store_two(out + at, value_of(row, at), value_of(row, at + kWidth));
-    return;
-  }
+  const int64_t begin = column * kTileOutputs;
+  const int width = block.columns * kTileOutputs, count = (int)std::min<int64_t>(width, call.num_outputs - begin);
   for (int row = 0; row < block.rows; row++) {
     Element* out = (Element*)call.out + row_at(call.out_rows, first + row) * call.out_stride + begin;
-    for (int at = 0; at < width && begin + at < call.num_outputs; at += kWidth) {
-      const int count = (int)std::min<int64_t>(kWidth, call.num_outputs - begin - at);
-      Floats value = value_of(row, at);
-      if (call.out_rows) value += load_first(out + at, count);
-      store_first(out + at, value, count);
+    for (int at = 0; at < count; at += 2 * kWidth) {
+      Floats values[2] = {};
+      for (int v = 0; v < 2; v++) {
+        const int place = at + v * kWidth;
+        if (place >= count) continue;
+        values[v] = outputs_of(call, panel, sums, row, in_panel, place, begin + place);
+        if (call.out_rows) values[v] += load_first(out + place, count - place);
+      }
+      if (count - at >= 2 * kWidth) {
+        store_outputs<Product>(out + at, values[0], values[1]);
+        continue;
+      }
+      Element all[2 * kWidth];
+      store_outputs<Product>(all, values[0], values[1]);
+      std::memcpy(out + at, all, (count - at) * sizeof(Element));
     }
   }
 }

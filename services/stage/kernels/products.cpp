@@ -50,15 +50,26 @@ template <class Step, class Product> Block block_of(const Panel<Product>& panel,
 // stays in its own cache. With fewer, memory would not bring all weights to each thread as fast. Twice as many are a part.
 constexpr int64_t kOwnRows = 256;
 
-// How a panel's columns are divided.
+// From so many rows on threads of a team share columns as they go, since one may lose its core to another process. With
+// fewer it matters more that a thread has prefetched its next columns.
+constexpr int64_t kManyRows = 512;
+// Columns that a thread takes at once: their outputs fill a line of cache, of which no other thread writes a part.
+constexpr int kSharedColumns = kLine / (kTileOutputs * (int)sizeof(BFloat16));
+
+// How the columns of a panel of so many rows are divided, `step` of them at once.
 struct Team {  // all threads call it
-  template <class F> static void each(int64_t begin, int64_t end, int step, F&& multiply) {
+  template <int step, class F> static void each(int64_t rows, int64_t begin, int64_t end, F&& multiply) {
+    if (rows < kManyRows) {
 #pragma omp for schedule(static)
-    for (int64_t column = begin; column < end; column += step) multiply(column);
+      for (int64_t column = begin; column < end; column += step) multiply(column);
+    } else {
+#pragma omp for schedule(dynamic, kSharedColumns / step)
+      for (int64_t column = begin; column < end; column += step) multiply(column);
+    }
   }
 };
 struct Alone {
-  template <class F> static void each(int64_t begin, int64_t end, int step, F&& multiply) {
+  template <int step, class F> static void each(int64_t, int64_t begin, int64_t end, F&& multiply) {
     for (int64_t column = begin; column < end; column += step) multiply(column);
   }
 };
@@ -67,7 +78,7 @@ struct Alone {
 template <class Sharing, class Step, class Product>
 void multiply_columns(const ProductCall& call, const Panel<Product>& panel, int64_t first, const char* weights, int64_t begin, int64_t end) {
   constexpr int kColumns = has_tiles<Step> ? 2 : kVectors * kWidth / kTileOutputs;
-  Sharing::each(begin, end, kColumns, [&](int64_t column) {
+  Sharing::template each<kColumns>(panel.rows, begin, end, [&](int64_t column) {
     const char* of_column = weights + (column - begin) * panel.steps * kWeightStepBytes<Step>;
     const int columns = (int)std::min<int64_t>(kColumns, end - column);
     for (int64_t i = 0; i < panel.rows; i += panel.rows_in_block) {

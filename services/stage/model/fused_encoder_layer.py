@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.stage.attention.attention import Attention
+from services.stage.attention.attention import Attention, KvWritten
 from services.stage.kernels.kernel import EncoderLayerCall, Kernel
 from services.stage.products.fused_gelu import FusedGelu
 from services.stage.products.fused_layer_norm import FusedLayerNorm
@@ -45,15 +45,20 @@ class FusedEncoderLayer:
         return isinstance(x, Tensor) and x.dim() == 3 and x.shape[0] == 1
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Returns the layer's output [1, T, H] for hidden states [1, T, H], in their dtype. Raises
-        ProtocolError for rows that point outside the KV."""
+        """Returns the layer's output [1, T, H] for hidden states [1, T, H], in their dtype.
+
+        Raises ProtocolError for rows that point outside the KV, and KvWritten while attention only
+        writes: decoders have such layers too.
+        """
         x = hidden_states.contiguous()
-        out = torch.empty_like(x)
+        out = None if self._attention.only_writes else torch.empty_like(x)
         call = self._call
         call.x = x.data_ptr()
-        call.out = out.data_ptr()
+        call.out = None if out is None else out.data_ptr()
         if (status := self._kernel.run_encoder_layer(byref(call))) != 0:
             raise self._attention.refusal(status)
+        if out is None:
+            raise KvWritten
         return out
 
 

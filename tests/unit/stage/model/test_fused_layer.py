@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as tf
 from torch import Tensor
 
 from services.stage.attention.attention import Attention, PagedKv, Span
@@ -17,8 +18,8 @@ from services.stage.model.shard import Shard
 from services.stage.products.packing import packing_for
 from services.stage.products.row_buckets import RowPadding
 from shardline.base.errors import ProtocolError
-from tests.encoders import save_encoder
-from tests.models import save_model
+from tests.encoders import SHARED, save_encoder
+from tests.models import save_drawn, save_model
 
 NUM_LAYERS = 4
 PROMPT = Span(start=0, length=70, blocks=[0, 1])
@@ -135,6 +136,18 @@ def test_an_encoders_layers_as_one_call_give_every_bit_of_their_modules(
 
     assert num_fused == FUSED_ENCODERS[name]
     assert torch.equal(forward.hidden(texts, ids(texts)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.inference_mode()
+def test_a_decoder_of_such_layers_writes_keys_alone(dtype: torch.dtype, tmp_path: Path) -> None:
+    config = tf.BertConfig(**SHARED, is_decoder=True)
+    path = save_drawn(tmp_path / "bert", lambda: tf.AutoModelForCausalLM.from_config(config))
+    forward = forward_of(path, dtype)
+    expected = outputs(forward)
+
+    assert forward.fuse_layers(kernel()) == NUM_LAYERS
+    assert all(torch.equal(got, one) for got, one in zip(outputs(forward), expected, strict=True))
 
 
 @torch.inference_mode()
