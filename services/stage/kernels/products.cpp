@@ -16,6 +16,7 @@
 
 #include "calls.h"
 #include "product_rows.h"
+#include "shares.h"
 
 namespace {
 
@@ -50,35 +51,24 @@ template <class Step, class Product> Block block_of(const Panel<Product>& panel,
 // stays in its own cache. With fewer, memory would not bring all weights to each thread as fast. Twice as many are a part.
 constexpr int64_t kOwnRows = 256;
 
-// From so many rows on threads of a team share columns as they go, since one may lose its core to another process. With
-// fewer it matters more that a thread has prefetched its next columns.
-constexpr int64_t kManyRows = 512;
-// Columns that a thread takes at once: their outputs fill a line of cache, of which no other thread writes a part.
-constexpr int kSharedColumns = kLine / (kTileOutputs * (int)sizeof(BFloat16));
-
-// How the columns of a panel of so many rows are divided, `step` of them at once.
+// How the columns of a panel are divided, `step` of them at once.
 struct Team {  // all threads call it
-  template <int step, class F> static void each(int64_t rows, int64_t begin, int64_t end, F&& multiply) {
-    if (rows < kManyRows) {
-#pragma omp for schedule(static)
-      for (int64_t column = begin; column < end; column += step) multiply(column);
-    } else {
-#pragma omp for schedule(dynamic, kSharedColumns / step)
-      for (int64_t column = begin; column < end; column += step) multiply(column);
-    }
+  Shares& shares;
+  template <class F> void each(int64_t begin, int64_t end, int step, F&& multiply) {
+    shares.each(ceil_div(end - begin, step), [&](int64_t piece) { multiply(begin + piece * step); });
   }
 };
 struct Alone {
-  template <int step, class F> static void each(int64_t, int64_t begin, int64_t end, F&& multiply) {
+  template <class F> void each(int64_t begin, int64_t end, int step, F&& multiply) {
     for (int64_t column = begin; column < end; column += step) multiply(column);
   }
 };
 
 // Columns of 16 outputs from `begin` to `end`, with `weights` those of the first.
-template <class Sharing, class Step, class Product>
-void multiply_columns(const ProductCall& call, const Panel<Product>& panel, int64_t first, const char* weights, int64_t begin, int64_t end) {
+template <class Step, class Product, class Sharing>
+void multiply_columns(Sharing sharing, const ProductCall& call, const Panel<Product>& panel, int64_t first, const char* weights, int64_t begin, int64_t end) {
   constexpr int kColumns = has_tiles<Step> ? 2 : kVectors * kWidth / kTileOutputs;
-  Sharing::template each<kColumns>(panel.rows, begin, end, [&](int64_t column) {
+  sharing.each(begin, end, kColumns, [&](int64_t column) {
     const char* of_column = weights + (column - begin) * panel.steps * kWeightStepBytes<Step>;
     const int columns = (int)std::min<int64_t>(kColumns, end - column);
     for (int64_t i = 0; i < panel.rows; i += panel.rows_in_block) {
@@ -90,22 +80,23 @@ void multiply_columns(const ProductCall& call, const Panel<Product>& panel, int6
   });
 }
 
-template <class Sharing, class Product> void multiply_panel(const ProductCall& call, const Panel<Product>& panel, int64_t first) {
+template <class Sharing, class Product> void multiply_panel(Sharing sharing, const ProductCall& call, const Panel<Product>& panel, int64_t first) {
   const int64_t num_columns = ceil_div(call.num_outputs, kTileOutputs);
   const char* weights = (const char*)call.weights;
   if constexpr (has_groups<Product>) {
     const int64_t in_4_bits = ceil_div(call.first_int8, kTileOutputs);
-    if (call.has_zeros) multiply_columns<Sharing, Int4ZeroStep>(call, panel, first, weights, 0, in_4_bits);
-    else multiply_columns<Sharing, Int4Step>(call, panel, first, weights, 0, in_4_bits);
+    if (call.has_zeros) multiply_columns<Int4ZeroStep>(sharing, call, panel, first, weights, 0, in_4_bits);
+    else multiply_columns<Int4Step>(sharing, call, panel, first, weights, 0, in_4_bits);
     const char* others = weights + in_4_bits * panel.steps * Int4Step::kBytes;
-    multiply_columns<Sharing, Int8GroupStep>(call, panel, first, others, in_4_bits, num_columns);
+    multiply_columns<Int8GroupStep>(sharing, call, panel, first, others, in_4_bits, num_columns);
   } else {
-    multiply_columns<Sharing, typename Product::Step>(call, panel, first, weights, 0, num_columns);
+    multiply_columns<typename Product::Step>(sharing, call, panel, first, weights, 0, num_columns);
   }
 }
 
 template <class Product> void multiply_together(const ProductCall& call) {
   Panel<Product> panel(call, call.num_rows);
+  Shares shares(call.num_threads);
 #pragma omp parallel num_threads(call.num_threads) firstprivate(panel)
   {
 #ifdef __AMX_TILE__
@@ -115,7 +106,7 @@ template <class Product> void multiply_together(const ProductCall& call) {
       panel.hold(std::min(panel.most_rows, call.num_rows - first));
 #pragma omp for schedule(static)
       for (int64_t i = 0; i < panel.rows; i++) pack(call, panel, first, i);
-      multiply_panel<Team>(call, panel, first);
+      multiply_panel(Team{shares}, call, panel, first);
     }
   }
 }
@@ -135,7 +126,7 @@ template <class Product> void multiply_apart(const ProductCall& call) {
       for (int64_t first = part * most; first < end; first += panel.most_rows) {
         panel.hold(std::min(panel.most_rows, end - first));
         for (int64_t i = 0; i < panel.rows; i++) pack(call, panel, first, i);
-        multiply_panel<Alone>(call, panel, first);
+        multiply_panel(Alone{}, call, panel, first);
       }
     }
   }

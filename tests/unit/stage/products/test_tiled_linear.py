@@ -164,6 +164,10 @@ def test_a_row_keeps_its_bits_whatever_runs_beside_it(kind: int, width: int, out
             assert torch.equal(layer(rows[:num])[::7], alone[: -(-num // 7)]), num
         assert torch.equal(layer(rows[None, 7 * 5 :])[0, ::7], alone[5:])
         assert torch.equal(layer(torch.cat([rows, rows], dim=1)[:, :width])[::7], alone)
+    # or on so many that some wait for a core and others take their columns
+    torch.set_num_threads(5)
+    for found in [layer(rows[:9]) for _ in range(20)]:
+        assert torch.equal(found[::7], alone[:2])
 
 
 @pytest.mark.parametrize(
