@@ -26,6 +26,8 @@ KIND = re.compile(r"(?!mps)[a-z]+")
 """A device of which any free one will do."""
 GPU_FILES = ("nvidia[0-9]*", "kfd")
 """Of NVIDIA's and AMD's drivers in /dev."""
+MOST_LOST = 0.1
+"""Of a plan's tokens/s, so that a request alone has all cores."""
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
@@ -162,6 +164,24 @@ def replaced(
                 layers = range(stage.first, stage.stop)
                 placed.append(replace(on, replica=of_pipeline, place=place, layers=layers))
     return placed
+
+
+def on_all_cores(stages: Sequence[StagePlacement]) -> StagePlacement:
+    """One stage with the whole model on the cores of these, which have equal shares of them."""
+    cores = sorted({core for stage in stages for core in stage.cores})
+    return replace(
+        stages[0],
+        layers=range(sum(len(stage.layers or ()) for stage in stages)),
+        device=PREFIX + show_cores(cores),
+        shared=any(stage.shared for stage in stages),
+    )
+
+
+def is_preferred(whole: Plan, shares: Plan) -> bool:
+    """Whether a stage on all cores pays beside the best plan for shares of them: a request alone
+    ends sooner there, for which batches may lose a little."""
+    allowed = MOST_LOST if whole.request_s < shares.request_s else 0.0
+    return whole.tokens_per_s >= (1.0 - allowed) * shares.tokens_per_s
 
 
 def num_pipelines(stages: Sequence[StagePlacement]) -> int:

@@ -18,9 +18,11 @@ from services.standalone.placement import (
     count_layers,
     is_gpu_unused,
     is_planned,
+    is_preferred,
     layers_together,
     model_path,
     num_pipelines,
+    on_all_cores,
     places,
     replaced,
 )
@@ -47,7 +49,7 @@ from shardline.contract.api_key import parse_key
 from shardline.store import api_keys
 from shardline.store.api_keys import Grant
 from shardline.store.connection.database import connect
-from shardline_fleet.costs import ModelCosts, Workload
+from shardline_fleet.costs import DeviceProfile, ModelCosts, Workload
 from shardline_fleet.planner import make_plans_that_fit
 
 MAX_DEATHS_BEFORE_READY = 3
@@ -147,35 +149,28 @@ class Supervisor:
         """Gives each stage the layers that suit its device, by what it measures; even shares if
         that fails.
 
-        If no setting tells how many stages there are, each device may as well hold the whole model.
+        If no setting tells how many stages there are, each device may as well hold the whole model,
+        and so may one that has all their cores.
         """
         first = [place for place in stages if place.replica == 0]
-        self._say(
-            f"measuring {', '.join(place.device for place in first)}, once; "
-            "SHARDLINE_SPLIT=even does without"
-        )
-        warm_parent = make_warm_parent(
-            self._settings, self._state_dir.folder, preload(self._settings), stages
-        )
-        folder = self._state_dir.folder
-        own = [of_stage(self._settings, place, folder) for place in first]
-        measuring = Measuring([{**warm_parent.environment, **each} for each in own], folder)
+        num_stages = len(first) if self._settings.is_placed else None
         try:
-            while not measuring.is_done:
-                self._inbox.wait(MEASURING_WAIT_S)
-                if self._inbox.num_stops:
-                    raise StopRequested
             model = ModelCosts.read(model_path(self._settings))
-            profiles = measuring.profiles()
-            num_stages = len(first) if self._settings.is_placed else None
+            profiles = self._measure(first)
             plan = make_plans_that_fit(model, profiles, Workload(), num_stages=num_stages).best
+            placed = replaced(stages, plan, [profile.device for profile in profiles])
+            if num_stages is None:
+                whole = [on_all_cores(first)]
+                profiles_of_whole = self._measure(whole)
+                plan_of_whole = make_plans_that_fit(model, profiles_of_whole, Workload()).best
+                if is_preferred(plan_of_whole, plan):
+                    placed, plan, profiles = whole, plan_of_whole, profiles_of_whole
         except (StartFailed, Invalid) as error:
             self._say(f"no plan, so the split is even: {error}")
             return stages
-        finally:
-            measuring.end()
         self._say(
-            f"planned {plan.split}: {plan.tokens_per_s:,.0f} tokens/s of many requests predicted"
+            f"planned {plan.split} on {', '.join(place.device for place in placed)}: "
+            f"{plan.tokens_per_s:,.0f} tokens/s of many requests predicted"
         )
         if busy := [profile for profile in profiles if profile.was_busy]:
             share = max(profile.others_share for profile in busy)
@@ -184,7 +179,26 @@ class Supervisor:
                 f"other programs had {share:.0%} of {devices} meanwhile, "
                 "so that the plan may be wrong: the next start measures again"
             )
-        return replaced(stages, plan, [profile.device for profile in profiles])
+        return placed
+
+    def _measure(self, stages: list[StagePlacement]) -> list[DeviceProfile]:
+        """The devices of these stages, at the same time. Raises StartFailed."""
+        self._say(
+            f"measuring {', '.join(place.device for place in stages)}, once; "
+            "SHARDLINE_SPLIT=even does without"
+        )
+        folder = self._state_dir.folder
+        warm_parent = make_warm_parent(self._settings, folder, preload(self._settings), stages)
+        own = [of_stage(self._settings, place, folder) for place in stages]
+        measuring = Measuring([{**warm_parent.environment, **each} for each in own], folder)
+        try:
+            while not measuring.is_done:
+                self._inbox.wait(MEASURING_WAIT_S)
+                if self._inbox.num_stops:
+                    raise StopRequested
+            return measuring.profiles()
+        finally:
+            measuring.end()
 
     def _start(self, addresses: Addresses, stages: list[StagePlacement]) -> None:
         self._record({})

@@ -24,7 +24,7 @@ BASIC = ("W", "alone")
 PLAN: dict[str, dict[str, tuple[str, ...]]] = {
     "bf16": {
         OURS: AT_ONCE + TRACES,
-        "shardline-1": BASIC,
+        "shardline-chain": BASIC,
         "openvino": AT_ONCE + TRACES,
         "vllm": AT_ONCE + TRACES,
         "llamacpp": BASIC,
@@ -40,7 +40,7 @@ def peers() -> dict[str, Peer]:
     """All of them by name, ours first."""
     every: tuple[Peer, ...] = (
         Shardline(OURS),
-        Shardline("shardline-1"),
+        Shardline("shardline-chain"),
         OpenVino(),
         Vllm(),
         LlamaCpp(),

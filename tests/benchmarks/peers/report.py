@@ -14,7 +14,7 @@ from tests.benchmarks.peers.workloads import shapes
 
 NAMES = {
     OURS: "Shardline",
-    "shardline-1": "Shardline, one stage",
+    "shardline-chain": "Shardline, a stage on each core",
     "openvino": "OpenVINO GenAI",
     "vllm": "vLLM",
     "llamacpp": "llama.cpp",
@@ -27,7 +27,7 @@ Written by `make bench-peers`; do not edit. Compare ratios of one run, not figur
 machines.
 
 Every engine gets the same token ids and all cores, and gives exactly as many tokens as asked for
-(greedy); the others are stopped. Shardline is its bare engine, a stage per core, without prompt
+(greedy); the others are stopped. Shardline is its bare engine, one stage, without prompt
 lookup, unless a row says otherwise."""
 
 

@@ -1,5 +1,5 @@
-"""Shardline's bare engine as a peer of the others: a stage on each core, one stage on all cores,
-one core alone."""
+"""Shardline's bare engine as a peer of the others: one stage on all cores, a stage on each, one
+core alone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ KV_BYTES = KV_GIB << 30
 """Of all stages together."""
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "int8": "int8", "int4": "int4"}
 LAYOUTS = {
-    "shardline": [f"cpu:{core}" for core in range(NUM_CORES)],
-    "shardline-1": [f"cpu:0-{NUM_CORES - 1}"],
+    "shardline": [f"cpu:0-{NUM_CORES - 1}"],
+    "shardline-chain": [f"cpu:{core}" for core in range(NUM_CORES)],
     **{f"core-{core}": [f"cpu:{core}"] for core in range(NUM_CORES)},
 }
 """Devices of the stages, in order."""

@@ -36,6 +36,7 @@ from tests.benchmarks.peers.machine import describe
 from tests.benchmarks.peers.measure import Figures, Unfair
 from tests.benchmarks.peers.openvino import OpenVino
 from tests.benchmarks.peers.peer import PEERS, LogitsPeer, Unavailable
+from tests.benchmarks.peers.plan import OURS
 from tests.benchmarks.peers.readings import Agreement, Score, Window, windows
 from tests.benchmarks.peers.report import table
 from tests.benchmarks.peers.resident import Resident
@@ -184,9 +185,9 @@ def peers_of(dtype: str) -> dict[str, dict[str, LogitsPeer]]:
     llama.cpp too."""
     llamacpp = LlamaCpp(lambda _: FOLDER)
     kind = FORMATS[dtype].name
-    ours: dict[str, LogitsPeer] = {REFERENCE: Shardline("shardline-1", lambda _: FOLDER)}
+    ours: dict[str, LogitsPeer] = {REFERENCE: Shardline(OURS, lambda _: FOLDER)}
     if dtype.startswith("int"):
-        ours[f"Shardline, {kind} file"] = Shardline("shardline-1", llamacpp.file)
+        ours[f"Shardline, {kind} file"] = Shardline(OURS, llamacpp.file)
     return {
         "shardline": ours,
         "llamacpp": {f"llama.cpp, {kind} file": llamacpp},

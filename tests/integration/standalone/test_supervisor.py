@@ -20,6 +20,7 @@ import psycopg
 import pytest
 from sqlalchemy import Row, text
 
+from services.standalone.placement import is_preferred
 from services.standalone.settings import CLERK
 from services.standalone.state_dir import SUPERVISOR
 from shardline.client import Client
@@ -28,6 +29,7 @@ from shardline.store.connection.database import connect
 from shardline.store.statistics import costs
 from shardline_fleet.costs import DeviceProfile, ModelCosts, Workload, read_profiles
 from shardline_fleet.planner import make_plans
+from shardline_server.host.cores import parse_cores
 from tests.models import save_model
 from tests.polling import until
 from tests.stack import ForkedStack, Stack
@@ -116,7 +118,15 @@ def test_without_any_placement_the_best_of_all_plans_runs(tmp_path: Path) -> Non
     stack = ForkedStack(tmp_path, SHARDLINE_SPLIT="", SHARDLINE_CACHE_DIR=str(tmp_path / "cache"))
     stack.start()
     try:
-        plan = make_plans(ModelCosts.read(CLERK), measured_by(stack), Workload()).best
+        profiles = measured_by(stack)
+        # The shares of the cores, and all of them
+        of_all = max(profiles, key=lambda profile: len(parse_cores(profile.device)))
+        shares = [profile for profile in profiles if profile is not of_all]
+        plan, whole = (
+            make_plans(ModelCosts.read(CLERK), each, Workload()).best for each in (shares, [of_all])
+        )
+        if is_preferred(whole, plan):
+            plan = whole
         with psycopg.connect(stack.urls["database"]) as connection:
             rows = connection.execute(
                 "SELECT stages FROM pipelines WHERE ready_at IS NOT NULL"

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,9 @@ from services.standalone.placement import (
     core_groups,
     count_layers,
     is_gpu_unused,
+    is_preferred,
     num_pipelines,
+    on_all_cores,
     places,
     replaced,
 )
@@ -127,6 +130,36 @@ def test_every_replica_follows_the_plan_of_the_first_one() -> None:
         "stage-0.1 0-7 cpu:2",
         "stage-1.1 8-11 cpu:3",
     ]
+
+
+def test_one_stage_has_the_cores_and_layers_of_all_shares() -> None:
+    shares = places(StandaloneSettings(), 12, [0, 1, 4, 5])
+    whole = on_all_cores(shares)
+    assert (whole.name, whole.layers_text, whole.device) == ("stage-0", "0-11", "cpu:0-1,4-5")
+    assert not whole.shared
+
+
+@pytest.mark.parametrize(
+    ("slower", "expected"),
+    [(0.5, True), (0.54, True), (0.6, False)],
+    ids=["as many tokens", "a little fewer tokens, sooner for one", "fewer tokens"],
+)
+def test_all_cores_are_one_stage_where_batches_lose_little(slower: float, expected: bool) -> None:
+    half = [device("cpu:0", frame_s=0.0), device("cpu:1", frame_s=0.0)]
+    shares, whole = (
+        make_plans(model(), profiles, Workload()).best
+        for profiles in (half, [device("cpu:0-1", slower=slower)])
+    )
+    assert is_preferred(whole, shares) is expected
+
+
+def test_all_cores_that_serve_one_no_sooner_must_give_as_many_tokens() -> None:
+    shares = make_plans(model(), [device("cpu:0"), device("cpu:1")], Workload()).best
+    slower = msgspec.structs.replace(
+        shares, tokens_per_s=0.99 * shares.tokens_per_s, request_s=1.1 * shares.request_s
+    )
+    assert is_preferred(shares, shares)
+    assert not is_preferred(slower, shares)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from matplotlib import pyplot as plt
 
 COLORS = {
     "shardline": "#1f5fa8",
-    "shardline-1": "#7aa6d8",
+    "shardline-chain": "#7aa6d8",
     "openvino": "#7a4fb5",
     "vllm": "#d9822b",
     "llamacpp": "#5b8a3c",

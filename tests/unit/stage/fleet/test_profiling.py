@@ -7,11 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
+from io import StringIO
 from itertools import count
 from pathlib import Path
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from services.stage.fleet import profiling
 from services.stage.fleet.profiling import recalled, retime
@@ -65,6 +67,29 @@ def environment(folder: Path, model: Path) -> dict[str, str]:
     }
 
 
+@pytest.fixture
+def here(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> StageSettings:
+    """What `profile` gives a process, for this one."""
+    for name, value in environment(folder, model).items():
+        monkeypatch.setenv(name, value)
+    return StageSettings()
+
+
+def profile_here(
+    settings: StageSettings, *, fresh: bool = False, together: bool = False
+) -> DeviceProfile:
+    with first_core(settings.lock_dir) as device:
+        return profiling.profile(settings, device, fresh=fresh, together=together)
+
+
+def has_measured_here(
+    settings: StageSettings, *, fresh: bool = False, together: bool = False
+) -> bool:
+    with capture_logs() as logs:
+        profile_here(settings, fresh=fresh, together=together)
+    return MEASURED in {line["event"] for line in logs}
+
+
 def found(run: subprocess.CompletedProcess[str]) -> DeviceProfile:
     assert run.returncode == 0, run.stderr
     (only,) = read_profiles(run.stdout.splitlines()[-1].encode())
@@ -97,7 +122,9 @@ def test_a_known_device_is_not_measured_again(
 
 
 @pytest.mark.usefixtures("first")
-def test_a_plan_measures_again_what_was_measured_beside_others(folder: Path, model: Path) -> None:
+def test_a_plan_measures_again_what_was_measured_beside_others(
+    here: StageSettings, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = shutil.copytree(folder / "cache", folder / "busy")
     (file,) = (cache / "profiles").iterdir()
     (known,) = read_profiles(file.read_bytes())
@@ -105,9 +132,8 @@ def test_a_plan_measures_again_what_was_measured_beside_others(folder: Path, mod
     def has_measured(others_share: float) -> bool:
         noted = msgspec.structs.replace(known, others_share=others_share)
         file.write_bytes(msgspec.json.encode(noted))
-        return (
-            MEASURED in profile(folder, model, "--together", SHARDLINE_CACHE_DIR=str(cache)).stderr
-        )
+        monkeypatch.setattr(sys, "stdin", StringIO("\n"))
+        return has_measured_here(here.model_copy(update={"cache_dir": cache}), together=True)
 
     assert not has_measured(0.05)
     assert has_measured(0.5)
@@ -132,24 +158,20 @@ def test_a_core_that_another_program_uses_is_noticed(folder: Path, model: Path) 
 
 
 def test_what_a_busy_machine_measures_can_be_read(
-    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    here: StageSettings, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each run takes longer than the one before it, so that a part takes more than the whole."""
-    for name, value in environment(folder, model).items():
-        monkeypatch.setenv(name, value)
-    settings = StageSettings(cache_dir=folder / "shrinking")
     times = count(1.0)
     monkeypatch.setattr(Clock, "seconds", lambda _self, _run: next(times))
-    with first_core(settings.lock_dir) as device:
-        measured = profiling.profile(settings, device, fresh=True, together=False)
+    measured = profile_here(here.model_copy(update={"cache_dir": folder / "shrinking"}), fresh=True)
     assert read_profiles(msgspec.json.encode(measured)) == [measured]
     assert measured.sampled[-1][1] == 0
 
 
 def test_a_limit_is_all_that_a_plan_may_use_and_its_own(
-    first: subprocess.CompletedProcess[str], folder: Path, model: Path
+    first: subprocess.CompletedProcess[str], here: StageSettings
 ) -> None:
-    limited = found(profile(folder, model, SHARDLINE_MEMORY_MIB="3"))
+    limited = profile_here(here.model_copy(update={"memory_mib": 3}))
     assert limited == msgspec.structs.replace(found(first), memory_bytes=3 << 20, host_memory=None)
 
 
@@ -160,17 +182,17 @@ def test_other_dtypes_are_measured_side_by_side_when_told(folder: Path, model: P
     assert MEASURED in run.stderr
 
 
-def test_what_was_measured_before_is_measured_afresh_when_told(folder: Path, model: Path) -> None:
-    assert MEASURED in profile(folder, model, "--fresh").stderr
+@pytest.mark.usefixtures("first")
+def test_what_was_measured_before_is_measured_afresh_when_told(here: StageSettings) -> None:
+    assert has_measured_here(here, fresh=True)
 
 
 @pytest.mark.usefixtures("first")
 def test_times_that_have_drifted_are_recalled_and_nothing_else_changes(
-    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    here: StageSettings, folder: Path, model: Path
 ) -> None:
-    for name, value in environment(folder, model).items():
-        monkeypatch.setenv(name, value)
-    settings = StageSettings(cache_dir=shutil.copytree(folder / "cache", folder / "drifted"))
+    cache = shutil.copytree(folder / "cache", folder / "drifted")
+    settings = here.model_copy(update={"cache_dir": cache})
     with first_core(settings.lock_dir) as device:
         measured = recalled(settings, device, model)
         assert measured is not None
