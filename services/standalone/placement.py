@@ -26,7 +26,7 @@ KIND = re.compile(r"(?!mps)[a-z]+")
 """A device of which any free one will do."""
 GPU_FILES = ("nvidia[0-9]*", "kfd")
 """Of NVIDIA's and AMD's drivers in /dev."""
-MOST_LOST = 0.1
+MOST_LOST = 0.2
 """Of a plan's tokens/s, so that a request alone has all cores."""
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 

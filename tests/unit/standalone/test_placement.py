@@ -141,7 +141,7 @@ def test_one_stage_has_the_cores_and_layers_of_all_shares() -> None:
 
 @pytest.mark.parametrize(
     ("slower", "expected"),
-    [(0.5, True), (0.54, True), (0.6, False)],
+    [(0.5, True), (0.6, True), (0.7, False)],
     ids=["as many tokens", "a little fewer tokens, sooner for one", "fewer tokens"],
 )
 def test_all_cores_are_one_stage_where_batches_lose_little(slower: float, expected: bool) -> None:
