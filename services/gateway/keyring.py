@@ -132,6 +132,8 @@ class Keyring:
         ):
             raise Unavailable("API keys cannot be checked: Postgres was unreachable a moment ago")
         self._query = asyncio.create_task(self._ask(ids), name="key look-up")
+        # It may fail when nobody waits any more, which asyncio would log as a defect
+        self._query.add_done_callback(lambda query: query.cancelled() or query.exception())
         done, _ = await asyncio.wait({self._query}, timeout=LOOKUP_S)
         silent = f"API keys cannot be checked: Postgres did not answer within {LOOKUP_S:g} s"
         problem = self._query.exception() if done else Unavailable(silent)

@@ -21,7 +21,7 @@ from tests.chaos.load.journal import Journal
 from tests.chaos.load.limit_prober import LimitProber
 from tests.chaos.load.requests import Request
 from tests.chaos.load.users import CLERK, SCRIBE
-from tests.chaos.load.workload import BEYOND, of_users
+from tests.chaos.load.workload import BEYOND, Dress, of_users
 from tests.extreme_fields import limits
 
 LENGTHS = ("max_tokens", "min_tokens")
@@ -53,6 +53,13 @@ def test_every_other_number_of_a_job_is_worn_at_each_of_its_limits() -> None:
     assert all(any(fields.items() <= dress.fields.items() for dress in dresses) for fields in worn)
     for fields in worn:
         parse_request({"model": "m", "prompt": "p", **fields})
+
+
+def test_every_request_is_a_request_at_each_limit_of_a_job() -> None:
+    workload = of_users([CLERK])
+    for number in range(len(workload.requests)):
+        for fields, _ in job_limits():
+            parse_request({"model": "m", **workload.dressed(number, Dress(fields=fields))})
 
 
 @pytest.mark.parametrize("fields", [*beyond(), *no_number()], ids=str)

@@ -127,11 +127,8 @@ def _ask_at_the_door(target: LocalTarget, rng: random.Random) -> None:
             asked = target.journal.ask(
                 Asked(id=uuid4(), number=target.workload.draw(rng), door="http")
             )
-            document = {
-                **target.workload.requests[asked.number],
-                **asked.dress.fields,
-                "id": str(asked.id),
-            }
+            fields = target.workload.dressed(asked.number, asked.dress)
+            document = {**fields, "id": str(asked.id)}
             try:
                 answer = gateway.post("/v1/jobs", json=document)
             except httpx.TimeoutException:

@@ -68,8 +68,7 @@ def reconnecting(target: LocalTarget, rng: random.Random) -> None:
     for each in asked:
         target.journal.ask(each)
     documents = [
-        {**target.workload.requests[each.number], **each.dress.fields, "id": each.id}
-        for each in asked
+        {**target.workload.dressed(each.number, each.dress), "id": each.id} for each in asked
     ]
     with Client(database_url=target.database_url, redis_url=target.redis_url) as producer:
         producer.submit_many(documents)

@@ -149,7 +149,7 @@ class Copy:
     def _ask(self, asked: Asked) -> bool:
         """One job at its own door; a repeat under the same id is harmless."""
         try:
-            fields = {**self._target.workload.requests[asked.number], **asked.dress.fields}
+            fields = self._target.workload.dressed(asked.number, asked.dress)
             return (
                 by_http({**self._target.urls, "gateway": f"http://{LOOPBACK}:{self._port}"})(
                     asked.id, fields

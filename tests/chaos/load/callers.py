@@ -70,9 +70,7 @@ class Caller:
 
     def _is_answered(self, client: httpx.Client, asked: Asked) -> bool:
         """One connection. Whether the caller has all of it, or knows that there is none."""
-        route, document = openai_form(
-            {**self.workload.requests[asked.number], **asked.dress.fields}
-        )
+        route, document = openai_form(self.workload.dressed(asked.number, asked.dress))
         body, headers = with_header({**document, "stream": True, "return_token_ids": True})
         asked.num_sends += 1
         try:

@@ -70,7 +70,7 @@ class Producer:
         """Once. What the door says of it goes into the journal."""
         asked.asked_s = time.monotonic()
         asked.num_sends += 1
-        fields = {**self.workload.requests[asked.number], **asked.dress.fields}
+        fields = self.workload.dressed(asked.number, asked.dress)
         asked.is_unsure = True
         try:
             self._hear(asked, self.door(asked.own_id, fields))

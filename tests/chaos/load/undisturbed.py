@@ -56,8 +56,7 @@ def undisturbed(target: Target, compared: Compared = Compared.BITS) -> list[Expe
     for each in asked:
         target.journal.ask(each)
     documents = [
-        {**target.workload.requests[each.number], **each.dress.fields, "id": each.id}
-        for each in asked
+        {**target.workload.dressed(each.number, each.dress), "id": each.id} for each in asked
     ]
     with Client(database_url=target.urls["database"], redis_url=target.urls["redis"]) as client:
         client.submit_many(documents)

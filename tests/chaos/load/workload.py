@@ -96,6 +96,14 @@ class Workload:
         """The number of any of the requests that fit."""
         return rng.choice([number for number, one in enumerate(self.requests) if fits(one)])
 
+    def dressed(self, number: int, dress: Dress) -> Request:
+        """The request as a producer sends it. A limit of crashes takes the place of a policy, which
+        would set one too."""
+        fields = {**self.requests[number], **dress.fields}
+        if "max_crashes" in dress.fields:
+            fields.pop("retry", None)
+        return fields
+
     def with_adapters(self, names: Sequence[str]) -> Workload:
         """The same, with a share of its requests once more, for one adapter of their model after
         the other."""
