@@ -149,8 +149,9 @@ class Session:
                 # Another run's prompts: the engines have the KV of those.
                 self._rate(FULL, together(pair, [work(1 + self.rounds + number)] * NUM_CORES))
         prompts = str(len(work(0).prompts))
-        arguments = ("--model", str(model("bf16")), "--dtype", "bfloat16", "--prompts", prompts)
-        said = _call("tests.benchmarks.service", *arguments, "--runs", str(self.rounds))
+        arguments = ("--model", str(model("bf16")), "--dtype", "bfloat16", "--stages", "1")
+        runs = ("--prompts", prompts, "--runs", str(self.rounds))
+        said = _call("tests.benchmarks.service", *arguments, *runs)
         for rate in said["tokens_per_s"]:
             self._rate(SERVICE, rate)
 
