@@ -17,6 +17,7 @@ from services.stage.attention.paged_kv import VECTOR_WIDTH
 from services.stage.kernels import recurrent_calls as calls
 from services.stage.kernels.kernel import DTYPES
 from services.stage.kernels.recurrent_calls import GateOrder
+from services.stage.products.trial import child_names
 from services.stage.recurrent.convolution import Convolution
 from services.stage.recurrent.gated_norm import GatedNorm
 from services.stage.recurrent.recurrence import Recurrence, pointer, run, stored
@@ -57,7 +58,7 @@ class DeltaRule:
     def knows(module: Any) -> bool:
         """Returns whether a module of transformers has the parts: an own class of it may do more,
         which a trial of the miniature sees."""
-        children = {name for name, _ in module.named_children()}
+        children = child_names(module)
         own = {name for name, _ in module.named_parameters(recurse=False)}
         return children in (TOGETHER, APART, WIDE_APART) and own == {"A_log", "dt_bias"}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from services.stage.products.trial import child_names
 from services.stage.recurrent.convolution import Convolution
 from services.stage.recurrent.recurrence import Recurrence
 from services.stage.recurrent.states import StateShapes
@@ -26,7 +27,7 @@ class ShortConvolution:
     @staticmethod
     def knows(module: Any) -> bool:
         """Returns whether a module of transformers has the parts, and no others."""
-        return {name for name, _ in module.named_children()} == {"in_proj", "conv", "out_proj"}
+        return child_names(module) == {"in_proj", "conv", "out_proj"}
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
         """Maps hidden states [1, T, H] to [1, T, H], in the dtype of the weights."""

@@ -3,8 +3,6 @@ own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import transformers as tf
@@ -24,19 +22,7 @@ NORMS = [modeling_llama.LlamaRMSNorm, modeling_gemma2.Gemma2RMSNorm, modeling_ol
 WIDTHS = [8, 33, 1024]
 ROWS = 70
 
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    """As the engine runs."""
-    with torch.inference_mode():
-        yield
-
-
-@pytest.fixture(params=kernels(), ids=lambda kernel: kernel.isa)
-def kernel(request: pytest.FixtureRequest) -> Kernel:
-    """Each variant that this processor runs."""
-    found: Kernel = request.param
-    return found
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 def draw(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:

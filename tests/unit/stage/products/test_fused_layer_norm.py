@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,21 +20,9 @@ from tests.unit.stage.attention.attending import kernels
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WIDTHS = [8, 33, 1000]
 ROWS = 70
+
+pytestmark = pytest.mark.usefixtures("inference")
 BY_TANH = {"gelu": False, "gelu_pytorch_tanh": True}
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    """As the engine runs."""
-    with torch.inference_mode():
-        yield
-
-
-@pytest.fixture(params=kernels(), ids=lambda kernel: kernel.isa)
-def kernel(request: pytest.FixtureRequest) -> Kernel:
-    """Each variant that this processor runs."""
-    found: Kernel = request.param
-    return found
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
