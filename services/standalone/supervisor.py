@@ -159,15 +159,19 @@ class Supervisor:
             profiles = self._measure(first)
             plan = make_plans_that_fit(model, profiles, Workload(), num_stages=num_stages).best
             placed = replaced(stages, plan, [profile.device for profile in profiles])
-            if num_stages is None:
-                whole = [on_all_cores(first)]
-                profiles_of_whole = self._measure(whole)
-                plan_of_whole = make_plans_that_fit(model, profiles_of_whole, Workload()).best
-                if is_preferred(plan_of_whole, plan):
-                    placed, plan, profiles = whole, plan_of_whole, profiles_of_whole
         except (StartFailed, Invalid) as error:
             self._say(f"no plan, so the split is even: {error}")
             return stages
+        if num_stages is None:
+            whole = [on_all_cores(first)]
+            try:
+                profiles_of_whole = self._measure(whole)
+                plan_of_whole = make_plans_that_fit(model, profiles_of_whole, Workload()).best
+            except (StartFailed, Invalid) as error:
+                self._say(f"no plan for one stage on {whole[0].device}: {error}")
+            else:
+                if is_preferred(plan_of_whole, plan):
+                    placed, plan, profiles = whole, plan_of_whole, profiles_of_whole
         self._say(
             f"planned {plan.split} on {', '.join(place.device for place in placed)}: "
             f"{plan.tokens_per_s:,.0f} tokens/s of many requests predicted"

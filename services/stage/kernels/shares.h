@@ -1,5 +1,5 @@
-// How the threads of a team divide pieces of work that take equally long: each has a row of neighbors, so that it meets what
-// it has prefetched, and one that is done takes the last pieces of another, whose core may be with another process.
+// How the threads of a team divide pieces of work that take equally long (work stealing): each has neighboring pieces, whose
+// memory it prefetched, and a thread that is done takes the last pieces of another, whose core may run another process.
 
 #pragma once
 

@@ -39,7 +39,7 @@ def insert(
     ]
     with psycopg.connect(target.database_url, connect_timeout=int(PATIENCE_S)) as connection:
         for each in asked:
-            fields = dict(workload.dressed(each.number, each.dress))
+            fields = workload.dressed(each.number, each.dress)
             if deadlines_s:
                 fields["deadline_s"] = rng.uniform(*deadlines_s)
             connection.execute(INSERT, row(fields, each.id))

@@ -96,7 +96,7 @@ class Workload:
         """The number of any of the requests that fit."""
         return rng.choice([number for number, one in enumerate(self.requests) if fits(one)])
 
-    def dressed(self, number: int, dress: Dress) -> Request:
+    def dressed(self, number: int, dress: Dress) -> dict[str, Any]:
         """The request as a producer sends it. A limit of crashes takes the place of a policy, which
         would set one too."""
         fields = {**self.requests[number], **dress.fields}

@@ -20,9 +20,9 @@ from tests.unit.stage.attention.attending import kernels
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WIDTHS = [8, 33, 1000]
 ROWS = 70
+BY_TANH = {"gelu": False, "gelu_pytorch_tanh": True}
 
 pytestmark = pytest.mark.usefixtures("inference")
-BY_TANH = {"gelu": False, "gelu_pytorch_tanh": True}
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
