@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from shardline_server.host.cgroup import within_quota
 from shardline_server.host.lock_file import try_lock
 from shardline_server.host.private import open_private_file, open_private_folder, user_folder
 
@@ -21,9 +22,9 @@ FIELD = "XDG_RUNTIME_DIR"
 
 
 def usable_cores() -> list[int]:
-    """The cores that this process may run on."""
+    """The cores that this process may run on, as many as its CPU quota pays for."""
     if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
+        return list(within_quota(sorted(os.sched_getaffinity(0))))
     return list(range(os.cpu_count() or 1))
 
 

@@ -74,7 +74,13 @@ def places(
     joined: JoinedLayers | None = None,
 ) -> list[StagePlacement]:
     """Every stage of every replica; cores `taken` by others come last. Raises Invalid for an
-    impossible split, or one that cuts `joined` layers apart."""
+    impossible split, or one that cuts `joined` layers apart.
+
+    Where no setting places them, there are no more stages than cores or layers.
+    """
+    if not settings.is_placed:
+        most = min(settings.stages, num_layers, len(cores))
+        settings = settings.model_copy(update={"stages": most})
     split = _split(settings, num_layers, joined)
     if settings.devices is None:
         groups = core_groups(settings.num_processes, settings.stage_cores, cores, taken)

@@ -16,6 +16,7 @@ from services.stage.device.device import Device
 from services.stage.device.locks import holder
 from services.stage.ranks.processes import OtherRanks, start_ranks
 from shardline.base.errors import Invalid
+from shardline_server.host import cgroup
 from shardline_server.host.cores import FIELD, show_cores
 from shardline_server.host.threads import stand_back
 
@@ -47,6 +48,7 @@ def acquire(
     """
     device = _lock(name, worker, lock_folder, shared=shared, num_cores=num_cores)
     if isinstance(device, cpu.Cpu):
+        _check_quota(device)
         device.nice = nice
         device.ranks = _occupy(device, num_ranks)
     return device
@@ -69,6 +71,18 @@ def _lock(
         device = _free_accelerator(name, worker, lock_folder, shared=shared)
         return device or _free_cores(cores, lock_folder, shared=shared, num=num_cores)
     return Accelerator(find(name), worker=worker, folder=lock_folder, shared=shared)
+
+
+def _check_quota(device: cpu.Cpu) -> None:
+    quota = cgroup.cpu_quota()
+    if quota < len(device.cores):
+        log.warning(
+            "the CPU quota is less than this stage's cores, which will all be stopped for a part "
+            "of each period: raise the quota, give the container cores of its own instead, or "
+            "name fewer",
+            device=device.name,
+            quota_cores=round(quota, 2),
+        )
 
 
 def _occupy(device: cpu.Cpu, num_ranks: int) -> OtherRanks | None:
@@ -134,11 +148,12 @@ def _only_taken(error: Invalid) -> None:
 
 
 def _cores(lock_folder: Path, *, shared: bool, num: int | None) -> str:
-    """Returns `num` free cores, or all that are free; without them any, if they may be shared."""
+    """Returns `num` free cores, or all that are free and within the CPU quota; without them any, if
+    they may be shared."""
     usable = cpu.usable_cores()
     free = tuple(core for core in usable if holder(lock_folder, cpu.lock_name(core)) is None)
     if len(free) >= (num or 1):
-        return f"cpu:{show_cores(free[:num])}"
+        return f"cpu:{show_cores(free[:num] if num else cgroup.within_quota(free))}"
     if not shared:
         problem = (
             f"{len(free)} of {len(usable)} cores of this machine are free, {num or 1} are asked for"

@@ -18,16 +18,8 @@ from services.stage.device.memory_reservations import MemoryReservations
 from services.stage.device.rapl import Rapl
 from services.stage.device.watts import Watts
 from shardline.base.errors import Invalid
-from shardline_server.host.cores import FIELD, PREFIX, parse_cores, show_cores
-
-CGROUP = Path("/sys/fs/cgroup")
-CORES_FILES = ("cpuset.cpus.effective", "cpuset/cpuset.effective_cpus")
-"""Of cgroups version 2, and of version 1, which hosts with older systems have."""
-MEMORY_FILES = (
-    ("memory.max", "memory.current", "memory.stat"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
-)
-UNLIMITED = 2**63 - 1
+from shardline_server.host import cgroup
+from shardline_server.host.cores import FIELD, parse_cores, show_cores
 
 
 class Cpu(Device):
@@ -91,23 +83,20 @@ def lock_name(core: int) -> str:
 def usable_cores() -> tuple[int, ...]:
     """Returns the cores that this container may use: those of its cgroup, not those that an earlier
     pinning left."""
-    for name in CORES_FILES:
-        with suppress(OSError, Invalid):
-            return parse_cores(PREFIX + (CGROUP / name).read_text(encoding="ascii").strip())
-    return tuple(range(os.cpu_count() or 1))
+    return cgroup.cpuset() or tuple(range(os.cpu_count() or 1))
 
 
 def free_bytes(reservations: MemoryReservations) -> int:
     """Returns the free memory of the host, or of this container, less what other stages have
     promised to take."""
     of_host = psutil.virtual_memory().available - reservations.others()
-    return max(0, min(of_host, _cgroup_available_bytes() - reservations.others(same_cgroup=True)))
+    of_group = cgroup.memory_left() - reservations.others(same_cgroup=True)
+    return max(0, min(of_host, of_group))
 
 
 def memory_bytes() -> int:
     """Returns the memory of the host, or this container's limit if that is less."""
-    limit, _ = _cgroup_memory() or (UNLIMITED, 0)
-    return min(psutil.virtual_memory().total, limit)
+    return min(psutil.virtual_memory().total, cgroup.memory_limit())
 
 
 def _check_usable(cores: tuple[int, ...]) -> None:
@@ -132,23 +121,3 @@ def pin(cores: tuple[int, ...]) -> None:
         with suppress(ProcessLookupError):  # it ended meanwhile
             os.sched_setaffinity(int(thread.name), cores)
     torch.set_num_threads(len(cores))
-
-
-def _cgroup_available_bytes() -> int:
-    """What the container's memory limit leaves. Page cache that can be dropped counts as free."""
-    limit, used = _cgroup_memory() or (UNLIMITED, 0)
-    return max(0, limit - used)
-
-
-def _cgroup_memory() -> tuple[int, int] | None:
-    """Returns limit and use of the container's memory; None if no version of cgroups says them."""
-    for limit, used, stat in MEMORY_FILES:
-        with suppress(OSError, ValueError):
-            lines = (CGROUP / stat).read_text(encoding="ascii").splitlines()
-            droppable = int(dict(map(str.split, lines)).get("inactive_file", 0))
-            return _number(limit), _number(used) - droppable
-    return None
-
-
-def _number(name: str) -> int:
-    return int((CGROUP / name).read_text(encoding="ascii"))

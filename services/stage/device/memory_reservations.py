@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from uuid import uuid4
 
+from shardline_server.host.cgroup import memory_group
 from shardline_server.host.lock_file import locked, try_lock
 
-CGROUP_ROOT = Path("/sys/fs/cgroup")
 PATTERN = "memory-*.promise"
 DRAFT = "memory.draft"
 """A promise that is made: of one process at a time."""
@@ -29,7 +29,7 @@ class MemoryReservations:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o777, parents=True, exist_ok=True)
         self._folder = folder
-        self._cgroup = _cgroup()
+        self._cgroup = memory_group()
         self._path = folder / f"memory-{uuid4().hex}.promise"
         draft = folder / DRAFT
         with self.alone():
@@ -85,11 +85,3 @@ class MemoryReservations:
 
 def _open(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-
-
-def _cgroup() -> int:
-    """Identifies this process's memory limit: the root of every cgroup has its own inode number on
-    a host."""
-    with suppress(OSError):
-        return CGROUP_ROOT.stat().st_ino
-    return 0

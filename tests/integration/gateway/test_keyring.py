@@ -4,8 +4,10 @@ does to callers."""
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import psycopg
 import pytest
@@ -96,3 +98,27 @@ async def test_a_known_key_does_not_wait_for_a_silent_postgres(database_url: str
         assert (again is not entry, again.known) == (True, entry.known), (
             "what it said in the end is known"
         )
+
+
+async def test_a_look_up_that_fails_when_nobody_waits_is_no_defect(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keyring, "LOOKUP_S", 0.1)
+    defects: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: defects.append(context))
+    async with a_keyring(database_url) as (ring, _):
+        async with await psycopg.AsyncConnection.connect(database_url) as silence:
+            await silence.execute("LOCK TABLE api_keys")
+            with pytest.raises(Unavailable):
+                await ring.get(id_of(new_key()))
+            await silence.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            )
+        query, ring._query = ring._query, None
+        assert query is not None
+        await asyncio.wait({query}, timeout=60)
+        assert query.done()
+        del query
+        gc.collect()  # asyncio reports what nobody has read when the task is freed
+    assert defects == []

@@ -46,6 +46,14 @@ def test_two_stages_on_two_cores_have_one_each() -> None:
     )
 
 
+@pytest.mark.parametrize(("num_layers", "cores"), [(8, [0]), (1, [0, 1])])
+def test_one_core_or_layer_is_one_stage_unless_more_are_asked_for(
+    num_layers: int, cores: list[int]
+) -> None:
+    (stage,) = places(StandaloneSettings(), num_layers, cores)
+    assert (len(stage.layers or ()), stage.shared) == (num_layers, False)
+
+
 def test_ranks_divide_the_cores_of_one_stage_if_nobody_says_more() -> None:
     (stage,) = places(StandaloneSettings(tp=2), 8, [0, 1, 2, 3])
     assert (stage.layers_text, stage.device) == ("0-7", "cpu:0-3")

@@ -20,6 +20,7 @@ from services.stage.device.cpu import Cpu
 from services.stage.device.device import Device
 from services.stage.device.locks import DeviceLocks
 from shardline.base.errors import Invalid
+from shardline_server.host import cgroup
 from shardline_server.host.threads import SPIN_COUNT
 from tests.pinned import cores_of_threads, unpinned_afterwards
 
@@ -183,31 +184,27 @@ def test_float16_on_a_cpu_names_the_served_dtypes(tmp_path: Path) -> None:
     device.release()
 
 
-VERSION_1 = {
-    "cpuset/cpuset.effective_cpus": "1,3\n",
-    "memory/memory.limit_in_bytes": f"{3 << 20}\n",
-    "memory/memory.usage_in_bytes": f"{2 << 20}\n",
-    "memory/memory.stat": f"cache 7\ninactive_file {1 << 19}\n",
-}
-VERSION_2 = {
-    "cpuset.cpus.effective": "1,3\n",
-    "memory.max": f"{3 << 20}\n",
-    "memory.current": f"{2 << 20}\n",
-    "memory.stat": f"anon 7\ninactive_file {1 << 19}\n",
-}
-
-
-@pytest.mark.parametrize("files", [VERSION_1, VERSION_2], ids=["version 1", "version 2"])
 def test_cores_and_memory_are_those_of_the_containers_cgroup(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(content)
-    monkeypatch.setattr(cpu, "CGROUP", tmp_path)
-
+    monkeypatch.setattr(cgroup, "cpuset", lambda: (1, 3))
+    monkeypatch.setattr(cgroup, "memory_limit", lambda: 3 << 20)
+    monkeypatch.setattr(cgroup, "memory_left", lambda: 1 << 20)
     assert cpu.usable_cores() == (1, 3)
     assert cpu.memory_bytes() == 3 << 20
     device = Cpu("cpu:1", worker="w", folder=tmp_path / "locks")
-    assert device.available_bytes() == (1 << 20) + (1 << 19)
+    assert device.available_bytes() == 1 << 20
     device.release()
+
+
+def test_cores_beyond_the_cpu_quota_are_left_alone_or_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cgroup, "cpu_quota", lambda: 1.0)
+    device = acquire("cpu", worker="kind", lock_folder=tmp_path)
+    assert (device.num_threads, "CPU quota" in capfd.readouterr().out) == (1, False)
+    device.release()
+    monkeypatch.setattr(cgroup, "cpu_quota", lambda: 0.5)
+    named = acquire(f"cpu:{CORE}", worker="named", lock_folder=tmp_path)
+    assert "the CPU quota is less than this stage's cores" in capfd.readouterr().out
+    named.release()
