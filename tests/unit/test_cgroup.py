@@ -81,6 +81,8 @@ def test_every_group_around_a_service_limits_it(groups: Path) -> None:
     write(groups, MEMBER_OF_VERSION_2.format(f"/{own}"), files)
     assert (cgroup.cpu_quota(), cgroup.memory_limit(), cgroup.memory_left()) == (3.0, 100, 40)
     assert cgroup.cpuset() == (0, 1, 2, 3)
+    shared = groups / "cgroup" / around
+    assert cgroup.memory_group() == shared.stat().st_ino, "other services share its limit"
 
 
 @pytest.mark.parametrize("membership", ["", "0::/\n", "2:cpu:/\n"])

@@ -48,7 +48,7 @@ def acquire(
     """
     device = _lock(name, worker, lock_folder, shared=shared, num_cores=num_cores)
     if isinstance(device, cpu.Cpu):
-        _check_quota(device)
+        _warn_beyond_quota(device)
         device.nice = nice
         device.ranks = _occupy(device, num_ranks)
     return device
@@ -73,7 +73,7 @@ def _lock(
     return Accelerator(find(name), worker=worker, folder=lock_folder, shared=shared)
 
 
-def _check_quota(device: cpu.Cpu) -> None:
+def _warn_beyond_quota(device: cpu.Cpu) -> None:
     quota = cgroup.cpu_quota()
     if quota < len(device.cores):
         log.warning(

@@ -57,21 +57,18 @@ def within_quota(cores: Sequence[int]) -> tuple[int, ...]:
 
 def memory_limit() -> int:
     """Returns the least limit in bytes; UNLIMITED without one."""
-    return min((limit for limit, _ in _memory()), default=UNLIMITED)
+    return min((limit for _, limit, _ in _memory()), default=UNLIMITED)
 
 
 def memory_left() -> int:
     """Returns the bytes that all limits leave. Page cache that can be dropped counts as free."""
-    return max(0, min((limit - used for limit, used in _memory()), default=UNLIMITED))
+    return max(0, min((limit - used for _, limit, used in _memory()), default=UNLIMITED))
 
 
 def memory_group() -> int:
     """Returns a number of this host for the innermost group with a limit of memory, for which
     processes share what it leaves; 0 if there is none."""
-    for folder in _folders("memory"):
-        with suppress(OSError):
-            return folder.stat().st_ino
-    return 0
+    return next((folder.stat().st_ino for folder, _, _ in _memory()), 0)
 
 
 def _folders(controller: str) -> Iterator[Path]:
@@ -105,8 +102,8 @@ def _quota(folder: Path) -> float:
     return math.inf
 
 
-def _memory() -> Iterator[tuple[int, int]]:
-    """Limit and use of each group that has a limit, in bytes."""
+def _memory() -> Iterator[tuple[Path, int, int]]:
+    """Each group that has a limit, own first, with limit and use in bytes."""
     for folder in _folders("memory"):
         for names in MEMORY_FILES:
             with suppress(OSError, ValueError):
@@ -115,4 +112,4 @@ def _memory() -> Iterator[tuple[int, int]]:
                 )
                 lines = map(str.split, stat.splitlines())
                 droppable = int(dict(lines).get("inactive_file", 0))
-                yield int(limit), int(used) - droppable
+                yield folder, int(limit), int(used) - droppable
