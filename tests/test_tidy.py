@@ -55,6 +55,7 @@ FUNCTION_LINES_MEDIAN = 10
 TEST_NAME_LENGTH_MAX = 80
 OWN_PACKAGES = {
     "shardline",
+    "shardline_costs",
     "shardline_fleet",
     "shardline_gguf",
     "shardline_scheduler",

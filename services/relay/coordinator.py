@@ -20,8 +20,8 @@ from shardline.base.errors import Invalid
 from shardline.store import fleets
 from shardline.store.connection.encoding import dump
 from shardline.store.fleets import COOL_DOWN_POLLS, NO_PLAN, FleetPlan, FleetWorker
-from shardline_fleet.costs import ModelCosts, Workload
-from shardline_fleet.costs.device_profile import profile_of
+from shardline_costs import ModelCosts, Workload
+from shardline_costs.device_profile import profile_of
 from shardline_fleet.deployment.fleet_planner import Deployment, FleetPlanner
 from shardline_fleet.deployment.turns import Turn, Turns
 

@@ -49,7 +49,7 @@ from shardline.base.type_info import prepare_loaded
 from shardline.store.connection.database import unavailable
 from shardline.store.fleets import WorkerOffer
 from shardline.store.models import register_model
-from shardline_fleet.costs import ModelCosts
+from shardline_costs import ModelCosts
 from shardline_server import metrics
 from shardline_server.host.threads import die_with_any_thread, run_in_fresh_thread
 from shardline_server.refusals import REFUSED_STATUS, refusing

@@ -14,8 +14,8 @@ from services.stage.jobs.latency import Latency
 from services.stage.pipeline.pipeline import Pipeline
 from services.stage.runtime import LoadedStage
 from shardline.contract.job import JobState
-from shardline_fleet.costs.rates import Rates
-from shardline_fleet.drift import Drift
+from shardline_costs.drift import Drift
+from shardline_costs.rates import Rates
 from shardline_scheduler.events import Event, NewTokens
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.step_plan import StepPlan

@@ -44,8 +44,8 @@ from services.stage.settings import StageSettings
 from shardline.base.clock import monotonic_s, wall_clock_s
 from shardline.base.errors import Invalid
 from shardline.contract.wire import Capacity, StageCard, StageTrace, StepSpan
-from shardline_fleet.costs import DeviceProfile, ModelCosts
-from shardline_fleet.drift import WINDOW_S, Drift
+from shardline_costs import DeviceProfile, ModelCosts
+from shardline_costs.drift import WINDOW_S, Drift
 from shardline_scheduler.step_times import StepTime
 from shardline_server.host.threads import run_in_fresh_thread
 

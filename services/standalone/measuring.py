@@ -11,7 +11,7 @@ from threading import Thread
 from services.standalone import processes
 from services.standalone.processes import StartFailed
 from services.standalone.settings import REPOSITORY
-from shardline_fleet.costs import DeviceProfile, read_profiles
+from shardline_costs import DeviceProfile, read_profiles
 
 ARGV = [sys.executable, "-m", "services.stage", "profile", "--together"]
 

@@ -18,7 +18,7 @@ from services.standalone.settings import StandaloneSettings
 from shardline.base.errors import Invalid
 from shardline.contract.fleet.joined_layers import JoinedLayers, joined_layers
 from shardline.contract.fleet.split import split_of
-from shardline_fleet.costs import Plan
+from shardline_costs import Plan
 from shardline_gguf import read_config
 from shardline_server.host.cores import PREFIX, parse_cores, show_cores
 

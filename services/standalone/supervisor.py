@@ -49,7 +49,7 @@ from shardline.contract.api_key import parse_key
 from shardline.store import api_keys
 from shardline.store.api_keys import Grant
 from shardline.store.connection.database import connect
-from shardline_fleet.costs import DeviceProfile, ModelCosts, Workload
+from shardline_costs import DeviceProfile, ModelCosts, Workload
 from shardline_fleet.planner import make_plans_that_fit
 
 MAX_DEATHS_BEFORE_READY = 3

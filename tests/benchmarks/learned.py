@@ -31,8 +31,8 @@ from typing_extensions import override
 
 from shardline.base.errors import Invalid
 from shardline.contract.fleet.split import even_split
-from shardline_fleet.costs import ModelCosts
-from shardline_fleet.costs.prediction import StageAssignment
+from shardline_costs import ModelCosts
+from shardline_costs.prediction import StageAssignment
 from shardline_fleet.simulator.agenda import Agenda
 from shardline_fleet.simulator.arrivals import Arrivals
 from shardline_fleet.simulator.fleet_file import FleetFile, LoadFile, read_model

@@ -29,8 +29,8 @@ from tokenizers import Tokenizer
 
 from services.standalone.settings import CLERK
 from shardline.contract.fleet.split import even_split
-from shardline_fleet.costs import DeviceProfile, ModelCosts
-from shardline_fleet.costs.prediction import StageAssignment
+from shardline_costs import DeviceProfile, ModelCosts
+from shardline_costs.prediction import StageAssignment
 from shardline_fleet.planner.fleet import share_memory
 from shardline_fleet.simulator.agenda import Agenda
 from shardline_fleet.simulator.cell import FORM_S

@@ -31,10 +31,10 @@ from services.stage.fleet.profiling import profile
 from services.stage.model.model_info import ModelInfo
 from services.stage.settings import StageSettings
 from services.stage.streaming.streamed_layers import measure, store_of
-from shardline_fleet.costs import ModelCosts
-from shardline_fleet.costs.model_costs import KV_BYTES as KV_BYTES_OF
-from shardline_fleet.costs.step_cost import stage_cost
-from shardline_fleet.costs.workload import StepKind
+from shardline_costs import ModelCosts
+from shardline_costs.model_costs import KV_BYTES as KV_BYTES_OF
+from shardline_costs.step_cost import stage_cost
+from shardline_costs.workload import StepKind
 from tests.benchmarks.bare_stages import log_to_stderr
 
 ROWS = (1, 16, 64, 256)

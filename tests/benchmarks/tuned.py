@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from shardline.contract.fleet.split import even_split
-from shardline_fleet.costs import ModelCosts
+from shardline_costs import ModelCosts
 from shardline_fleet.simulator.fleet_file import FleetFile
 from shardline_fleet.simulator.tuning import Candidate, Setting, Trial, Tuner, TuningGoal
 from tests.benchmarks import model as bench_model

@@ -37,8 +37,8 @@ from services.stage.fleet.peer_server import PeerServer
 from services.stage.hop.sockets import Sockets
 from services.standalone.measuring import Measuring
 from services.standalone.preload import mimalloc
-from shardline_fleet.costs import DeviceProfile, ModelCosts, Workload
-from shardline_fleet.costs.prediction import Predictor, StageAssignment
+from shardline_costs import DeviceProfile, ModelCosts, Workload
+from shardline_costs.prediction import Predictor, StageAssignment
 from shardline_fleet.planner import make_plans
 from shardline_fleet.planner.fleet import share_memory
 from tests.benchmarks import model as bench_model

@@ -11,7 +11,7 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from shardline.base.errors import Invalid
-from shardline_fleet.costs import ModelCosts
+from shardline_costs import ModelCosts
 from shardline_gguf import (
     config_of,
     eos_ids,

@@ -17,8 +17,8 @@ from services.stage.jobs.latency import Latency
 from services.stage.metrics import MAX_TENANTS, StageMeter
 from services.standalone.ports import free_port
 from shardline.contract.job import JobState, SamplingParams
-from shardline_fleet.costs import Link
-from shardline_fleet.drift import Drift
+from shardline_costs import Link
+from shardline_costs.drift import Drift
 from shardline_scheduler.events import NewTokens
 from shardline_scheduler.step_plan import Move, Open, Row, StepPlan
 from shardline_scheduler.step_times import EngineProgress

@@ -152,6 +152,7 @@ OFF_THE_PATH = {
 OWN = (
     "services",
     "shardline",
+    "shardline_costs",
     "shardline_fleet",
     "shardline_gguf",
     "shardline_scheduler",

@@ -16,7 +16,7 @@ from services.stage.model.model_info import model_files
 from services.stage.settings import StageSettings
 from shardline.base.errors import LinkLost
 from shardline.store.fleets import PeerAddress
-from shardline_fleet.costs import Link
+from shardline_costs import Link
 
 log = structlog.get_logger(__name__)
 

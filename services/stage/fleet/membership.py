@@ -18,8 +18,8 @@ from shardline.base.config import Times
 from shardline.store import fleets
 from shardline.store.connection.database import failure_of, unavailable
 from shardline.store.fleets import LayerAssignment, PeerAddress, WorkerOffer
-from shardline_fleet.costs import DeviceProfile
-from shardline_fleet.drift import Drift
+from shardline_costs import DeviceProfile
+from shardline_costs.drift import Drift
 
 log = structlog.get_logger(__name__)
 

@@ -24,7 +24,7 @@ from services.stage.fleet.peer_server import (
 from services.stage.hop.sockets import SocketFactory
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import LinkLost
-from shardline_fleet.costs import Link
+from shardline_costs import Link
 
 SMALL_RUNS = 9
 LARGE_RUNS = 5

@@ -42,9 +42,9 @@ from services.stage.streaming.streamed_layers import measure, store_of
 from shardline.base import log
 from shardline.base.clock import monotonic_s
 from shardline.base.errors import Invalid, LinkLost, ShardlineError, Unavailable
-from shardline_fleet.costs import DeviceProfile, ModelCosts
-from shardline_fleet.costs.device_profile import VERSION, read_profiles
-from shardline_fleet.costs.model_costs import KV_BYTES
+from shardline_costs import DeviceProfile, ModelCosts
+from shardline_costs.device_profile import VERSION, read_profiles
+from shardline_costs.model_costs import KV_BYTES
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS, blocks_for
 
 logger = structlog.get_logger(__name__)

@@ -18,8 +18,8 @@ from services.stage.engine.step_graphs import Recorder
 from services.stage.ranks.messages import PassKind
 from shardline.base.clock import monotonic_s
 from shardline.contract.job import SamplingParams
-from shardline_fleet.costs import LayerTimes, ModelCosts
-from shardline_fleet.costs.device_profile import Points
+from shardline_costs import LayerTimes, ModelCosts
+from shardline_costs.device_profile import Points
 from shardline_scheduler.kv_blocks import BLOCK_TOKENS, blocks_for
 from shardline_scheduler.step_plan import Open, Row, StepPlan
 

@@ -15,9 +15,9 @@ from shardline.cli.arguments import Json
 from shardline.cli.database import transaction
 from shardline.store import fleets
 from shardline.store.fleets import FleetPlan, FleetWorker
-from shardline_fleet.costs import Link, ModelCosts
-from shardline_fleet.costs.device_profile import profile_of
-from shardline_fleet.costs.rates import Rates
+from shardline_costs import Link, ModelCosts
+from shardline_costs.device_profile import profile_of
+from shardline_costs.rates import Rates
 
 GIB = 1 << 30
 

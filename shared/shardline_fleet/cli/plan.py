@@ -17,7 +17,7 @@ from rich.table import Table
 from shardline.base.errors import Invalid
 from shardline.cli import show
 from shardline.cli.arguments import Json
-from shardline_fleet.costs import (
+from shardline_costs import (
     DeviceProfile,
     Goal,
     ModelCosts,

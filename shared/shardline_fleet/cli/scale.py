@@ -15,7 +15,7 @@ from shardline.cli.arguments import Json
 from shardline.cli.database import transaction
 from shardline.store import fleets
 from shardline.store.statistics.demand import Demand, demand
-from shardline_fleet.costs import ModelCosts, Workload, profile_of
+from shardline_costs import ModelCosts, Workload, profile_of
 from shardline_fleet.deployment.scaling import MAX_WORKERS, FleetSize, Scaling
 
 WINDOW_S = 900.0

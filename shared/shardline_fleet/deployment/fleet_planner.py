@@ -15,11 +15,11 @@ from itertools import pairwise
 
 import msgspec
 
-from shardline_fleet.costs.device_profile import DeviceProfile, check_profiles
-from shardline_fleet.costs.model_costs import ModelCosts
-from shardline_fleet.costs.plan import Plan
-from shardline_fleet.costs.prediction import Predictor, StageAssignment
-from shardline_fleet.costs.workload import Workload
+from shardline_costs.device_profile import DeviceProfile, check_profiles
+from shardline_costs.model_costs import ModelCosts
+from shardline_costs.plan import Plan
+from shardline_costs.prediction import Predictor, StageAssignment
+from shardline_costs.workload import Workload
 from shardline_fleet.planner.fleet import Fleet, share_memory
 from shardline_fleet.planner.load_sharing import LoadSharing
 from shardline_fleet.planner.planning import make_plans_that_fit, smaller_loads

@@ -11,10 +11,10 @@ from dataclasses import replace
 import msgspec
 
 from shardline.base.errors import Invalid
-from shardline_fleet.costs.device_profile import DeviceProfile, check_profiles
-from shardline_fleet.costs.model_costs import ModelCosts
-from shardline_fleet.costs.plan import Plan
-from shardline_fleet.costs.workload import Workload
+from shardline_costs.device_profile import DeviceProfile, check_profiles
+from shardline_costs.model_costs import ModelCosts
+from shardline_costs.plan import Plan
+from shardline_costs.workload import Workload
 from shardline_fleet.planner.planning import make_plans_that_fit
 
 MAX_WORKERS = 64

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardline_fleet.costs.prediction import Predictor, StageAssignment
+from shardline_costs.prediction import Predictor, StageAssignment
 from shardline_fleet.planner.load_sharing import LoadSharing
 
 

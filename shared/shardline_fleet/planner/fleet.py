@@ -10,9 +10,9 @@ from itertools import accumulate, combinations, pairwise
 
 import msgspec
 
-from shardline_fleet.costs.device_profile import DeviceProfile
-from shardline_fleet.costs.prediction import Predictor, StageAssignment
-from shardline_fleet.costs.step_cost import StageCost, stage_cost
+from shardline_costs.device_profile import DeviceProfile
+from shardline_costs.prediction import Predictor, StageAssignment
+from shardline_costs.step_cost import StageCost, stage_cost
 from shardline_fleet.planner.search import DeviceKind, Search, Slice
 
 FEW_STAGES = 16

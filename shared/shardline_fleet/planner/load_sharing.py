@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardline.base.rounding import ceil_div
-from shardline_fleet.costs.model_costs import ModelCosts
-from shardline_fleet.costs.plan import Plan
-from shardline_fleet.costs.prediction import Predictor, StageAssignment
-from shardline_fleet.costs.workload import Workload
+from shardline_costs.model_costs import ModelCosts
+from shardline_costs.plan import Plan
+from shardline_costs.prediction import Predictor, StageAssignment
+from shardline_costs.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, permutations, product
 
 from shardline.base.rounding import ceil_div
-from shardline_fleet.costs.device_profile import DeviceProfile
-from shardline_fleet.costs.plan import Plan
-from shardline_fleet.costs.prediction import Predictor, StageAssignment
+from shardline_costs.device_profile import DeviceProfile
+from shardline_costs.plan import Plan
+from shardline_costs.prediction import Predictor, StageAssignment
 from shardline_fleet.planner.fleet import Device, Fleet, PipelineShape, dtype_groups
 from shardline_fleet.planner.load_sharing import LoadSharing
 from shardline_fleet.planner.zones import zones

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from shardline.base.errors import Invalid
 from shardline.contract.fleet.split import even_split
-from shardline_fleet.costs.device_profile import DeviceProfile, check_profiles
-from shardline_fleet.costs.model_costs import ModelCosts
-from shardline_fleet.costs.plan import Plan, Plans
-from shardline_fleet.costs.prediction import Predictor, StageAssignment
-from shardline_fleet.costs.workload import Goal, Workload
+from shardline_costs.device_profile import DeviceProfile, check_profiles
+from shardline_costs.model_costs import ModelCosts
+from shardline_costs.plan import Plan, Plans
+from shardline_costs.prediction import Predictor, StageAssignment
+from shardline_costs.workload import Goal, Workload
 from shardline_fleet.planner.boundaries import apart, bounds
 from shardline_fleet.planner.fleet import (
     Fleet,

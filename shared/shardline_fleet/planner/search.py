@@ -22,7 +22,7 @@ from math import inf, prod
 from typing import NamedTuple
 
 from shardline.base.rounding import ceil_div
-from shardline_fleet.costs.step_cost import StageCost
+from shardline_costs.step_cost import StageCost
 
 NEAR = 1e-3
 """Bisection ends where two limits differ by less of their value; then limits follow the plans that

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
-from shardline_fleet.costs.device_profile import DeviceProfile
+from shardline_costs.device_profile import DeviceProfile
 
 NEARER = 4.0
 """Links of one level are at most by this factor slower than the fastest of them."""

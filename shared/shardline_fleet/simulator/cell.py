@@ -15,8 +15,8 @@ from functools import partial
 from shardline.base.config import Times
 from shardline.base.errors import Invalid
 from shardline.store.fleets import COOL_DOWN_POLLS, LEASES
-from shardline_fleet.costs import DeviceProfile, ModelCosts, Workload
-from shardline_fleet.costs.prediction import Predictor, StageAssignment
+from shardline_costs import DeviceProfile, ModelCosts, Workload
+from shardline_costs.prediction import Predictor, StageAssignment
 from shardline_fleet.deployment.fleet_planner import Deployment
 from shardline_fleet.simulator.agenda import Agenda
 from shardline_fleet.simulator.plan_book import PlanBook

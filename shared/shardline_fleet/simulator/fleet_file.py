@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from shardline.base.errors import Invalid
-from shardline_fleet.costs import ModelCosts
+from shardline_costs import ModelCosts
 
 REMEDY = "docs/capacity.md#fleet-files has all fields"
 MAX_DEVICES = 10_000_000

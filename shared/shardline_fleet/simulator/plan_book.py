@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from shardline.base.errors import Invalid
 from shardline.contract.fleet.split import parse_split
-from shardline_fleet.costs import DeviceProfile, ModelCosts, Workload
-from shardline_fleet.costs.prediction import Predictor
+from shardline_costs import DeviceProfile, ModelCosts, Workload
+from shardline_costs.prediction import Predictor
 from shardline_fleet.deployment.fleet_planner import Deployment, FleetPlanner
 from shardline_fleet.planner.fleet import share_memory
 

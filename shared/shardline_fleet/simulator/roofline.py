@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 
-from shardline_fleet.costs import DeviceProfile, LayerTimes, ModelCosts
-from shardline_fleet.costs.device_profile import Points
-from shardline_fleet.costs.model_costs import KV_BYTES, LayerKind
+from shardline_costs import DeviceProfile, LayerTimes, ModelCosts
+from shardline_costs.device_profile import Points
+from shardline_costs.model_costs import KV_BYTES, LayerKind
 from shardline_fleet.simulator.datasheets import Datasheet
 from shardline_fleet.simulator.fleet_file import Assumptions
 

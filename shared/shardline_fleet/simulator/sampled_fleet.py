@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from shardline.base.errors import Invalid
-from shardline_fleet.costs import DeviceProfile, Link, ModelCosts, read_profiles
+from shardline_costs import DeviceProfile, Link, ModelCosts, read_profiles
 from shardline_fleet.simulator.datasheets import DATASHEETS
 from shardline_fleet.simulator.fleet_file import CellFile, FleetFile
 from shardline_fleet.simulator.roofline import profile_of

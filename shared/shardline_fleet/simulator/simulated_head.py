@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from shardline_fleet.drift import step_kind
+from shardline_costs.drift import step_kind
 from shardline_fleet.simulator.agenda import Agenda
 from shardline_fleet.simulator.simulated_job import SimulatedJob
 from shardline_fleet.simulator.stage_chain import StageChain

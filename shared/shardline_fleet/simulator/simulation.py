@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from shardline.base.config import Times
-from shardline_fleet.costs import Workload
-from shardline_fleet.costs.prediction import Predictor
+from shardline_costs import Workload
+from shardline_costs.prediction import Predictor
 from shardline_fleet.simulator.agenda import Agenda
 from shardline_fleet.simulator.arrivals import Arrival, Arrivals
 from shardline_fleet.simulator.cell import Cell, Ground

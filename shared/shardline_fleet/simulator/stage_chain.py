@@ -14,10 +14,10 @@ from itertools import pairwise
 
 import msgspec
 
-from shardline_fleet.costs import DeviceProfile, Link, ModelCosts
-from shardline_fleet.costs.prediction import StageAssignment
-from shardline_fleet.costs.step_cost import compute_s, frame_bytes, frames_s
-from shardline_fleet.costs.workload import StepKind
+from shardline_costs import DeviceProfile, Link, ModelCosts
+from shardline_costs.prediction import StageAssignment
+from shardline_costs.step_cost import compute_s, frame_bytes, frames_s
+from shardline_costs.workload import StepKind
 
 HEAD_STEP_S = 5e-5
 HEAD_ROW_S = 4e-6

@@ -19,7 +19,7 @@ import msgspec
 
 from shardline.base.errors import Invalid
 from shardline.contract.fleet.split import even_split
-from shardline_fleet.costs import DeviceProfile, ModelCosts, Workload
+from shardline_costs import DeviceProfile, ModelCosts, Workload
 from shardline_fleet.planner import make_plans_that_fit
 from shardline_fleet.simulator.arrivals import Arrivals
 from shardline_fleet.simulator.fleet_file import FleetFile, LoadFile, read_model

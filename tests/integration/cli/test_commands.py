@@ -23,7 +23,7 @@ from shardline.store.connection.database import transaction
 from shardline.store.fleets import WorkerOffer
 from shardline.store.models import register_adapters
 from shardline.store.statistics.costs import put_fixed
-from shardline_fleet.costs import Link
+from shardline_costs import Link
 from shardline_server.store import crashes
 from tests.repository import REPOSITORY
 from tests.tiny_head import NUM_CACHED, TinyHead, energy_j, tiny_head

@@ -8,8 +8,8 @@ from services.stage.fleet.membership import Membership
 from shardline.base.config import Times
 from shardline.store import fleets
 from shardline.store.fleets import PeerAddress, WorkerOffer
-from shardline_fleet.costs import DeviceProfile
-from shardline_fleet.drift import NUM_WINDOWS, WINDOW_STEPS, Drift
+from shardline_costs import DeviceProfile
+from shardline_costs.drift import NUM_WINDOWS, WINDOW_STEPS, Drift
 from shardline_scheduler.step_plan import Row, StepPlan
 from tests.integration.rows import MODEL
 from tests.polling import until

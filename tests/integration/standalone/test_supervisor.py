@@ -27,7 +27,7 @@ from shardline.client import Client
 from shardline.contract.api_key import bearer
 from shardline.store.connection.database import connect
 from shardline.store.statistics import costs
-from shardline_fleet.costs import DeviceProfile, ModelCosts, Workload, read_profiles
+from shardline_costs import DeviceProfile, ModelCosts, Workload, read_profiles
 from shardline_fleet.planner import make_plans
 from shardline_server.host.cores import parse_cores
 from tests.models import save_model

@@ -23,7 +23,7 @@ from services.standalone.placement import (
 )
 from services.standalone.settings import CLERK, StandaloneSettings
 from shardline.base.errors import Invalid
-from shardline_fleet.costs import DeviceProfile, Workload
+from shardline_costs import DeviceProfile, Workload
 from shardline_fleet.planner import make_plans
 from tests.gguf_models import write_gguf
 from tests.models import save_model

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardline.cli.commands import cli
-from shardline_fleet.costs import ModelCosts
+from shardline_costs import ModelCosts
 from tests.unit.fleet.planner.fleets import device
 
 CONFIG = {

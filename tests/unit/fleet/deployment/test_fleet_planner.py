@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from shardline.base.errors import Invalid
-from shardline_fleet.costs import DeviceProfile, Workload
+from shardline_costs import DeviceProfile, Workload
 from shardline_fleet.deployment.fleet_planner import Deployment, FleetPlanner
 from tests.unit.fleet.planner.fleets import device, model
 

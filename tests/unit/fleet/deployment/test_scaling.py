@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardline_fleet.costs import DeviceProfile, Workload
+from shardline_costs import DeviceProfile, Workload
 from shardline_fleet.deployment.scaling import Scaling
 from tests.unit.fleet.planner.fleets import device, model
 

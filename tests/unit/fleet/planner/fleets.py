@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardline_fleet.costs import DeviceProfile, LayerTimes, ModelCosts
+from shardline_costs import DeviceProfile, LayerTimes, ModelCosts
 
 LAYER_S = 0.001
 MODEL_ID = "of-tests"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any, NamedTuple
 
-from shardline_fleet.costs import DeviceProfile, Goal, Link, ModelCosts, Workload
+from shardline_costs import DeviceProfile, Goal, Link, ModelCosts, Workload
 from tests.unit.fleet.planner.fleets import LAYER_S, device, model
 
 KINDS = ("full_attention", "sliding_attention")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardline.contract.fleet.lanes import lanes_for
-from shardline_fleet.costs import DeviceProfile, Goal, Link, PipelinePlan, Workload
+from shardline_costs import DeviceProfile, Goal, Link, PipelinePlan, Workload
 from shardline_fleet.planner import make_plans
 from shardline_fleet.planner.zones import zones
 from tests.unit.fleet.planner.fleets import LAYER_S, device, model

@@ -11,8 +11,8 @@ from random import Random
 import pytest
 
 from shardline.base.errors import Invalid
-from shardline_fleet.costs import DeviceProfile, Goal, Plan, Workload
-from shardline_fleet.costs.prediction import StageAssignment
+from shardline_costs import DeviceProfile, Goal, Plan, Workload
+from shardline_costs.prediction import StageAssignment
 from shardline_fleet.planner import make_plans
 from shardline_fleet.planner.boundaries import apart
 from shardline_fleet.planner.load_sharing import LoadSharing

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from shardline.base.errors import Invalid
-from shardline_fleet.costs import DeviceProfile, Goal, Plans, Workload
-from shardline_fleet.costs.prediction import Predictor, StageAssignment
+from shardline_costs import DeviceProfile, Goal, Plans, Workload
+from shardline_costs.prediction import Predictor, StageAssignment
 from shardline_fleet.planner import make_plans
 from tests.unit.fleet.planner.fleets import LAYER_S, device, model
 

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from shardline_fleet.costs.step_cost import StageCost, Streaming
+from shardline_costs.step_cost import StageCost, Streaming
 from shardline_fleet.planner.search import Counts, DeviceKind, Search, Slice
 
 

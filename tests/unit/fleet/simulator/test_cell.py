@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from shardline.base.config import Times
-from shardline_fleet.costs import DeviceProfile
+from shardline_costs import DeviceProfile
 from shardline_fleet.deployment.fleet_planner import Deployment
 from shardline_fleet.simulator.agenda import Agenda
 from shardline_fleet.simulator.cell import FORM_S, Cell, Ground

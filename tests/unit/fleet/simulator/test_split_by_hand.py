@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardline.base.errors import Invalid
-from shardline_fleet.costs import DeviceProfile
+from shardline_costs import DeviceProfile
 from shardline_fleet.simulator.plan_book import PlanBook, SplitByHand
 from tests.unit.fleet.planner.fleets import device, model
 from tests.unit.fleet.simulator.test_simulation import LARGE, SMALL, server, simulated

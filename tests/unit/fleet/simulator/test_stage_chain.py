@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from shardline_fleet.costs import Link
-from shardline_fleet.costs.prediction import Predictor, StageAssignment
-from shardline_fleet.costs.workload import StepKind, Workload
+from shardline_costs import Link
+from shardline_costs.prediction import Predictor, StageAssignment
+from shardline_costs.workload import StepKind, Workload
 from shardline_fleet.simulator.stage_chain import HEAD_ROW_S, HEAD_STEP_S, StageChain
 from tests.unit.fleet.planner.fleets import LAYER_S, device, model
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from services.stage.settings import StageSettings
 from shardline.base.errors import Invalid
 from shardline.cli.commands import cli
+from shardline_costs import ModelCosts
 from shardline_fleet.cli.simulate import profile_settings
-from shardline_fleet.costs import ModelCosts
 from shardline_fleet.simulator.fleet_file import FleetFile, LoadFile, Scenario
 from shardline_fleet.simulator.outcome import Outcome
 from shardline_fleet.simulator.simulation import Simulation

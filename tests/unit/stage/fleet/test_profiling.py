@@ -19,7 +19,7 @@ from services.stage.fleet import profiling
 from services.stage.fleet.profiling import recalled, retime
 from services.stage.fleet.step_timing import Clock
 from services.stage.settings import StageSettings
-from shardline_fleet.costs import DeviceProfile, ModelCosts, Workload, read_profiles
+from shardline_costs import DeviceProfile, ModelCosts, Workload, read_profiles
 from shardline_fleet.planner import make_plans
 from tests.models import save_model
 from tests.pinned import first_core, own_cores

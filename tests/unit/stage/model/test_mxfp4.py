@@ -27,7 +27,7 @@ from services.stage.model.weights import fingerprint
 from services.stage.products.groups import INT8_BYTES
 from shardline.base.errors import Invalid
 from shardline.contract.job import SamplingParams
-from shardline_fleet.costs.model_costs import ModelCosts
+from shardline_costs.model_costs import ModelCosts
 from shardline_scheduler.events import SequenceFinished
 from shardline_server.tokenize import Tokens
 from tests.chain import complete, generate, load_chain, requests

@@ -14,7 +14,7 @@ from services.stage.model.model_info import ModelInfo
 from services.stage.model.shard import Shard, build_skeleton
 from services.stage.model.text_part import other_parts
 from services.stage.model.weights import check_file, weight_files
-from shardline_fleet.costs import ModelCosts
+from shardline_costs import ModelCosts
 from tests.models import edit_config
 from tests.multimodal_models import save_container
 

@@ -10,9 +10,9 @@ import statistics
 import threading
 from collections import Counter
 
-from shardline_fleet.costs import DeviceProfile, ModelCosts
-from shardline_fleet.costs.step_cost import compute_s
-from shardline_fleet.costs.workload import StepKind
+from shardline_costs import DeviceProfile, ModelCosts
+from shardline_costs.step_cost import compute_s
+from shardline_costs.workload import StepKind
 from shardline_scheduler.step_plan import StepPlan
 
 WINDOW_S = 10.0

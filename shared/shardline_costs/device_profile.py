@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 
 from shardline.base.errors import Invalid
-from shardline_fleet.costs.model_costs import WEIGHT_BYTES
+from shardline_costs.model_costs import WEIGHT_BYTES
 
 VERSION = 3
 BUSY_SHARE = 0.1

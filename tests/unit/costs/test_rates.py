@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardline_fleet.costs import LayerTimes
-from shardline_fleet.costs.rates import Rates
+from shardline_costs import LayerTimes
+from shardline_costs.rates import Rates
 from tests.unit.fleet.planner.fleets import LAYER_S, device, model
 
 WEIGHTS = 64 * 128 + 64 * 64 + 64 * 512 + 256 * 64

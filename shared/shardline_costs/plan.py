@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from shardline_fleet.costs.workload import Goal
+from shardline_costs.workload import Goal
 
 
 class DeviceName(msgspec.Struct, frozen=True):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardline.contract.job import SamplingParams
-from shardline_fleet.costs import Workload
-from shardline_fleet.costs.workload import StepKind
+from shardline_costs import Workload
+from shardline_costs.workload import StepKind
 from shardline_scheduler.scheduler import Scheduler
 from shardline_scheduler.scheduler_config import SchedulerConfig
 from shardline_scheduler.sequence import Request

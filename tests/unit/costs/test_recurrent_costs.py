@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardline_fleet.costs.model_costs import ModelCosts
+from shardline_costs.model_costs import ModelCosts
 
 COMMON: dict[str, Any] = {
     "hidden_size": 64,

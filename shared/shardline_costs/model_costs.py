@@ -19,7 +19,7 @@ import msgspec
 from shardline.base.errors import Invalid
 from shardline.base.rounding import round_up
 from shardline.contract.fleet.joined_layers import joined_layers
-from shardline_fleet.costs.recurrent_costs import ALONE, layer_types, recurrent_sizes
+from shardline_costs.recurrent_costs import ALONE, layer_types, recurrent_sizes
 from shardline_gguf import has_mxfp4_experts, read_config, share_above_4_bits
 
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 20 / 32}

@@ -13,13 +13,13 @@ from itertools import accumulate
 
 from shardline.base.errors import Invalid
 from shardline.contract.fleet.stage_memory import NUM_BUFFERS, PACKING_FACTOR
-from shardline_fleet.costs.device_profile import DeviceProfile, interpolated
-from shardline_fleet.costs.model_costs import (
+from shardline_costs.device_profile import DeviceProfile, interpolated
+from shardline_costs.model_costs import (
     EMBEDDING_BYTES,
     KV_BYTES,
     ModelCosts,
 )
-from shardline_fleet.costs.workload import StepKind
+from shardline_costs.workload import StepKind
 
 ACTIVATION_COPIES = 8
 """Of a step's hidden states that live at the same time, at most: input, output, and the wide inner

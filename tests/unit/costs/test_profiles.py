@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardline.base.errors import Invalid
-from shardline_fleet.costs import LayerTimes, Link, Workload, profile_of, read_profiles
+from shardline_costs import LayerTimes, Link, Workload, profile_of, read_profiles
 from shardline_fleet.deployment.fleet_planner import FleetPlanner
 from shardline_fleet.deployment.scaling import Scaling
 from shardline_fleet.planner import make_plans

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardline_fleet.costs.step_cost import compute_s
-from shardline_fleet.drift import DRIFT, NUM_WINDOWS, WINDOW_STEPS, Drift, step_kind
+from shardline_costs.drift import DRIFT, NUM_WINDOWS, WINDOW_STEPS, Drift, step_kind
+from shardline_costs.step_cost import compute_s
 from shardline_scheduler.step_plan import Move, Row, StepPlan
 from tests.simulation.pipeline import Pipeline, config, request
 from tests.unit.fleet.planner.fleets import LAYER_S, device, model

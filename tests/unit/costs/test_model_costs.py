@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 
 from shardline.base.errors import Invalid
-from shardline_fleet.costs import ModelCosts
+from shardline_costs import ModelCosts
 from tests.models import CONFIGS
 
 NORMS = 0.06

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from shardline_fleet.costs.device_profile import DeviceProfile, LayerTimes, interpolated
-from shardline_fleet.costs.model_costs import KV_BYTES, LayerKind, ModelCosts
+from shardline_costs.device_profile import DeviceProfile, LayerTimes, interpolated
+from shardline_costs.model_costs import KV_BYTES, LayerKind, ModelCosts
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 from shardline.base.errors import Invalid
 from shardline.contract.fleet.lanes import lanes_for
-from shardline_fleet.costs.device_profile import DeviceProfile, Link
-from shardline_fleet.costs.model_costs import (
+from shardline_costs.device_profile import DeviceProfile, Link
+from shardline_costs.model_costs import (
     EMBEDDING_BYTES,
     KV_BYTES,
     ModelCosts,
 )
-from shardline_fleet.costs.plan import DeviceName, PipelinePlan, StagePlan
-from shardline_fleet.costs.step_cost import (
+from shardline_costs.plan import DeviceName, PipelinePlan, StagePlan
+from shardline_costs.step_cost import (
     StageCost,
     compute_s,
     frame_bytes,
@@ -27,7 +27,7 @@ from shardline_fleet.costs.step_cost import (
     stage_cost,
     tail_s,
 )
-from shardline_fleet.costs.workload import StepKind, Workload
+from shardline_costs.workload import StepKind, Workload
 
 MIB = 1 << 20
 
