@@ -12,6 +12,11 @@ from tests.repository import REPOSITORY as ROOT
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+def own_packages() -> set[str]:
+    """Of the product, by name."""
+    return {"services"} | {path.parent.name for path in (ROOT / "shared").glob("*/__init__.py")}
+
+
 def python_files(*folders: str) -> list[Path]:
     """Of these folders, sorted."""
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]

@@ -25,6 +25,7 @@ from tests.sources import (
     length,
     members,
     num_lines,
+    own_packages,
     parameters,
     product_files,
     python_files,
@@ -53,17 +54,6 @@ FUNCTION_LINES_MAX = 60
 FUNCTION_LINES_P90 = 30
 FUNCTION_LINES_MEDIAN = 10
 TEST_NAME_LENGTH_MAX = 80
-OWN_PACKAGES = {
-    "shardline",
-    "shardline_costs",
-    "shardline_fleet",
-    "shardline_gguf",
-    "shardline_scheduler",
-    "shardline_server",
-    "services",
-    "tests",
-    "migrations",
-}
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "os.system", "os.popen", "torch.load", "yaml.load"}
 SQL_NAMES = {"text", "select", "insert", "update", "delete", "func"}
@@ -162,12 +152,13 @@ def test_public_functions_of_tensors_give_shape_and_dtype() -> None:
 
 
 def test_functions_import_nothing_of_ours() -> None:
+    ours = own_packages() | {"tests", "migrations"}
     hidden = [
         at(path, line, f"import of {name} inside {function.name}")
         for path in all_files()
         for function in functions(path)
         for line, name in imports(function)
-        if name.split(".")[0] in OWN_PACKAGES
+        if name.split(".")[0] in ours
     ]
     assert hidden == []
 

@@ -33,7 +33,15 @@ LATE_IMPORTS = (
 )
 """What Celery finds by its name, and imports only when a worker starts."""
 OWN_PACKAGES = frozenset(
-    {"services", "shardline", "shardline_gguf", "shardline_scheduler", "shardline_server"}
+    {
+        "services",
+        "shardline",
+        "shardline_costs",
+        "shardline_fleet",
+        "shardline_gguf",
+        "shardline_scheduler",
+        "shardline_server",
+    }
 )
 STDOUT = 1
 STDERR = 2

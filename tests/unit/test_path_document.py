@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.repository import REPOSITORY
+from tests.sources import own_packages
 
 DOCUMENT = REPOSITORY / "services/README.md"
 INTRODUCTION, _, REST = DOCUMENT.read_text(encoding="utf-8").partition("\n## ")
@@ -149,15 +150,7 @@ OFF_THE_PATH = {
 }
 """What modules of the path import and this prompt does not pass, by reason."""
 
-OWN = (
-    "services",
-    "shardline",
-    "shardline_costs",
-    "shardline_fleet",
-    "shardline_gguf",
-    "shardline_scheduler",
-    "shardline_server",
-)
+OWN = own_packages()
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 

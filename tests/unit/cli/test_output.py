@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from shardline.base.errors import Invalid
+from shardline.cli.local_stack import local_gateway
 from tests.repository import REPOSITORY
 
 MAIN = "from shardline.cli import main; main()"
@@ -29,13 +31,22 @@ def ran(code: str, cwd: Path, *arguments: str, **settings: str) -> subprocess.Co
     )
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"urls": {}}'])
-def test_a_damaged_up_json_is_named_in_one_line(tmp_path: Path, content: str) -> None:
-    (tmp_path / "up.json").write_text(content)
+def test_a_damaged_up_json_is_named_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "up.json").write_text("{")
     ended = ran(MAIN, tmp_path, SHARDLINE_HOME=str(tmp_path))
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith(f"{tmp_path / 'up.json'}: it is damaged")
     assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"urls": {}}'])
+def test_what_is_no_up_json_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    monkeypatch.setenv("SHARDLINE_HOME", str(tmp_path))
+    (tmp_path / "up.json").write_text(content)
+    with pytest.raises(Invalid, match="it is damaged"):
+        local_gateway(tmp_path)
 
 
 def test_help_needs_no_up_json(tmp_path: Path) -> None:
@@ -44,16 +55,16 @@ def test_help_needs_no_up_json(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("text", ["ф", "\N{GRINNING FACE}"])
-@pytest.mark.parametrize("show", ["show.as_json({})", "print(json.dumps({}, ensure_ascii=False))"])
-def test_text_that_a_stream_cannot_encode_is_escaped_as_in_json(
-    tmp_path: Path, show: str, text: str
-) -> None:
+def test_text_that_a_stream_cannot_encode_is_escaped_as_in_json(tmp_path: Path) -> None:
+    texts = ["ф", "\N{GRINNING FACE}"]
     program = (
         "import json; from shardline.base.streams import escape_unencodable; "
-        f"from shardline.cli import show; escape_unencodable(); {show.format(repr(text))}"
+        "from shardline.cli import show; escape_unencodable()\n"
+        f"for text in {texts}:\n"
+        "    show.as_json(text); print(json.dumps(text, ensure_ascii=False))"
     )
     ended = ran(program, tmp_path, PYTHONIOENCODING="latin-1")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.isascii()
-    assert json.loads(ended.stdout) == text
+    shown = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert shown == [text for text in texts for _ in range(2)]

@@ -9,7 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from services.stage.warm_parent import source_times
+from services.stage.warm_parent import OWN_PACKAGES, source_times
+from tests.sources import own_packages
 
 
 def test_a_module_that_was_written_or_removed_since_its_import_is_seen(
@@ -28,3 +29,7 @@ def test_a_module_that_was_written_or_removed_since_its_import_is_seen(
     assert source_times() != imported
     file.unlink()
     assert source_times()[str(file)] == -1
+
+
+def test_all_our_packages_are_looked_at() -> None:
+    assert own_packages() == OWN_PACKAGES

@@ -198,7 +198,7 @@ def test_blocks_outside_the_pool_are_refused(tmp_path: Path, device: Device) -> 
 
 def test_a_gpus_attention_reads_the_buffers_of_a_graph(tmp_path: Path) -> None:
     # Given a stage over Triton, whose graphs are CUDA's where there is a GPU
-    path = save_model(tmp_path, num_hidden_layers=2)
+    path = save_model(tmp_path, num_hidden_layers=1)
     greedy = SamplingParams(max_tokens=4, temperature=0.0)
     with stage_of(load_forward(path, torch.float32), tmp_path) as stage:
         record([stage], CudaRecorder() if DEVICE.type == "cuda" else Again(), max_rows=3)

@@ -113,12 +113,11 @@ def test_a_profile_has_times_of_each_kind_of_layer(
 
 
 def test_a_known_device_is_not_measured_again(
-    first: subprocess.CompletedProcess[str], folder: Path, model: Path
+    first: subprocess.CompletedProcess[str], here: StageSettings
 ) -> None:
-    again = profile(folder, model)
     assert MEASURED in first.stderr
-    assert MEASURED not in again.stderr
-    assert found(again) == found(first)
+    assert not has_measured_here(here)
+    assert profile_here(here) == found(first)
 
 
 @pytest.mark.usefixtures("first")
@@ -139,7 +138,7 @@ def test_a_plan_measures_again_what_was_measured_beside_others(
     assert has_measured(0.5)
 
 
-def test_a_core_that_another_program_uses_is_noticed(folder: Path, model: Path) -> None:
+def test_a_core_that_another_program_uses_is_noticed(here: StageSettings, folder: Path) -> None:
     spin = (
         "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); print(flush=True)\n"
         "while True: pass"
@@ -150,8 +149,7 @@ def test_a_core_that_another_program_uses_is_noticed(folder: Path, model: Path) 
     try:
         assert other.stdout is not None
         other.stdout.readline()
-        beside = profile(folder, model, SHARDLINE_CACHE_DIR=str(folder / "beside"))
-        assert found(beside).was_busy
+        assert profile_here(here.model_copy(update={"cache_dir": folder / "beside"})).was_busy
     finally:
         other.kill()
         other.communicate()
