@@ -158,7 +158,6 @@ template <class Step, int rows> void group_sums_of_rows(const Block& block, Sums
   Floats sum[rows][kVectors] = {};
   for (int64_t step = 0; step < block.steps; step++) {
     prefetch(block, ahead);
-    prefetch(block, ahead + next_column);
     ahead += block.is_near ? Step::kBytes : block.lines * kLine;
     for (int group = 0; group < kGroups; group++) {
       const GroupWeights<Step> of_vector[kVectors] = {{weights, group, 0}, {weights + next_vector, group, kNextOutput}};
