@@ -90,7 +90,10 @@ struct Int8Sum {
 struct Int4Sum {
   Words pairs;
   void begin(int32_t) { pairs = words(0); }
-  void add(Words weights, Words x) { pairs = add_pairs(pairs, pairs_of(weights, x)); }
+  void add(Words weights, Words x) {
+    pairs = add_pairs(pairs, pairs_of(weights, x));
+    settle(pairs);
+  }
   Words whole() const { return fours_of(pairs); }
 };
 struct Int8Sum {
@@ -103,6 +106,7 @@ struct Int8Sum {
     for (int part = 0; part < Int8Fours::kParts; part++) {
       const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(by[part], signs));
       sums.parts[part] = _mm256_add_epi32(sums.parts[part], _mm256_madd_epi16(pairs, ones));
+      settle(sums.parts[part]);
     }
   }
   Words whole() const { return read<Words>(&sums); }

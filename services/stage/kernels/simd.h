@@ -47,6 +47,9 @@ typedef uint32_t Bits __attribute__((vector_size(4 * kWidth)));
 struct BFloat16 { uint16_t bits; };
 struct Float16 { uint16_t bits; };
 
+// A sum of integers so far. Without it GCC computes all products of a group before it adds them, and keeps them on the stack.
+template <class Vector> inline void settle(Vector& sum) { asm("" : "+v"(sum)); }
+
 template <class To> inline To read(const void* from) { To to; std::memcpy(&to, from, sizeof to); return to; }
 
 inline Floats load(const float* p) { return read<Floats>(p); }
