@@ -27,7 +27,7 @@ def test_its_rows_are_exact(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_its_tokens_are_those_of_generate(tmp_path: Path) -> None:
-    path = save_model(tmp_path, num_hidden_layers=1)
+    path = save_model(tmp_path, num_hidden_layers=2)
     greedy = SamplingParams(max_tokens=NUM_NEW, temperature=0.0)
 
     with stage_of(load_forward(path, torch.float32), tmp_path) as stage:
