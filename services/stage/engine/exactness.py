@@ -131,12 +131,13 @@ class Probe:
 
 
 def choose_row_buckets(
-    shard: Shard, *, can_be_exact: bool, token_budget: int, cache_folder: Path
+    shard: Shard, *, can_be_exact: bool, cache_folder: Path
 ) -> tuple[RowPadding, bool]:
     """Gives the shard's products their row buckets; returns how rows are padded for them, and
-    whether rows are exact.
+    whether no number of rows changes the bits of a product. What lies between products:
+    `are_shared_whole`.
 
-    Rows are exact if no number of rows up to the budget changes a row's bits. If `can_be_exact` is
+    If `can_be_exact` is
     false, since the attention is not exact either, nothing is tried, and every product gets all
     buckets. On an accelerator rows run as they come, and are exact if our own kernels compute all
     products and norms.
@@ -157,14 +158,20 @@ def choose_row_buckets(
         widths=shard.widths,
         num_threads=torch.get_num_threads(),
     )
-    if are_exact and not padding.are_whole(token_budget):
-        log.warning(
-            "threads cannot share rows by whole vectors",
-            widths=sorted(shard.widths),
-            threads=padding.num_threads,
-        )
-        return padding, False
     return padding, are_exact
+
+
+def are_shared_whole(padding: RowPadding, token_budget: int) -> bool:
+    """Whether torch's elementwise operations give each thread whole vectors for any number of rows
+    up to the budget, so that the number does not change a row's bits."""
+    if padding.are_whole(token_budget):
+        return True
+    log.warning(
+        "threads cannot share rows by whole vectors",
+        widths=sorted(padding.widths),
+        threads=padding.num_threads,
+    )
+    return False
 
 
 def exactness_fingerprint(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import structlog
@@ -84,8 +85,9 @@ class Forward:
         """Makes one call of each layer that the kernel knows as a whole, after a trial; returns how
         many these are.
 
-        Uses the first KV block: no sequence may be open. `group` has the ranks that compute the
-        layers together.
+        If these are all, torch computes no function between products any more, and rows need no
+        padding for it. Uses the first KV block: no sequence may be open. `group` has the ranks
+        that compute the layers together.
         """
         x = self.random_inputs(TRIAL_ROWS, torch.Generator().manual_seed(0))
         spans = [Span(start=0, length=TRIAL_ROWS, blocks=[0], state=0)]
@@ -94,6 +96,9 @@ class Forward:
         with self._over_the_context():
             self.num_fused = len(fuse_layers(layers, kernel, self.attention, trial, group))
         log.info("layers as one call", fused=self.num_fused, layers=len(layers))
+        # An encoder's pooler applies tanh.
+        if self.num_fused == len(layers) and not is_encoder(self.shard.info.config):
+            self.padding = replace(self.padding, widths=frozenset())
         return self.num_fused
 
     def record_steps(self, recorder: Recorder, *, max_rows: int, max_sampled: int) -> None:

@@ -26,7 +26,7 @@ from services.stage.device.owned_weights import give_back, own
 from services.stage.device.uploads import Uploads
 from services.stage.engine.accelerator_options import AcceleratorOptions
 from services.stage.engine.encoder_rows import encoder_is_exact
-from services.stage.engine.exactness import Probe, choose_row_buckets
+from services.stage.engine.exactness import Probe, are_shared_whole, choose_row_buckets
 from services.stage.engine.forward import Forward
 from services.stage.engine.memory import Limits, WeightBytes
 from services.stage.engine.shard_runner import Runner, ShardRunner
@@ -183,7 +183,6 @@ def load_forward(load: ForwardLoad) -> LoadedForward:
     padding, rows_are_exact = choose_row_buckets(
         shard,
         can_be_exact=attention.exact and not shard.recurrence.is_torchs,
-        token_budget=load.limits.token_budget,
         cache_folder=load.cache_folder,
     )
     if shard.recurrence.shapes and load.limits.offload_bytes:
@@ -196,6 +195,7 @@ def load_forward(load: ForwardLoad) -> LoadedForward:
     kv = load.memory.make_kv(kv_shapes, shard.dtype, context=load.info.context_length)
     forward = Forward(shard, attention, kv, padding, states)
     _save_calls(forward, load)
+    rows_are_exact = rows_are_exact and are_shared_whole(forward.padding, load.limits.token_budget)
     exact = _is_exact(forward, rows_are_exact)
     area = load.memory.make_offload_area(kv)
     runner = ShardRunner(forward, area, ShardAdapters(shard, load.adapter_packing))

@@ -37,9 +37,7 @@ def test_a_dense_model_off_the_cpu_runs_rows_as_they_come_and_is_not_exact(tmp_p
 
     # When its row buckets are chosen as the executor does
     pack_shard(shard, UNPACKED)
-    padding, exact = choose_row_buckets(
-        shard, can_be_exact=True, token_budget=64, cache_folder=tmp_path
-    )
+    padding, exact = choose_row_buckets(shard, can_be_exact=True, cache_folder=tmp_path)
     kv = PagedKv(layers=kv_shapes, num_blocks=2, dtype=torch.bfloat16, device=meta)
     forward = Forward(shard, attention, kv, padding)
 
