@@ -204,9 +204,9 @@ def load_forward(load: ForwardLoad) -> LoadedForward:
 
 def fuse_on_cores(model: nn.Module, kernel: Kernel) -> None:
     """Replaces the elementwise parts of a packed model that the CPU kernels compute."""
+    fuse_gelus(model, kernel)
     fuse(model, NativeParts(kernel))
     fuse_layer_norms(model, kernel)
-    fuse_gelus(model, kernel)
 
 
 def _stored(load: ForwardLoad, attention: Attention) -> Mapping[str, StoredWeight]:

@@ -8,6 +8,7 @@
 extern "C" {
 
 enum Dtype : int32_t { kFloat32, kBFloat16, kFloat16 };
+enum GateActivation : int32_t { kSilu, kGelu, kGeluTanh };
 enum Weights : int32_t { kFloat32Weights, kBFloat16Weights, kInt8Weights, kInt4Weights, kGroupedInt8Weights };
 
 struct Strides { int64_t attention_head, row; };  // elements; the dimensions of one attention head are dense
@@ -79,6 +80,14 @@ struct LayerNorm {
   float eps;
 };
 
+// How positions turn attention heads: by cos and sin, [num_rows][dim], dense, in the dtype of what is turned or float32. Of
+// the first `dim` dimensions of a head the second half turns with the first, or each odd one with its neighbor before it, by
+// the first halves of the tables. The others stay; where `dim` is 0, all.
+struct Turned {
+  const void *cos, *sin;
+  int32_t dim, dtype, neighbors;
+};
+
 // One process's place among those that compute a layer together, on one host. `arrived` and both buffers, which follow
 // one another, are memory that all of them map; `arrived` has a cache line for each.
 struct Ranks {
@@ -88,17 +97,22 @@ struct Ranks {
 };
 
 // A decoder layer, x [num_rows][hidden] to `out` of the same size, dense, in the attention's dtype, with its rows and
-// threads; cos and sin: [num_rows][dim]. qkv and gate_up are products of several layers side by side. With no out it
-// ends when keys and values are written. With ranks each computes its share of the attention heads and of every product's
-// outputs: those of o and down, and the inputs of both, come together, where each rank's have a first place in a row.
+// threads. qkv and gate_up are products of several layers side by side. With no out it ends when keys and values are
+// written. With ranks each computes its share of the attention heads and of every product's outputs: those of o and down,
+// and the inputs of both, come together, where each rank's have a first place in a row.
 struct LayerCall {
-  const void *x, *cos, *sin;
+  const void* x;
   void* out;
+  Turned turned;
   ProductCall *qkv, *o, *gate_up, *down;
   AttentionCall* attention;
-  Norm before_attention, query_norm, key_norm, before_mlp;
+  Norm before_attention, query_norm, key_norm, after_attention, before_mlp, after_mlp;
   Ranks* ranks;
   int64_t first_attended, first_o, first_inner, first_down;
+  int32_t norms_all_heads;  // as one row; else each of queries and keys by itself
+  int32_t norms_turned;     // queries and keys that are turned already
+  int32_t activation;       // a GateActivation
+  float residual_scale;     // of what attention and MLP add
 };
 
 // An encoder's layer, x [num_rows][hidden] to `out` of the same size, dense, in the attention's dtype, with its rows and
@@ -196,10 +210,13 @@ int32_t shardline_layer_norm(const void* x, const void* residual, const LayerNor
 // x: rows of `dim` elements `stride` elements apart; out is dense.
 int32_t shardline_gelu(const void* x, void* out, int64_t num_rows, int64_t dim, int64_t stride, int32_t uses_tanh,
                        int32_t dtype, int32_t num_threads);
-int32_t shardline_silu_mul(const void* gate, const void* up, void* out, int64_t num_rows, int64_t dim, int64_t gate_stride,
-                           int64_t up_stride, int32_t dtype, int32_t num_threads);
-int32_t shardline_rotate(const void* x, const void* cos, const void* sin, void* out, int64_t num_rows, int64_t num_heads,
-                         int64_t dim, int64_t stride, int32_t dtype, int32_t num_threads);
-int32_t shardline_add(const void* x, const void* y, void* out, int64_t num_rows, int64_t dim, int32_t dtype, int32_t num_threads);
+int32_t shardline_gate_mul(const void* gate, const void* up, void* out, int64_t num_rows, int64_t dim, int64_t gate_stride,
+                           int64_t up_stride, int32_t activation, int32_t dtype, int32_t num_threads);
+// x: rows of `num_heads` heads of `dim` elements, rows `stride` elements apart; out is dense.
+int32_t shardline_rotate(const void* x, const Turned* turned, void* out, int64_t num_rows, int64_t num_heads, int64_t dim,
+                         int64_t stride, int32_t dtype, int32_t num_threads);
+// out = x + scale * y, dense rows all.
+int32_t shardline_add(const void* x, const void* y, float scale, void* out, int64_t num_rows, int64_t dim, int32_t dtype,
+                      int32_t num_threads);
 
 }

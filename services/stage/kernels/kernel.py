@@ -77,6 +77,14 @@ class Weights(IntEnum):
     GROUPED_INT8 = 4
 
 
+class GateActivation(IntEnum):
+    """calls.h's `GateActivation`: what a gated MLP applies to its gate."""
+
+    SILU = 0
+    GELU = 1
+    GELU_TANH = 2
+
+
 class LowRankPart(ctypes.Structure):
     """calls.h's `LowRankPart`, field by field; its products by their addresses."""
 
@@ -142,6 +150,15 @@ class LayerNorm(ctypes.Structure):
     _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("eps", c_float))
 
 
+class Turned(ctypes.Structure):
+    """calls.h's `Turned`, field by field."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("cos", "sin")),
+        *((name, c_int32) for name in ("dim", "dtype", "neighbors")),
+    )
+
+
 class Ranks(ctypes.Structure):
     """calls.h's `Ranks`, field by field."""
 
@@ -156,12 +173,16 @@ class LayerCall(ctypes.Structure):
     """calls.h's `LayerCall`, field by field."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "cos", "sin", "out")),
+        *((name, c_void_p) for name in ("x", "out")),
+        ("turned", Turned),
         *((name, POINTER(ProductCall)) for name in ("qkv", "o", "gate_up", "down")),
         ("attention", POINTER(AttentionCall)),
-        *((name, Norm) for name in ("before_attention", "query_norm", "key_norm", "before_mlp")),
+        *((name, Norm) for name in ("before_attention", "query_norm", "key_norm")),
+        *((name, Norm) for name in ("after_attention", "before_mlp", "after_mlp")),
         ("ranks", POINTER(Ranks)),
         *((name, c_int64) for name in ("first_attended", "first_o", "first_inner", "first_down")),
+        *((name, c_int32) for name in ("norms_all_heads", "norms_turned", "activation")),
+        ("residual_scale", c_float),
     )
 
 
@@ -193,6 +214,7 @@ class Kernel:
             "convolve",
             "fit_int4",
             "gate",
+            "gate_mul",
             "gelu",
             "isa",
             "layer_norm",
@@ -205,7 +227,6 @@ class Kernel:
             "run_encoder_layer",
             "run_layer",
             "scan",
-            "silu_mul",
         ),
     )
 
@@ -246,11 +267,16 @@ class Kernel:
         self.run_encoder_layer = _typed(
             library.shardline_run_encoder_layer, POINTER(EncoderLayerCall)
         )
-        self.silu_mul = _typed(
-            library.shardline_silu_mul, *[c_void_p] * 3, *[c_int64] * 4, *[c_int32] * 2
+        self.gate_mul = _typed(
+            library.shardline_gate_mul, *[c_void_p] * 3, *[c_int64] * 4, *[c_int32] * 3
         )
         self.rotate = _typed(
-            library.shardline_rotate, *[c_void_p] * 4, *[c_int64] * 4, *[c_int32] * 2
+            library.shardline_rotate,
+            c_void_p,
+            POINTER(Turned),
+            c_void_p,
+            *[c_int64] * 4,
+            *[c_int32] * 2,
         )
         self.pack_weights = _typed(library.shardline_pack_weights, *[c_void_p] * 2, *[c_int64] * 2)
         self.fit_int4 = _typed(library.shardline_fit_int4, *[c_void_p] * 4, c_int64, c_int32)

@@ -1,8 +1,10 @@
-// A decoder layer as one call: norm, queries, keys and values, rotary positions, attention, residual, norm, MLP, residual.
-// Each part is the library's own function that a layer made of modules calls, so a row has the same bits either way.
+// A decoder layer as one call: norm, queries, keys and values, rotary positions, attention, norm, residual, norm, MLP, norm,
+// residual. A model has some of the norms. Each part is the library's own function that a layer made of modules calls, so a
+// row has the same bits either way.
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "calls.h"
 #include "layer_parts.h"
@@ -15,8 +17,11 @@ struct Layer {
   int64_t rows, hidden, element_bytes;
   int32_t dtype, threads;
 
-  int32_t normalize(const void* x, const Norm& norm, void* out) const {
-    return shardline_rms_norm(x, &norm, out, rows, 1, hidden, hidden, dtype, threads);
+  // Normalizes whole rows to `out`, where x points then, if the model does.
+  int32_t normalize(const char*& x, const Norm& norm, char* out) const {
+    if (!norm.weight) return 0;
+    const char* from = std::exchange(x, out);
+    return shardline_rms_norm(from, &norm, out, rows, 1, hidden, hidden, dtype, threads);
   }
   // The whole rows of `width`, of which this rank has `mine` elements from `first` on; null if no buffer holds them.
   char* together(const void* x, int64_t mine, int64_t first, int64_t width) const {
@@ -30,13 +35,37 @@ struct Layer {
     shardline_meet(&ranks);
     return all;
   }
-  // Normalizes attention heads if the model does, then turns them: x, rows `stride` elements apart, to `out`, dense.
-  int32_t position(const void* x, int64_t heads, int64_t stride, const Norm& norm, void* normal, void* out) const {
-    if (norm.weight) {
-      if (int32_t status = shardline_rms_norm(x, &norm, normal, rows, heads, attention.dim, stride, dtype, threads)) return status;
-      x = normal, stride = heads * attention.dim;
-    }
-    return shardline_rotate(x, call.cos, call.sin, out, rows, heads, attention.dim, stride, dtype, threads);
+  // Queries or keys on their way to attention.
+  struct Heads {
+    const char* at;
+    int64_t count, stride;  // elements between rows
+  };
+  int32_t normalize_heads(Heads& x, const Norm& norm, char* out) const {
+    const int64_t width = x.count * attention.dim;
+    const int64_t groups = call.norms_all_heads ? 1 : x.count;
+    const char* from = std::exchange(x.at, out);
+    const int64_t stride = std::exchange(x.stride, width);
+    return shardline_rms_norm(from, &norm, out, rows, groups, width / groups, stride, dtype, threads);
+  }
+  int32_t turn(Heads& x, char* out) const {
+    const char* from = std::exchange(x.at, out);
+    const int64_t stride = std::exchange(x.stride, x.count * attention.dim);
+    return shardline_rotate(from, &call.turned, out, rows, x.count, attention.dim, stride, dtype, threads);
+  }
+  // Normalizes and turns, in the model's order, what it normalizes and turns. `between` is for what is one, not yet the other.
+  int32_t position(Heads& x, const Norm& norm, char* between, char* out) const {
+    const bool has_norm = norm.weight, turns = call.turned.dim;
+    if (has_norm && !call.norms_turned)
+      if (int32_t status = normalize_heads(x, norm, turns ? between : out)) return status;
+    if (turns)
+      if (int32_t status = turn(x, has_norm && call.norms_turned ? between : out)) return status;
+    return has_norm && call.norms_turned ? normalize_heads(x, norm, out) : 0;
+  }
+
+  // Adds `y` to the residual, normalized to `normal` if the model does; the sum is the layer's output so far.
+  int32_t add(const void* residual, const char* y, const Norm& norm, char* normal) const {
+    if (int32_t status = normalize(y, norm, normal)) return status;
+    return shardline_add(residual, y, call.residual_scale, call.out, rows, hidden, dtype, threads);
   }
 
   int32_t run() const {
@@ -48,32 +77,38 @@ struct Layer {
     const int64_t attended_at = scratch.plan(rows * queries), gates_at = scratch.plan(rows * 2 * inner);
     const int64_t inner_at = scratch.plan(rows * inner);
     scratch.take();
-    char *normal = scratch.at(normal_at), *qkv = scratch.at(qkv_at), *query = scratch.at(query_at), *key = scratch.at(key_at);
+    char *normal = scratch.at(normal_at), *qkv = scratch.at(qkv_at);
+    char *turned_query = scratch.at(query_at), *turned_key = scratch.at(key_at);
     char *attended = scratch.at(attended_at), *gates = scratch.at(gates_at), *gated = scratch.at(inner_at);
 
-    if (int32_t status = normalize(call.x, call.before_attention, normal)) return status;
-    if (int32_t status = multiply(*call.qkv, attention, normal, qkv)) return status;
-    char *raw_key = qkv + queries * element_bytes, *value = raw_key + keys * element_bytes;
-    if (int32_t status = position(qkv, attention.num_heads, width, call.query_norm, attended, query)) return status;
-    if (int32_t status = position(raw_key, attention.num_kv_heads, width, call.key_norm, attended, key)) return status;
-    attention.query = query, attention.key = key, attention.value = value;
+    const char* x = (const char*)call.x;
+    if (int32_t status = normalize(x, call.before_attention, normal)) return status;
+    if (int32_t status = multiply(*call.qkv, attention, x, qkv)) return status;
+    Heads query{qkv, attention.num_heads, width}, key{qkv + queries * element_bytes, attention.num_kv_heads, width};
+    const char* value = key.at + keys * element_bytes;
+    if (int32_t status = position(query, call.query_norm, attended, turned_query)) return status;
+    if (int32_t status = position(key, call.key_norm, attended, turned_key)) return status;
+    attention.query = query.at, attention.key = key.at, attention.value = value;
     attention.out = call.out ? attended : nullptr;
-    attention.query_strides = {dim, queries}, attention.key_strides = {dim, keys}, attention.value_strides = {dim, width};
+    attention.query_strides = {dim, query.stride}, attention.key_strides = {dim, key.stride}, attention.value_strides = {dim, width};
     if (int32_t status = shardline_attend(&attention); status || !call.out) return status;
 
-    char* all = together(attended, queries, call.first_attended, call.o->num_inputs);
+    const char* all = together(attended, queries, call.first_attended, call.o->num_inputs);
     if (!all) return -1;
     if (int32_t status = multiply(*call.o, attention, all, normal)) return status;
     if (!(all = together(normal, call.o->num_outputs, call.first_o, hidden))) return -1;
-    if (int32_t status = shardline_add(call.x, all, call.out, rows, hidden, dtype, threads)) return status;
-    if (int32_t status = normalize(call.out, call.before_mlp, normal)) return status;
-    if (int32_t status = multiply(*call.gate_up, attention, normal, gates)) return status;
-    if (int32_t status = shardline_silu_mul(gates, gates + inner * element_bytes, gated, rows, inner, 2 * inner, 2 * inner, dtype, threads))
+    if (int32_t status = add(call.x, all, call.after_attention, normal)) return status;
+
+    x = (const char*)call.out;
+    if (int32_t status = normalize(x, call.before_mlp, normal)) return status;
+    if (int32_t status = multiply(*call.gate_up, attention, x, gates)) return status;
+    if (int32_t status = shardline_gate_mul(gates, gates + inner * element_bytes, gated, rows, inner, 2 * inner, 2 * inner,
+                                            call.activation, dtype, threads))
       return status;
     if (!(all = together(gated, inner, call.first_inner, call.down->num_inputs))) return -1;
     if (int32_t status = multiply(*call.down, attention, all, normal)) return status;
     if (!(all = together(normal, call.down->num_outputs, call.first_down, hidden))) return -1;
-    return shardline_add(call.out, all, call.out, rows, hidden, dtype, threads);
+    return add(call.out, all, call.after_mlp, normal);
   }
 };
 

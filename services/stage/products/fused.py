@@ -4,7 +4,8 @@ A fused part replaces a module or function of transformers only where it gives t
 trial rows. Knows no model by name: what it does not recognize stays as it is.
 
 Letters of shapes: T packed rows, H query heads, Hk KV heads, D the size of an attention head or of
-a normalized row. Tensors are float32, bfloat16 or float16.
+a normalized row, R the dimensions of a head that positions rotate. Tensors are float32, bfloat16 or
+float16.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from services.stage.kernels.kernel import DTYPES, Kernel, Norm
+from services.stage.kernels.kernel import DTYPES, GateActivation, Kernel, Norm, Turned
+from services.stage.products.fused_gelu import FusedGelu
 from services.stage.products.trial import agree, child_names, replace_children, trial_rows
 
 _ROTARY = "apply_rotary_pos_emb"
+_MERGED = {"gate_up_proj", "down_proj"}
+_GATED = {"gate_proj", "up_proj"} | _MERGED
+"""The products of a gated MLP."""
 
 MakeNorm = Callable[[Tensor, float, bool], nn.Module]
 """Makes an RMSNorm, a module from x [..., D] to the same shape and dtype, of a weight [D] with its
@@ -33,20 +38,29 @@ class ElementwiseParts(Protocol):
     """Computes parts of a model, each in one pass, on one device."""
 
     device: torch.device
+    rotates_all: bool
+    """Whether `rotate` takes any tables; else those that have the size and dtype of a head, and
+    turn its halves."""
 
     def norm(self, weight: Tensor, eps: float, rounds_first: bool) -> nn.Module:
         """Makes an RMSNorm of a weight [D] of any float dtype, as MakeNorm."""
 
-    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Returns silu(gate) * up, dense: all [T, N] of one dtype, rows any distance apart."""
+    def gate_mul(self, gate: Tensor, up: Tensor, activation: GateActivation) -> Tensor:
+        """Returns activation(gate) * up, dense: all [T, N] of one dtype, rows any distance
+        apart."""
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotates the halves of x [1, H, T, D], the heads of a token adjacent in memory, by dense
-        cos and sin [1, T, D], all of one dtype; returns [1, H, T, D]."""
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, *, neighbors: bool) -> Tensor:
+        """Rotates the first R dimensions of x [1, H, T, D], the heads of a token adjacent in
+        memory, by dense cos and sin [1, T, R], of x's dtype or float32: two halves, or neighbors.
+
+        Returns [1, H, T, D] in x's dtype.
+        """
 
 
 class NativeParts:
     """The parts on cores, through the CPU kernels."""
+
+    rotates_all = True
 
     def __init__(self, kernel: Kernel) -> None:
         self.device = torch.device("cpu")
@@ -56,23 +70,30 @@ class NativeParts:
         """Makes an RMSNorm of a weight [D] of any float dtype."""
         return FusedRmsNorm(self._kernel, weight, eps, rounds_first)
 
-    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Returns silu(gate) * up, dense: all [T, N] of one dtype."""
+    def gate_mul(self, gate: Tensor, up: Tensor, activation: GateActivation) -> Tensor:
+        """Returns activation(gate) * up, dense: all [T, N] of one dtype."""
         out = gate.new_empty(gate.shape)
         pointers = (gate.data_ptr(), up.data_ptr(), out.data_ptr())
         strides = (gate.stride(0), up.stride(0))
-        self._kernel.silu_mul(
-            *pointers, *gate.shape, *strides, DTYPES[gate.dtype], torch.get_num_threads()
-        )
+        kind = (activation, DTYPES[gate.dtype])
+        self._kernel.gate_mul(*pointers, *gate.shape, *strides, *kind, torch.get_num_threads())
         return out
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotates x [1, H, T, D] by tables of its dtype; returns a view of memory [1, T, H, D]."""
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, *, neighbors: bool) -> Tensor:
+        """Rotates x [1, H, T, D] by tables [1, T, R] of its dtype or float32; returns a view of
+        memory [1, T, H, D]."""
         _, num_heads, num_rows, dim = x.shape
         out = x.new_empty(1, num_rows, num_heads, dim)
-        pointers = (x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr())
+        turned = Turned(cos.data_ptr(), sin.data_ptr(), cos.shape[-1], DTYPES[cos.dtype], neighbors)
         sizes = (num_rows, num_heads, dim, x.stride(2))
-        self._kernel.rotate(*pointers, *sizes, DTYPES[x.dtype], torch.get_num_threads())
+        self._kernel.rotate(
+            x.data_ptr(),
+            byref(turned),
+            out.data_ptr(),
+            *sizes,
+            DTYPES[x.dtype],
+            torch.get_num_threads(),
+        )
         return out.transpose(1, 2)
 
 
@@ -121,21 +142,33 @@ class FusedRmsNorm(nn.Module):
 
 
 class FusedMlp(nn.Module):
-    """A gated MLP, down(silu(gate(x)) * up(x)), with the elementwise part in one pass."""
+    """A gated MLP, down(activation(gate(x)) * up(x)), with the elementwise part in one pass. Gate
+    and up are two products, or the halves of one."""
 
-    def __init__(self, parts: ElementwiseParts, mlp: Any) -> None:
+    gate_proj: Any
+    up_proj: Any
+    gate_up_proj: Any
+    down_proj: Any
+
+    def __init__(self, parts: ElementwiseParts, mlp: Any, activation: GateActivation) -> None:
         super().__init__()
         self._parts = parts
-        self.gate_proj = mlp.gate_proj
-        self.up_proj = mlp.up_proj
-        self.down_proj = mlp.down_proj
+        self.activation = activation
+        for name in _GATED & child_names(mlp):
+            self.add_module(name, mlp.get_submodule(name))
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [..., K] to [..., K], K the hidden size, in the dtype of the weights."""
-        gate = self.gate_proj(x)
-        up = self.up_proj(x)
-        rows = (each.reshape(-1, each.shape[-1]) for each in (gate, up))
-        return self.down_proj(self._parts.silu_mul(*rows).reshape(gate.shape))
+        gate, up = self._gate_and_up(x)
+        gates, ups = (each.reshape(-1, each.shape[-1]) for each in (gate, up))
+        inner: Tensor = self._parts.gate_mul(gates, ups, self.activation)
+        return self.down_proj(inner.reshape(gate.shape))
+
+    def _gate_and_up(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if "gate_up_proj" in self._modules:
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+            return gate, up
+        return self.gate_proj(x), self.up_proj(x)
 
 
 class Rotary:
@@ -143,18 +176,23 @@ class Rotary:
     cannot read."""
 
     def __init__(
-        self, parts: ElementwiseParts, original: Callable[..., tuple[Tensor, Tensor]]
+        self,
+        parts: ElementwiseParts,
+        original: Callable[..., tuple[Tensor, Tensor]],
+        *,
+        neighbors: bool,
     ) -> None:
         self._parts = parts
         self._original = original
+        self.neighbors = neighbors
 
     def __call__(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """Rotates query [1, H, T, D] and key [1, Hk, T, D] by cos and sin [1, T, D], all of one
-        dtype.
+        """Rotates query [1, H, T, D] and key [1, Hk, T, D] of one dtype by cos and sin [1, T, R] of
+        that or float32.
 
-        Returns both in the same shapes and dtype. Inputs of any other form go to the modeling
+        Returns both in their shapes and dtype. Inputs of any other form go to the modeling
         file's own function.
         """
         if (
@@ -165,20 +203,23 @@ class Rotary:
             return self._original(q, k, cos, sin, *args, **kwargs)
         cos = cos.contiguous()
         sin = sin.contiguous()
-        return self._parts.rotate(q, cos, sin), self._parts.rotate(k, cos, sin)
+        query = self._parts.rotate(q, cos, sin, neighbors=self.neighbors)
+        return query, self._parts.rotate(k, cos, sin, neighbors=self.neighbors)
 
-    @staticmethod
-    def _is_readable(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-        """Whether one token's attention heads are adjacent in memory, rotated whole, and nothing
-        needs converting."""
-        shape = (1, x.shape[-2], x.shape[-1])
+    def _is_readable(self, x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+        """Whether one token's attention heads are adjacent in memory, and nothing needs
+        converting."""
+        size = cos.shape[-1]
+        is_plain = (size, cos.dtype) == (x.shape[-1], x.dtype)
+        is_known = self._parts.rotates_all and size <= x.shape[-1]
         return (
             x.dim() == 4
             and x.shape[0] == 1
-            and x.shape[-1] % 2 == 0
+            and size % 2 == 0
+            and (is_plain or (is_known and cos.dtype in (x.dtype, torch.float32)))
             and x[0, :, 0].is_contiguous()
-            and cos.shape == sin.shape == shape
-            and cos.dtype == sin.dtype == x.dtype
+            and cos.shape == sin.shape == (1, x.shape[-2], size)
+            and cos.dtype == sin.dtype
         )
 
 
@@ -211,15 +252,26 @@ def _fused_norm(make: MakeNorm, module: nn.Module) -> nn.Module | None:
 
 
 def _fused_mlp(parts: ElementwiseParts, module: Any) -> FusedMlp | None:
-    if child_names(module) != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+    names = child_names(module)
+    if names not in ({*_GATED - {"gate_up_proj"}, "act_fn"}, {*_MERGED, "activation_fn"}):
         return None
-    width = getattr(module.gate_proj, "in_features", None)
+    first = module.get_submodule("gate_up_proj" if "gate_up_proj" in names else "gate_proj")
+    width = getattr(first, "in_features", None)
     dtype = module.down_proj.weight.dtype
     if not isinstance(width, int) or dtype not in DTYPES:
         return None
-    fused = FusedMlp(parts, module)
+    activate = module.get_submodule("act_fn" if "act_fn" in names else "activation_fn")
+    fused = FusedMlp(parts, module, _activation(activate))
     x = trial_rows(width, dtype=dtype).to(parts.device)
     return fused if agree(fused(x), module(x)) else None
+
+
+def _activation(module: nn.Module) -> GateActivation:
+    """What a gate's activation may be: a GELU is recognized before, since trial rows do not tell
+    one from the other."""
+    if not isinstance(module, FusedGelu):
+        return GateActivation.SILU
+    return GateActivation.GELU_TANH if module.uses_tanh else GateActivation.GELU
 
 
 def _fuse_rotary(module: nn.Module, parts: ElementwiseParts) -> int:
@@ -237,9 +289,8 @@ def _fuse_rotary(module: nn.Module, parts: ElementwiseParts) -> int:
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType) or _ROTARY not in forward.__code__.co_names:
         return 0
-    original = forward.__globals__[_ROTARY]
-    rotary = Rotary(parts, original)
-    if not _rotates_halves(original, rotary, parts.device):
+    rotary = _rotary(parts, forward.__globals__[_ROTARY])
+    if rotary is None:
         return 0
     names = forward.__globals__ | {_ROTARY: rotary}
     fused = FunctionType(
@@ -250,15 +301,27 @@ def _fuse_rotary(module: nn.Module, parts: ElementwiseParts) -> int:
     return 1
 
 
-def _rotates_halves(original: Callable[..., Any], rotary: Rotary, device: torch.device) -> bool:
-    """Whether a modeling file's function does what the kernel does: some rotate neighboring
-    elements, or a part."""
+def _rotary(parts: ElementwiseParts, original: Callable[..., Any]) -> Rotary | None:
+    """Returns what does the same as a modeling file's function, if it rotates halves or
+    neighbors."""
     if tuple(inspect.signature(original).parameters)[:4] != ("q", "k", "cos", "sin"):
-        return False
+        return None
+    kinds = (False, True) if parts.rotates_all else (False,)
+    candidates = (Rotary(parts, original, neighbors=neighbors) for neighbors in kinds)
+    return next((one for one in candidates if _does_the_same(one, original, parts.device)), None)
+
+
+def _does_the_same(rotary: Rotary, original: Callable[..., Any], device: torch.device) -> bool:
+    """Tries tables of a whole head, and of fewer dimensions where the function takes them."""
     q, k = (trial_rows(4, num_heads, 32).to(device).transpose(1, 2) for num_heads in (4, 2))
-    cos, sin = (trial_rows(4, 1, 32).to(device)[:, :, 0] for _ in range(2))
-    try:
-        pairs = zip(rotary(q, k, cos, sin), original(q, k, cos, sin), strict=True)
-    except (RuntimeError, TypeError, ValueError):
-        return False
-    return all(agree(ours, theirs) for ours, theirs in pairs)
+    for size in (16, 32):
+        cos, sin = (trial_rows(4, 1, size).to(device)[:, :, 0] for _ in range(2))
+        try:
+            theirs = original(q, k, cos, sin)
+        except (RuntimeError, TypeError, ValueError):
+            if size < q.shape[-1]:
+                continue
+            return False
+        if not all(map(agree, rotary(q, k, cos, sin), theirs)):
+            return False
+    return True

@@ -16,6 +16,7 @@ import structlog
 import torch
 from torch import Tensor, nn
 
+from services.stage.kernels.kernel import GateActivation
 from services.stage.kernels.triton_loader import TritonKernels
 from shardline.base.rounding import ceil_div
 
@@ -147,6 +148,8 @@ class TritonRmsNorm(nn.Module):
 class TritonParts:
     """The elementwise parts of a model on a GPU."""
 
+    rotates_all = False
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._kernels = TritonKernels.load(KERNELS, __file__)
@@ -155,8 +158,9 @@ class TritonParts:
         """Returns an RMSNorm of a weight [D] of any float dtype."""
         return TritonRmsNorm(weight, eps, rounds_first)
 
-    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+    def gate_mul(self, gate: Tensor, up: Tensor, activation: GateActivation) -> Tensor:
         """Returns silu(gate) * up, dense: all [T, N] of one dtype, rows any distance apart."""
+        assert activation is GateActivation.SILU, "GELUs are torch's on a GPU"
         num_rows, width = gate.shape
         out = gate.new_empty(num_rows, width)
         self._kernels.module.silu_mul[num_rows, ceil_div(width, COLUMNS)](
@@ -170,9 +174,10 @@ class TritonParts:
         )
         return out
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, *, neighbors: bool) -> Tensor:
         """Rotates the halves of x [1, H, T, D], the heads of a token adjacent in memory, by dense
         cos and sin [1, T, D] of its dtype; returns a view of memory [1, T, H, D]."""
+        assert not neighbors, "those are torch's on a GPU"
         _, num_heads, num_rows, dim = x.shape
         out = x.new_empty(1, num_rows, num_heads, dim)
         self._kernels.module.rotate[num_rows, ceil_div(num_heads, HEADS)](

@@ -38,6 +38,8 @@ LENGTHS = (1, 5, 40, 17)
 BUDGET = 24
 """Below the longest prompt: some steps sample nothing, so that the last layer stops behind its
 KV."""
+FUSED_ALONE = {"olmo2", "phi3"}
+"""Models whose layers are one call in one process, not in ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +97,8 @@ def num_fused(stages: list[Executor]) -> int:
         ("llama-tied", "int8", 1),
         ("llama-tied", "int4", 1),
         ("qwen3", "bfloat16", 1),  # norms of attention heads
+        ("gemma3", "bfloat16", 1),  # norms of what ranks have put together
+        ("olmo2", "float32", 1),  # a norm of all heads
         ("phi3", "float32", 1),  # outputs of one product that no rank may keep
         ("mixtral", "float32", 1),  # experts
         ("gpt2", "float32", 1),  # no plan of transformers
@@ -115,7 +119,7 @@ def test_two_ranks_give_every_bit_of_one_process(
     # Then nothing shows it: tokens, log-probabilities, exactness, layers as one call
     assert completions(stages) == expected
     assert [stage.exact for stage in stages] == [stage.exact for stage in whole]
-    assert num_fused(stages) == num_fused(whole)
+    assert num_fused(stages) == (0 if name in FUSED_ALONE else num_fused(whole))
     for stage in stages:
         stage.drop()
 
@@ -171,7 +175,7 @@ def test_two_ranks_of_experts_in_mxfp4_give_every_bit_of_one_process(
     stages[0].drop()
 
 
-@pytest.mark.parametrize(("name", "same"), [("llama", True), ("gemma2", False)])
+@pytest.mark.parametrize(("name", "same"), [("llama", True), ("starcoder2", False)])
 def test_ranks_whose_shares_may_fill_no_vector_do_not_pass_for_one_process(
     name: str, same: bool, folder: Path, devices: Devices
 ) -> None:

@@ -26,19 +26,30 @@ PROMPT = Span(start=0, length=70, blocks=[0, 1])
 BESIDE = Span(start=0, length=9, blocks=[2])
 NEXT = Span(start=70, length=1, blocks=[0, 1])
 FUSED = {
-    "llama": NUM_LAYERS,
-    "qwen2": NUM_LAYERS,
-    "qwen3": NUM_LAYERS,
-    "mistral": NUM_LAYERS,
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "seed-oss"), NUM_LAYERS),
+    "gemma": NUM_LAYERS,  # another activation
+    "gemma2": NUM_LAYERS,  # four norms, capped scores
+    "gemma3": NUM_LAYERS,  # four norms and those of heads
+    "granite": NUM_LAYERS,  # a scaled residual
+    "olmo2": NUM_LAYERS,  # norms behind attention and MLP and of all heads, tables in float32
+    "olmo3": NUM_LAYERS,
+    "exaone4": NUM_LAYERS,
+    "hunyuan-dense": NUM_LAYERS,  # norms of heads that are turned
+    "smollm3": NUM_LAYERS,  # every fourth layer turns nothing
+    "phi3": NUM_LAYERS,  # products that the model itself merged
+    "glm4": NUM_LAYERS,  # turns neighbors, and half of a head
+    "ernie4.5": NUM_LAYERS,  # turns neighbors by tables in float32
     "ministral3": 0,  # scales queries at late positions
-    "gemma": 0,  # another activation
-    "gemma2": 0,  # four norms
-    "granite": 0,  # a scaled residual
-    "olmo2": 0,  # norms behind attention and MLP
-    "smollm3": 3,  # every fourth layer turns nothing
+    "cohere2": 0,  # LayerNorm, attention beside the MLP
+    "starcoder2": 0,  # LayerNorm
     "mixtral": 0,  # experts
 }
 """How many layers of each model are one call."""
+OTHER_DTYPES = ("float32", "int8", "int4")
+CASES = [
+    *((name, "bfloat16") for name in FUSED),
+    *((name, dtype) for name in ("llama", "gemma3", "olmo2", "glm4") for dtype in OTHER_DTYPES),
+]
 FUSED_ENCODERS = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra"), NUM_LAYERS),
     "mpnet": 0,  # scores by distance
@@ -100,8 +111,7 @@ def outputs(forward: Forward) -> list[Tensor]:
     return [every, narrowed, forward.sampled_outputs([NEXT], ids([NEXT]), [0])]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize(("name", "dtype"), CASES)
 @torch.inference_mode()
 def test_layers_as_one_call_give_every_bit_of_their_modules(
     name: str, dtype: str, tmp_path: Path

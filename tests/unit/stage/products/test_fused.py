@@ -3,17 +3,26 @@ own."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
 import transformers as tf
 from torch import Tensor, nn
 from transformers.models.cohere import modeling_cohere
+from transformers.models.ernie4_5 import modeling_ernie4_5
 from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.glm4 import modeling_glm4
 from transformers.models.llama import modeling_llama
 from transformers.models.olmo2 import modeling_olmo2
+from transformers.models.phi3 import modeling_phi3
 
-from services.stage.kernels.kernel import Kernel
+from services.stage.kernels.kernel import GateActivation, Kernel
 from services.stage.products.fused import FusedMlp, FusedRmsNorm, NativeParts, Rotary, fuse
+from services.stage.products.fused_gelu import fuse_gelus
 from tests.models import COMMON, CONFIGS
 from tests.unit.stage.attention.attending import kernels
 
@@ -21,6 +30,53 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NORMS = [modeling_llama.LlamaRMSNorm, modeling_gemma2.Gemma2RMSNorm, modeling_olmo2.Olmo2RMSNorm]
 WIDTHS = [8, 33, 1024]
 ROWS = 70
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """How one modeling file turns queries and keys."""
+
+    modeling: ModuleType
+    attention: type[nn.Module]
+    config: type[tf.PreTrainedConfig]
+    is_partial: bool = False
+    has_float_tables: bool = False
+
+    @property
+    def original(self) -> Any:
+        """The modeling file's function."""
+        return self.modeling.apply_rotary_pos_emb
+
+
+ROTATIONS = {
+    "halves": Rotation(
+        modeling=modeling_llama, attention=modeling_llama.LlamaAttention, config=tf.LlamaConfig
+    ),
+    "halves of a part": Rotation(
+        modeling=modeling_phi3,
+        attention=modeling_phi3.Phi3Attention,
+        config=tf.Phi3Config,
+        is_partial=True,
+    ),
+    "halves in float32": Rotation(
+        modeling=modeling_olmo2,
+        attention=modeling_olmo2.Olmo2Attention,
+        config=tf.Olmo2Config,
+        has_float_tables=True,
+    ),
+    "neighbors in a part": Rotation(
+        modeling=modeling_glm4,
+        attention=modeling_glm4.Glm4Attention,
+        config=tf.Glm4Config,
+        is_partial=True,
+    ),
+    "neighbors in float32": Rotation(
+        modeling=modeling_ernie4_5,
+        attention=modeling_ernie4_5.Ernie4_5Attention,
+        config=tf.Ernie4_5Config,
+        has_float_tables=True,
+    ),
+}
 
 pytestmark = pytest.mark.usefixtures("inference")
 
@@ -70,8 +126,34 @@ def test_a_fused_norm_rounds_where_the_model_does(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_fused_mlp_gives_the_same(dtype: torch.dtype, kernel: Kernel) -> None:
-    module = mlp(dtype)
+@pytest.mark.parametrize(
+    ("act", "activation"),
+    [
+        ("silu", GateActivation.SILU),
+        ("gelu", GateActivation.GELU),
+        ("gelu_pytorch_tanh", GateActivation.GELU_TANH),
+    ],
+)
+def test_a_fused_mlp_gives_the_same(
+    act: str, activation: GateActivation, dtype: torch.dtype, kernel: Kernel
+) -> None:
+    module = mlp(dtype, act)
+    x = draw(ROWS, 32, dtype=dtype)
+    expected = module(x)
+
+    fuse_gelus(module, kernel)
+    ours = fused(module, kernel)
+
+    assert isinstance(ours, FusedMlp)
+    assert ours.activation is activation
+    torch.testing.assert_close(ours(x), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gate_and_up_may_be_one_product(dtype: torch.dtype, kernel: Kernel) -> None:
+    torch.manual_seed(3)
+    config = tf.Phi3Config(hidden_size=32, intermediate_size=77)
+    module = nn.Module.to(modeling_phi3.Phi3MLP(config), dtype)
     x = draw(ROWS, 32, dtype=dtype)
 
     ours = fused(module, kernel)
@@ -82,16 +164,25 @@ def test_a_fused_mlp_gives_the_same(dtype: torch.dtype, kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [6, 64, 80])
-def test_rotated_heads_have_the_models_bits(dim: int, dtype: torch.dtype, kernel: Kernel) -> None:
+@pytest.mark.parametrize("way", ROTATIONS)
+def test_rotated_heads_have_the_models_bits(
+    way: str, dim: int, dtype: torch.dtype, kernel: Kernel
+) -> None:
+    rotation = ROTATIONS[way]
     query_and_key = [
         draw(1, ROWS, num_heads, dim, dtype=dtype).transpose(1, 2) for num_heads in (4, 2)
     ]
-    cos_and_sin = [draw(1, ROWS, dim, dtype=dtype, seed=seed) for seed in (5, 6)]
-    rotary = Rotary(NativeParts(kernel), modeling_llama.apply_rotary_pos_emb)
+    size = dim // 2 if rotation.is_partial and dim % 4 == 0 else dim
+    tables = torch.float32 if rotation.has_float_tables else dtype
+    cos_and_sin = [draw(1, ROWS, size, dtype=tables, seed=seed) for seed in (5, 6)]
+    attention = rotation.attention(rotation.config(**COMMON), 0)
+    assert fuse(nn.ModuleDict({"attention": attention}), NativeParts(kernel)) >= 1
+    rotary = attention.forward.__globals__["apply_rotary_pos_emb"]
 
     ours = rotary(*query_and_key, *cos_and_sin)
-    theirs = modeling_llama.apply_rotary_pos_emb(*query_and_key, *cos_and_sin)
+    theirs = rotation.original(*query_and_key, *cos_and_sin)
 
+    assert isinstance(rotary, Rotary)
     assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
@@ -114,9 +205,8 @@ def test_fused_views_of_one_wide_product_are_read_in_place(
         )
 
     # When each runs
-    rotated = Rotary(NativeParts(kernel), lambda *_: pytest.fail("not recognized"))(
-        query, key, *cos_and_sin
-    )
+    not_called = partial(pytest.fail, "not recognized")
+    rotated = Rotary(NativeParts(kernel), not_called, neighbors=False)(query, key, *cos_and_sin)
 
     # Then no view is taken for dense rows
     expected = modeling_llama.apply_rotary_pos_emb(query, key, *cos_and_sin)
@@ -131,7 +221,8 @@ def test_heads_side_by_side_are_rotated_by_the_models_function(kernel: Kernel) -
 
     theirs = modeling_llama.apply_rotary_pos_emb(*query_and_key, *cos_and_sin)
 
-    assert Rotary(NativeParts(kernel), lambda *_: theirs)(*query_and_key, *cos_and_sin) is theirs
+    rotary = Rotary(NativeParts(kernel), lambda *_: theirs, neighbors=False)
+    assert rotary(*query_and_key, *cos_and_sin) is theirs
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -189,7 +280,7 @@ def test_other_modules_are_not_fused(module: nn.Module, kernel: Kernel) -> None:
     assert parent["part"] is module
 
 
-def test_positions_of_a_model_that_rotates_neighbors_are_not_fused(kernel: Kernel) -> None:
+def test_positions_of_a_model_with_another_rotation_are_not_fused(kernel: Kernel) -> None:
     layer = modeling_cohere.CohereAttention(tf.CohereConfig(**COMMON), 0)
 
     assert fuse(nn.ModuleDict({"attention": layer}), NativeParts(kernel)) == 0

@@ -20,6 +20,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
+from services.stage.kernels.kernel import GateActivation
 from services.stage.products import triton_products
 from services.stage.products.fused import FusedMlp, fuse, fuse_norms
 from services.stage.products.packing import Part, pack, triton_packing
@@ -154,7 +155,7 @@ def test_a_gated_activation_rounds_where_the_model_does(
     wide = 4 * draw(num_rows, 2 * width + apart, dtype=dtype)
     gate, up = wide[:, :width], wide[:, width + apart :]
 
-    found = TritonParts(torch.device(DEVICE)).silu_mul(gate, up)
+    found = TritonParts(torch.device(DEVICE)).gate_mul(gate, up, GateActivation.SILU)
 
     roundings = 2 * ROUNDINGS[dtype]
     torch.testing.assert_close(found, nn.functional.silu(gate) * up, rtol=roundings, atol=roundings)
@@ -175,11 +176,13 @@ def test_heads_are_rotated_as_the_model_does(
     x = wide[..., apart:].unflatten(-1, (num_heads, 2 * half)).transpose(1, 2)
     cos, sin = (draw(1, num_rows, 2 * half, dtype=dtype, seed=seed) for seed in (5, 6))
 
-    found = TritonParts(torch.device(DEVICE)).rotate(x, cos, sin)
+    found = TritonParts(torch.device(DEVICE)).rotate(x, cos, sin, neighbors=False)
 
+    # Two products of values up to 4 nearly cancel: what rounding leaves of them is larger than the
+    # difference.
     expected, _ = apply_rotary_pos_emb(x, x, cos, sin)
     roundings = 2 * ROUNDINGS[dtype]
-    torch.testing.assert_close(found, expected, rtol=roundings, atol=roundings)
+    torch.testing.assert_close(found, expected, rtol=roundings, atol=4 * roundings)
 
 
 @pytest.mark.parametrize("tile", [FEW_ROWS, WIDE, *LARGER])
