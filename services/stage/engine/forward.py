@@ -24,7 +24,7 @@ from services.stage.attention.paged_kv import MicroBatch, PagedKv, Span
 from services.stage.engine.step_graphs import Recorder, StepGraph, StepGraphs
 from services.stage.kernels.kernel import Kernel
 from services.stage.model.encoders.encoder_class import is_encoder
-from services.stage.model.fused_layer import fuse_layers
+from services.stage.model.fused_layer import MixedLayer, fuse_layers
 from services.stage.model.last_layer import LastLayer, Narrow
 from services.stage.model.shard import Shard
 from services.stage.products.row_buckets import RowPadding
@@ -94,8 +94,15 @@ class Forward:
         layers = self.shard.layer_modules.values()
         trial = partial(self.hidden, spans, x)
         with self._over_the_context():
-            self.num_fused = len(fuse_layers(layers, kernel, self.attention, trial, group))
-        log.info("layers as one call", fused=self.num_fused, layers=len(layers))
+            fused = fuse_layers(layers, kernel, self.attention, trial, group)
+        num_mixed = sum(isinstance(one, MixedLayer) for one in fused.values())
+        self.num_fused = len(fused) - num_mixed
+        log.info(
+            "layers as one call",
+            fused=self.num_fused,
+            behind_mixers=num_mixed,
+            layers=len(layers),
+        )
         # An encoder's pooler applies tanh.
         if self.num_fused == len(layers) and not is_encoder(self.shard.info.config):
             self.padding = replace(self.padding, widths=frozenset())

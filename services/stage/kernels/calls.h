@@ -99,9 +99,10 @@ struct Ranks {
 // A decoder layer, x [num_rows][hidden] to `out` of the same size, dense, in the attention's dtype, with its rows and
 // threads. qkv and gate_up are products of several layers side by side. With no out it ends when keys and values are
 // written. With ranks each computes its share of the attention heads and of every product's outputs: those of o and down,
-// and the inputs of both, come together, where each rank's have a first place in a row.
+// and the inputs of both, come together, where each rank's have a first place in a row. Without qkv the call begins behind
+// what mixes tokens: `mixed`, of the size of x, takes the place of o's outputs.
 struct LayerCall {
-  const void* x;
+  const void *x, *mixed;
   void* out;
   Turned turned;
   ProductCall *qkv, *o, *gate_up, *down;

@@ -173,7 +173,7 @@ class LayerCall(ctypes.Structure):
     """calls.h's `LayerCall`, field by field."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "out")),
+        *((name, c_void_p) for name in ("x", "mixed", "out")),
         ("turned", Turned),
         *((name, POINTER(ProductCall)) for name in ("qkv", "o", "gate_up", "down")),
         ("attention", POINTER(AttentionCall)),

@@ -68,26 +68,24 @@ struct Layer {
     return shardline_add(residual, y, call.residual_scale, call.out, rows, hidden, dtype, threads);
   }
 
-  int32_t run() const {
+  // Attention, added to x: `out`, if there is one.
+  int32_t attend() const {
     const int64_t dim = attention.dim, queries = attention.num_heads * dim, keys = attention.num_kv_heads * dim;
-    const int64_t width = call.qkv->num_outputs, inner = call.gate_up->num_outputs / 2;
+    const int64_t width = call.qkv->num_outputs;
     Scratch scratch(element_bytes);
     const int64_t normal_at = scratch.plan(rows * hidden), qkv_at = scratch.plan(rows * width);
     const int64_t query_at = scratch.plan(rows * queries), key_at = scratch.plan(rows * keys);
-    const int64_t attended_at = scratch.plan(rows * queries), gates_at = scratch.plan(rows * 2 * inner);
-    const int64_t inner_at = scratch.plan(rows * inner);
+    const int64_t attended_at = scratch.plan(rows * queries);
     scratch.take();
-    char *normal = scratch.at(normal_at), *qkv = scratch.at(qkv_at);
-    char *turned_query = scratch.at(query_at), *turned_key = scratch.at(key_at);
-    char *attended = scratch.at(attended_at), *gates = scratch.at(gates_at), *gated = scratch.at(inner_at);
+    char *normal = scratch.at(normal_at), *qkv = scratch.at(qkv_at), *attended = scratch.at(attended_at);
 
     const char* x = (const char*)call.x;
     if (int32_t status = normalize(x, call.before_attention, normal)) return status;
     if (int32_t status = multiply(*call.qkv, attention, x, qkv)) return status;
     Heads query{qkv, attention.num_heads, width}, key{qkv + queries * element_bytes, attention.num_kv_heads, width};
     const char* value = key.at + keys * element_bytes;
-    if (int32_t status = position(query, call.query_norm, attended, turned_query)) return status;
-    if (int32_t status = position(key, call.key_norm, attended, turned_key)) return status;
+    if (int32_t status = position(query, call.query_norm, attended, scratch.at(query_at))) return status;
+    if (int32_t status = position(key, call.key_norm, attended, scratch.at(key_at))) return status;
     attention.query = query.at, attention.key = key.at, attention.value = value;
     attention.out = call.out ? attended : nullptr;
     attention.query_strides = {dim, query.stride}, attention.key_strides = {dim, key.stride}, attention.value_strides = {dim, width};
@@ -97,18 +95,32 @@ struct Layer {
     if (!all) return -1;
     if (int32_t status = multiply(*call.o, attention, all, normal)) return status;
     if (!(all = together(normal, call.o->num_outputs, call.first_o, hidden))) return -1;
-    if (int32_t status = add(call.x, all, call.after_attention, normal)) return status;
+    return add(call.x, all, call.after_attention, normal);
+  }
+  // The MLP, added to `out`.
+  int32_t feed_forward() const {
+    const int64_t inner = call.gate_up->num_outputs / 2;
+    Scratch scratch(element_bytes);
+    const int64_t normal_at = scratch.plan(rows * hidden), gates_at = scratch.plan(rows * 2 * inner);
+    const int64_t inner_at = scratch.plan(rows * inner);
+    scratch.take();
+    char *normal = scratch.at(normal_at), *gates = scratch.at(gates_at), *gated = scratch.at(inner_at);
 
-    x = (const char*)call.out;
+    const char* x = (const char*)call.out;
     if (int32_t status = normalize(x, call.before_mlp, normal)) return status;
     if (int32_t status = multiply(*call.gate_up, attention, x, gates)) return status;
     if (int32_t status = shardline_gate_mul(gates, gates + inner * element_bytes, gated, rows, inner, 2 * inner, 2 * inner,
                                             call.activation, dtype, threads))
       return status;
-    if (!(all = together(gated, inner, call.first_inner, call.down->num_inputs))) return -1;
+    const char* all = together(gated, inner, call.first_inner, call.down->num_inputs);
+    if (!all) return -1;
     if (int32_t status = multiply(*call.down, attention, all, normal)) return status;
     if (!(all = together(normal, call.down->num_outputs, call.first_down, hidden))) return -1;
     return add(call.out, all, call.after_mlp, normal);
+  }
+  int32_t run() const {
+    const int32_t status = call.qkv ? attend() : add(call.x, (const char*)call.mixed, call.after_attention, (char*)call.out);
+    return status || !call.out ? status : feed_forward();
   }
 };
 
@@ -116,7 +128,7 @@ struct Layer {
 
 int32_t shardline_run_layer(const LayerCall* call) {
   AttentionCall& attention = *call->attention;
-  const int64_t hidden = call->qkv->num_inputs;
+  const int64_t hidden = call->gate_up->num_inputs;
   return Layer{*call, attention, attention.num_rows, hidden, element_bytes(attention), attention.dtype, attention.num_threads}.run();
 }
 

@@ -1,8 +1,8 @@
-"""Layers as one call of the kernel, where that gives every bit of the layer's own forward in a
-trial.
+"""Layers as one call of the kernel, or all of a layer behind what mixes its tokens, where that
+gives every bit of the layer's own forward in a trial.
 
-A layer is recognized by its parts, all of them fused or packed before. A trial then decides: it
-sees what parts do not show, such as a scaled residual. Knows no model by name.
+A layer is recognized by its parts (`layer_parts`). A trial then decides: it sees what parts do not
+show. Knows no model by name.
 
 Letters of shapes: T packed rows, H the hidden size, D the size of an attention head, R its
 dimensions that positions turn.
@@ -11,6 +11,7 @@ dimensions that positions turn.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from ctypes import byref, pointer
 from typing import Any
 
@@ -18,38 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from services.stage.attention.attention import Attention, KvWritten
-from services.stage.kernels.kernel import DTYPES, Kernel, LayerCall, Turned
+from services.stage.kernels.kernel import DTYPES, AttentionCall, Kernel, LayerCall, Turned
 from services.stage.model.fused_encoder_layer import FusedEncoderLayer, fused_encoder_layer
+from services.stage.model.layer_parts import LayerParts, attention_parts, layer_parts, of_rank
 from services.stage.model.split_layers import GatheredLinear
-from services.stage.products.fused import FusedMlp, FusedRmsNorm
-from services.stage.products.packing import merged_layer
-from services.stage.products.tiled_linear import TiledLinear
-from services.stage.products.trial import child_names
+from services.stage.products.module_failures import FAILURES
 from services.stage.ranks.group import RankGroup
-
-_NORMS = (
-    {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"},
-    {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"},
-    {
-        "before_attention": "input_layernorm",
-        "after_attention": "post_attention_layernorm",
-        "before_mlp": "pre_feedforward_layernorm",
-        "after_mlp": "post_feedforward_layernorm",
-    },
-    {
-        "before_attention": "input_layernorm",
-        "after_attention": "post_self_attn_layernorm",
-        "before_mlp": "post_attention_layernorm",
-        "after_mlp": "post_mlp_layernorm",
-    },
-)
-"""What models call the norms of whole rows, by their places in a LayerCall."""
-_HEAD_NORMS = (
-    {"query_norm": "q_norm", "key_norm": "k_norm"},
-    {"query_norm": "query_layernorm", "key_norm": "key_layernorm"},
-)
-"""What they call those of queries and keys."""
-_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"}
 
 
 class FusedLayer:
@@ -63,23 +38,24 @@ class FusedLayer:
 
     def takes(self, x: object, options: Mapping[str, Any]) -> bool:
         """Whether these are hidden states and tables of cos and sin as `forward` needs them."""
-        tables = _tables(options)
         turned = self._call.turned
+        tables = _tables(options) or ()
         return (
-            tables is not None
-            and isinstance(x, Tensor)
-            and x.dim() == 3
-            and x.shape[0] == 1
-            and x.dtype in DTYPES
+            isinstance(x, Tensor)
+            and _is_packed(x)
+            and (not turned.dim or len(tables) == 2)
             and all(table.shape[:2] == x.shape[:2] for table in tables)
             and (
-                not turned.dim
-                or all(_kind(table) == (turned.dim, turned.dtype) for table in tables)
+                not turned.dim or all(_kind(each) == (turned.dim, turned.dtype) for each in tables)
             )
         )
 
     def forward(
-        self, hidden_states: Tensor, *_: Any, position_embeddings: tuple[Tensor, Tensor], **__: Any
+        self,
+        hidden_states: Tensor,
+        *_: Any,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **__: Any,
     ) -> Tensor:
         """Returns the layer's output [1, T, H] for hidden states [1, T, H] in one dtype and cos and
         sin [1, T, R] in that or float32.
@@ -87,15 +63,14 @@ class FusedLayer:
         Raises ProtocolError for rows that point outside the KV, and KvWritten while attention only
         writes.
         """
-        x, (cos, sin) = (
-            hidden_states.contiguous(),
-            (table.contiguous() for table in position_embeddings),
-        )
-        out = None if self._attention.only_writes else torch.empty_like(x)
+        x = hidden_states.contiguous()
         call = self._call
+        if call.turned.dim and position_embeddings is not None:
+            cos, sin = (table.contiguous() for table in position_embeddings)
+            call.turned.cos = cos.data_ptr()
+            call.turned.sin = sin.data_ptr()
+        out = None if self._attention.only_writes else torch.empty_like(x)
         call.x = x.data_ptr()
-        call.turned.cos = cos.data_ptr()
-        call.turned.sin = sin.data_ptr()
         call.out = None if out is None else out.data_ptr()
         if (status := self._kernel.run_layer(byref(call))) != 0:
             raise self._attention.refusal(status)
@@ -104,7 +79,45 @@ class FusedLayer:
         return out
 
 
-FusedLayers = dict[nn.Module, FusedLayer | FusedEncoderLayer]
+class MixedLayer:
+    """The forward of a layer with a part that mixes tokens by itself, such as a recurrence: all
+    behind that is one call."""
+
+    def __init__(self, kernel: Kernel, parts: LayerParts, call: LayerCall) -> None:
+        """Takes the call of what follows the mixer, which owns the memory that it points to."""
+        self._kernel = kernel
+        self._norm = parts.norms.get("before_attention")
+        self._mixer = parts.mixer
+        self._call = call
+
+    def takes(self, x: object, _options: Mapping[str, Any]) -> bool:
+        """Whether these are hidden states as `forward` needs them."""
+        return isinstance(x, Tensor) and _is_packed(x)
+
+    def forward(self, hidden_states: Tensor, *_: Any, **options: Any) -> Tensor:
+        """Returns the layer's output [1, T, H] for hidden states [1, T, H], in their dtype.
+        `options` go to the mixer, which may raise what it raises."""
+        x = hidden_states.contiguous()
+        mixed = self._mixer(hidden_states=x if self._norm is None else self._norm(x), **options)
+        mixed = mixed if isinstance(mixed, Tensor) else mixed[0]
+        mixed = mixed.contiguous()
+        out = torch.empty_like(x)
+        call = self._call
+        rows = call.attention.contents
+        rows.num_rows = x.shape[1]
+        rows.num_threads = torch.get_num_threads()
+        call.x = x.data_ptr()
+        call.mixed = mixed.data_ptr()
+        call.out = out.data_ptr()
+        status = self._kernel.run_layer(byref(call))
+        assert status == 0, f"the kernel refuses the layer: {status}"
+        return out
+
+
+Asked = tuple[tuple[Any, ...], dict[str, Any], Any]
+"""What a layer was called with, and its output."""
+Fused = FusedLayer | MixedLayer | FusedEncoderLayer
+FusedLayers = dict[nn.Module, Fused]
 
 
 def fuse_layers(
@@ -120,7 +133,7 @@ def fuse_layers(
 
     `group` has the ranks that compute the layers together, if several do.
     """
-    asked: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
+    asked: dict[nn.Module, Asked] = {}
 
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         asked[layer] = args, kwargs, out
@@ -131,16 +144,15 @@ def fuse_layers(
         hook.remove()
     fused: FusedLayers = {}
     for layer, call in asked.items():
-        candidates: list[FusedLayer | FusedEncoderLayer] = [
-            *_candidates(layer, kernel, attention, group, _tables(call[1]))
-        ]
-        encoder = fused_encoder_layer(layer, kernel, attention) if group is None else None
-        if encoder is not None:
-            candidates.append(encoder)
+        candidates = _candidates(layer, kernel, attention, group, call)
         used = (one for one in candidates if _use_fused(layer, one, *call))
         if (one := next(used, None)) is not None:
             fused[layer] = one
     return fused
+
+
+def _is_packed(x: Tensor) -> bool:
+    return x.dim() == 3 and x.shape[0] == 1 and x.dtype in DTYPES
 
 
 def _tables(options: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
@@ -156,7 +168,7 @@ def _kind(table: Tensor) -> tuple[int, int]:
 
 def _use_fused(
     layer: Any,
-    fused: FusedLayer | FusedEncoderLayer,
+    fused: Fused,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     expected: object,
@@ -166,47 +178,92 @@ def _use_fused(
     if not isinstance(expected, Tensor) or not fused.takes(x, kwargs):
         return False
     layer.forward = fused.forward
-    if torch.equal(layer(*args, **kwargs), expected):
-        return True
+    with suppress(*FAILURES):  # a mixer may want what only the layer's own forward gives it
+        if torch.equal(layer(*args, **kwargs), expected):
+            return True
     del layer.forward
     return False
 
 
 def _candidates(
-    layer: Any,
+    layer: nn.Module, kernel: Kernel, attention: Attention, group: RankGroup | None, asked: Asked
+) -> Iterator[Fused]:
+    """Yields what the layer may be as fewer calls, if it has the parts, and no others, that the
+    kernel puts together."""
+    if (parts := layer_parts(layer, group)) is not None:
+        args, options, _ = asked
+        yield from _whole_layers(parts, kernel, attention, group, _tables(options))
+        x = args[0] if args else options.get("hidden_states")
+        if group is None and isinstance(x, Tensor) and x.dtype in DTYPES:
+            call = LayerCall(
+                **_behind_mixer(parts, None),
+                attention=pointer(AttentionCall(dtype=DTYPES[x.dtype])),
+            )
+            yield MixedLayer(kernel, parts, call)
+    elif group is None and (encoder := fused_encoder_layer(layer, kernel, attention)) is not None:
+        yield encoder
+
+
+def _whole_layers(
+    parts: LayerParts,
     kernel: Kernel,
     attention: Attention,
     group: RankGroup | None,
     tables: tuple[Tensor, Tensor] | None,
 ) -> Iterator[FusedLayer]:
-    """Yields what the layer may be as one call, if it has the parts, and no others, that the kernel
-    puts together. They do not show where queries and keys are turned, or whether they are."""
-    norms = _norms(layer)
-    heads = _head_norms(layer.self_attn) if norms else None
-    products = _products(layer, group) if norms else None
-    asked = attention.call(getattr(layer.self_attn, "layer_idx", -1)) if norms else None
-    if heads is None or products is None or asked is None:
+    """Yields ways to compute a layer that attends: parts do not show where it turns queries and
+    keys, or whether it does."""
+    heads = attention_parts(parts.mixer)
+    asked = attention.call(getattr(parts.mixer, "layer_idx", -1))
+    if heads is None or asked is None or asked.sinks or asked.value_dim != asked.dim:
         return
-    if asked.sinks or asked.value_dim != asked.dim:
-        return
-    widths = [len(norm.scale) for norm in heads.values()]
+    out = of_rank(heads.o, group)
+    widths = [len(norm.scale) for norm in heads.norms.values()]
     whole = [asked.num_heads * asked.dim, asked.num_kv_heads * asked.dim]
-    if widths not in ([], [asked.dim] * 2, whole if group is None else []):
+    known: list[list[int]] = [[], [asked.dim] * 2, whole if group is None else []]
+    if out is None or widths not in known:
         return
-    for norms_turned in (False, True) if heads else (False,):
+    for norms_turned in (False, True) if widths else (False,):
         for turned in _rotations(tables, asked.dim):
             call = LayerCall(
+                **_behind_mixer(parts, group),
                 turned=turned,
-                **{name: pointer(product.call) for name, product in products.items()},
+                qkv=pointer(heads.qkv.call),
+                o=pointer(out.call),
                 attention=pointer(asked),
-                **{name: norm.norm for name, norm in {**norms, **heads}.items()},
-                **_together(layer, group),
+                **{place: norm.norm for place, norm in heads.norms.items()},
+                **({} if group is None else _in_ranks(group, heads.o, parts.down)),
                 norms_all_heads=widths == whole,
                 norms_turned=norms_turned,
-                activation=layer.mlp.activation,
-                residual_scale=getattr(layer, "residual_multiplier", 1.0),
             )
             yield FusedLayer(kernel, attention, call)
+
+
+def _behind_mixer(parts: LayerParts, group: RankGroup | None) -> dict[str, Any]:
+    """Returns the fields of a LayerCall that do not depend on how tokens are mixed."""
+    down = of_rank(parts.down, group)
+    assert down is not None
+    return {
+        "gate_up": pointer(parts.gate_up.call),
+        "down": pointer(down.call),
+        **{place: norm.norm for place, norm in parts.norms.items()},
+        "activation": parts.mlp.activation,
+        "residual_scale": parts.residual_scale,
+    }
+
+
+def _in_ranks(group: RankGroup, o: GatheredLinear, down: GatheredLinear) -> dict[str, Any]:
+    """Returns the ranks, and where in a row of inputs and of outputs of each product this one's
+    are."""
+    assert o.inputs is not None
+    assert down.inputs is not None
+    return {
+        "ranks": pointer(group.call),
+        "first_attended": o.inputs.mine.start,
+        "first_o": o.outputs.mine.start,
+        "first_inner": down.inputs.mine.start,
+        "first_down": down.outputs.mine.start,
+    }
 
 
 def _rotations(tables: tuple[Tensor, Tensor] | None, head_dim: int) -> list[Turned]:
@@ -216,78 +273,3 @@ def _rotations(tables: tuple[Tensor, Tensor] | None, head_dim: int) -> list[Turn
         return [Turned()]
     by_table = [Turned(dim=size, dtype=dtype, neighbors=each) for each in (False, True)]
     return [*by_table, Turned()]
-
-
-def _norms(layer: nn.Module) -> dict[str, FusedRmsNorm]:
-    """Returns the norms of whole rows by their places in a LayerCall; none if the layer has other
-    parts than these, attention and a gated MLP."""
-    parts = {name for name, part in layer.named_children() if not isinstance(part, nn.Dropout)}
-    for names in _NORMS:
-        if parts == {"self_attn", "mlp", *names.values()}:
-            return _fused_norms(layer, names) or {}
-    return {}
-
-
-def _head_norms(heads: nn.Module) -> dict[str, FusedRmsNorm] | None:
-    """Returns the norms of queries and keys by their places in a LayerCall, if any; None if
-    attention has other parts than these and its products."""
-    others = child_names(heads) - _PROJECTIONS
-    for names in ({}, *_HEAD_NORMS):
-        if others == set(names.values()):
-            return _fused_norms(heads, names)
-    return None
-
-
-def _fused_norms(module: nn.Module, names: Mapping[str, str]) -> dict[str, FusedRmsNorm] | None:
-    norms = {place: getattr(module, name) for place, name in names.items()}
-    return norms if all(isinstance(norm, FusedRmsNorm) for norm in norms.values()) else None
-
-
-def _products(layer: Any, group: RankGroup | None) -> dict[str, TiledLinear] | None:
-    """Returns the products by their places in a LayerCall, if all of them are the kernel's."""
-    heads = layer.self_attn
-    mlp = layer.mlp
-    if not isinstance(mlp, FusedMlp):
-        return None
-    products = {
-        "qkv": _side_by_side(heads, "qkv_proj", ("q_proj", "k_proj", "v_proj")),
-        "o": _mine(heads.o_proj, group),
-        "gate_up": _side_by_side(mlp, "gate_up_proj", ("gate_proj", "up_proj")),
-        "down": _mine(mlp.down_proj, group),
-    }
-    are_ours = all(isinstance(product, TiledLinear) for product in products.values())
-    return products if are_ours else None
-
-
-def _side_by_side(module: nn.Module, merged: str, apart: tuple[str, ...]) -> nn.Module | None:
-    """Returns the product that computes all of these: the model's own, or the one that packing
-    made."""
-    if merged in child_names(module):
-        return module.get_submodule(merged)
-    return merged_layer(*(getattr(module, name, None) for name in apart))
-
-
-def _mine(product: Any, group: RankGroup | None) -> Any:
-    """Returns the product; with ranks this one's part: they put its inputs and outputs together."""
-    if group is None:
-        return product
-    return (
-        product.linear
-        if isinstance(product, GatheredLinear) and product.inputs is not None
-        else None
-    )
-
-
-def _together(layer: Any, group: RankGroup | None) -> dict[str, Any]:
-    """Returns the ranks, and where in a row of inputs and of outputs of each product this one's
-    are."""
-    if group is None:
-        return {}
-    o_proj, down_proj = layer.self_attn.o_proj, layer.mlp.down_proj
-    return {
-        "ranks": pointer(group.call),
-        "first_attended": o_proj.inputs.mine.start,
-        "first_o": o_proj.outputs.mine.start,
-        "first_inner": down_proj.inputs.mine.start,
-        "first_down": down_proj.outputs.mine.start,
-    }

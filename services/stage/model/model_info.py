@@ -259,7 +259,7 @@ def check_can_be_sharded(config: Any) -> None:
             "Choose a model of full, sliding or chunked attention, or known recurrent layers",
         )
     is_stateful = model_class(config)._is_stateful  # noqa: SLF001 (transformers has no reader)
-    if is_stateful and not types & RECURRENT_TYPES:
+    if is_stateful and not types:  # attention alone, as in Granite 4, needs no state
         refuse(
             f"{kind!r} keeps a state that goes from token to token; only keys and values are kept"
         )

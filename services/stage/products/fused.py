@@ -11,7 +11,7 @@ float16.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ctypes import byref
 from functools import partial
 from types import FunctionType, MethodType
@@ -25,9 +25,13 @@ from services.stage.products.fused_gelu import FusedGelu
 from services.stage.products.trial import agree, child_names, replace_children, trial_rows
 
 _ROTARY = "apply_rotary_pos_emb"
-_MERGED = {"gate_up_proj", "down_proj"}
-_GATED = {"gate_proj", "up_proj"} | _MERGED
-"""The products of a gated MLP."""
+MLP_NAMES: tuple[dict[str, str], ...] = (
+    {"gate": "gate_proj", "up": "up_proj", "down": "down_proj", "activation": "act_fn"},
+    {"gate_up": "gate_up_proj", "down": "down_proj", "activation": "activation_fn"},
+    {"gate_up": "input_linear", "down": "output_linear", "activation": "activation"},
+    {"gate": "w1", "up": "w3", "down": "w2"},
+)
+"""What models call the parts of a gated MLP."""
 
 MakeNorm = Callable[[Tensor, float, bool], nn.Module]
 """Makes an RMSNorm, a module from x [..., D] to the same shape and dtype, of a weight [D] with its
@@ -145,30 +149,38 @@ class FusedMlp(nn.Module):
     """A gated MLP, down(activation(gate(x)) * up(x)), with the elementwise part in one pass. Gate
     and up are two products, or the halves of one."""
 
-    gate_proj: Any
-    up_proj: Any
-    gate_up_proj: Any
-    down_proj: Any
-
-    def __init__(self, parts: ElementwiseParts, mlp: Any, activation: GateActivation) -> None:
+    def __init__(
+        self,
+        parts: ElementwiseParts,
+        mlp: Any,
+        names: Mapping[str, str],
+        activation: GateActivation,
+    ) -> None:
+        """`names` are the model's, as in `MLP_NAMES`."""
         super().__init__()
         self._parts = parts
+        self._names = names
         self.activation = activation
-        for name in _GATED & child_names(mlp):
-            self.add_module(name, mlp.get_submodule(name))
+        for place in names.keys() - {"activation"}:
+            self.add_module(names[place], mlp.get_submodule(names[place]))
+
+    def product(self, place: str) -> Any:
+        """Returns the product that stands for a place of `MLP_NAMES`, or None."""
+        return self._modules.get(self._names.get(place, ""))
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [..., K] to [..., K], K the hidden size, in the dtype of the weights."""
         gate, up = self._gate_and_up(x)
         gates, ups = (each.reshape(-1, each.shape[-1]) for each in (gate, up))
         inner: Tensor = self._parts.gate_mul(gates, ups, self.activation)
-        return self.down_proj(inner.reshape(gate.shape))
+        out: Tensor = self.product("down")(inner.reshape(gate.shape))
+        return out
 
     def _gate_and_up(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if "gate_up_proj" in self._modules:
-            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-            return gate, up
-        return self.gate_proj(x), self.up_proj(x)
+        if (both := self.product("gate_up")) is None:
+            return self.product("gate")(x), self.product("up")(x)
+        gate, up = both(x).chunk(2, dim=-1)
+        return gate, up
 
 
 class Rotary:
@@ -252,21 +264,21 @@ def _fused_norm(make: MakeNorm, module: nn.Module) -> nn.Module | None:
 
 
 def _fused_mlp(parts: ElementwiseParts, module: Any) -> FusedMlp | None:
-    names = child_names(module)
-    if names not in ({*_GATED - {"gate_up_proj"}, "act_fn"}, {*_MERGED, "activation_fn"}):
+    names = next((each for each in MLP_NAMES if child_names(module) == set(each.values())), None)
+    if names is None:
         return None
-    first = module.get_submodule("gate_up_proj" if "gate_up_proj" in names else "gate_proj")
+    first = module.get_submodule(names.get("gate_up", names.get("gate")))
     width = getattr(first, "in_features", None)
-    dtype = module.down_proj.weight.dtype
+    dtype = module.get_submodule(names["down"]).weight.dtype
     if not isinstance(width, int) or dtype not in DTYPES:
         return None
-    activate = module.get_submodule("act_fn" if "act_fn" in names else "activation_fn")
-    fused = FusedMlp(parts, module, _activation(activate))
+    activate = module.get_submodule(names["activation"]) if "activation" in names else None
+    fused = FusedMlp(parts, module, names, _activation(activate))
     x = trial_rows(width, dtype=dtype).to(parts.device)
     return fused if agree(fused(x), module(x)) else None
 
 
-def _activation(module: nn.Module) -> GateActivation:
+def _activation(module: nn.Module | None) -> GateActivation:
     """What a gate's activation may be: a GELU is recognized before, since trial rows do not tell
     one from the other."""
     if not isinstance(module, FusedGelu):

@@ -17,20 +17,22 @@ from services.stage.model.kv_shapes import probe_kv_shapes
 from services.stage.model.shard import Shard
 from services.stage.products.packing import packing_for
 from services.stage.products.row_buckets import RowPadding
+from services.stage.recurrent.states import RecurrentStates
 from shardline.base.errors import ProtocolError
 from tests.encoders import SHARED, save_encoder
 from tests.models import save_drawn, save_model
 
 NUM_LAYERS = 4
-PROMPT = Span(start=0, length=70, blocks=[0, 1])
-BESIDE = Span(start=0, length=9, blocks=[2])
-NEXT = Span(start=70, length=1, blocks=[0, 1])
+PROMPT = Span(start=0, length=70, blocks=[0, 1], state=0)
+BESIDE = Span(start=0, length=9, blocks=[2], state=1)
+NEXT = Span(start=70, length=1, blocks=[0, 1], state=0)
 FUSED = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "seed-oss"), NUM_LAYERS),
     "gemma": NUM_LAYERS,  # another activation
     "gemma2": NUM_LAYERS,  # four norms, capped scores
     "gemma3": NUM_LAYERS,  # four norms and those of heads
     "granite": NUM_LAYERS,  # a scaled residual
+    "granite-4-dense": NUM_LAYERS,
     "olmo2": NUM_LAYERS,  # norms behind attention and MLP and of all heads, tables in float32
     "olmo3": NUM_LAYERS,
     "exaone4": NUM_LAYERS,
@@ -39,12 +41,24 @@ FUSED = {
     "phi3": NUM_LAYERS,  # products that the model itself merged
     "glm4": NUM_LAYERS,  # turns neighbors, and half of a head
     "ernie4.5": NUM_LAYERS,  # turns neighbors by tables in float32
+    "lfm2": 1,  # other names
+    "granitemoehybrid": 1,
+    "qwen3.5": 0,  # gates what it attended
+    "olmo-hybrid": 2,
     "ministral3": 0,  # scales queries at late positions
     "cohere2": 0,  # LayerNorm, attention beside the MLP
     "starcoder2": 0,  # LayerNorm
     "mixtral": 0,  # experts
 }
 """How many layers of each model are one call."""
+BEHIND_MIXERS = {
+    "lfm2": 3,
+    "granitemoehybrid": 3,
+    "qwen3.5": NUM_LAYERS,
+    "olmo-hybrid": 2,
+    "ministral3": NUM_LAYERS,
+}
+"""Layers of which all that follows the part that mixes tokens is one call."""
 OTHER_DTYPES = ("float32", "int8", "int4")
 CASES = [
     *((name, "bfloat16") for name in FUSED),
@@ -80,15 +94,12 @@ def forward_of(
     shard = Shard.load(
         folder, range(NUM_LAYERS), dtype=dtype, attn_implementation=attention.name, device=cpu
     )
-    kv_shapes = probe_kv_shapes(shard)
     pack_shard(shard, packing)
+    kv = PagedKv(layers=probe_kv_shapes(shard), num_blocks=3, dtype=dtype)
+    shard.recurrence.kernel = native
     fuse_on_cores(shard.model, native)
-    return Forward(
-        shard,
-        attention,
-        PagedKv(layers=kv_shapes, num_blocks=3, dtype=dtype),
-        RowPadding(buckets=frozenset()),
-    )
+    states = RecurrentStates(shard.recurrence.shapes, num_slots=2)
+    return Forward(shard, attention, kv, RowPadding(buckets=frozenset()), states)
 
 
 def ids(spans: list[Span]) -> Tensor:
@@ -127,6 +138,10 @@ def test_layers_as_one_call_give_every_bit_of_their_modules(
 
     # Then they are those that we know, and nothing changes
     assert num_fused == FUSED[name]
+    layers = forward.shard.layer_modules.values()
+    assert sum("forward" in vars(layer) for layer in layers) - num_fused == BEHIND_MIXERS.get(
+        name, 0
+    )
     assert all(torch.equal(got, one) for got, one in zip(outputs(forward), expected, strict=True))
 
 
