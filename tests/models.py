@@ -118,6 +118,16 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "lfm2": lambda: tf.Lfm2Config(
         **COMMON, layer_types=["conv", "full_attention", "conv", "conv"], block_multiple_of=16
     ),
+    "granite-4-dense": lambda: tf.GraniteMoeHybridConfig(
+        **COMMON,
+        shared_intermediate_size=48,
+        num_local_experts=0,
+        layer_types=["attention"] * 4,
+        position_embedding_type="rope",
+        residual_multiplier=0.5,
+        mamba_n_heads=4,
+        mamba_d_head=16,
+    ),
     "granitemoehybrid": lambda: tf.GraniteMoeHybridConfig(
         **COMMON,
         shared_intermediate_size=48,
@@ -129,16 +139,6 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         mamba_d_head=16,
         mamba_d_state=24,
         mamba_n_groups=2,
-    ),
-    "granite-4-dense": lambda: tf.GraniteMoeHybridConfig(
-        **COMMON,
-        shared_intermediate_size=48,
-        num_local_experts=0,
-        layer_types=["attention"] * 4,
-        position_embedding_type="rope",
-        residual_multiplier=0.5,
-        mamba_n_heads=4,
-        mamba_d_head=16,
     ),
     "qwen3-next": lambda: tf.Qwen3NextConfig(
         **MIXTURE,

@@ -53,7 +53,8 @@ def shapes() -> dict[str, tuple[int, int]]:
 
 
 def products(cores: int) -> list[dict[str, Any]]:
-    """GFLOP/s of torch's linear (oneDNN for bf16), by precision, threads, shape and rows."""
+    """GFLOP/s of torch's linear (oneDNN for bf16), by precision, threads, shape and rows; of the
+    precisions that it packs weights of on this processor."""
     return [
         {
             "precision": precision,
@@ -63,6 +64,7 @@ def products(cores: int) -> list[dict[str, Any]]:
             "gflop_per_s": round(product(dtype, threads, size, rows)),
         }
         for precision, dtype in DTYPES.items()
+        if precision != "bf16" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
         for threads in sorted({1, cores})
         for name, size in shapes().items()
         for rows in ROWS
