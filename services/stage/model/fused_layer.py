@@ -221,7 +221,9 @@ def _whole_layers(
     widths = [len(norm.scale) for norm in heads.norms.values()]
     whole = [asked.num_heads * asked.dim, asked.num_kv_heads * asked.dim]
     known: list[list[int]] = [[], [asked.dim] * 2, whole if group is None else []]
-    if out is None or widths not in known:
+    if out is None or widths not in known or heads.qkv.out_features != whole[0] + 2 * whole[1]:
+        return
+    if group is None and out.in_features != whole[0]:
         return
     for norms_turned in (False, True) if widths else (False,):
         for turned in _rotations(tables, asked.dim):
