@@ -137,10 +137,9 @@ def choose_row_buckets(
     whether no number of rows changes the bits of a product. What lies between products:
     `are_shared_whole`.
 
-    If `can_be_exact` is
-    false, since the attention is not exact either, nothing is tried, and every product gets all
-    buckets. On an accelerator rows run as they come, and are exact if our own kernels compute all
-    products and norms.
+    If `can_be_exact` is false, since the attention is not exact either, nothing is tried, and every
+    product gets all buckets. On an accelerator rows run as they come, and are exact if our own
+    kernels compute all products and norms.
     """
     if shard.device.type != "cpu":
         return RowPadding(buckets=frozenset()), can_be_exact and are_covered(shard.model)

@@ -59,11 +59,6 @@ BEHIND_MIXERS = {
     "ministral3": NUM_LAYERS,
 }
 """Layers of which all that follows the part that mixes tokens is one call."""
-OTHER_DTYPES = ("float32", "int8", "int4")
-CASES = [
-    *((name, "bfloat16") for name in FUSED),
-    *((name, dtype) for name in ("llama", "gemma3", "olmo2", "glm4") for dtype in OTHER_DTYPES),
-]
 FUSED_ENCODERS = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra"), NUM_LAYERS),
     "mpnet": 0,  # scores by distance
@@ -122,7 +117,8 @@ def outputs(forward: Forward) -> list[Tensor]:
     return [every, narrowed, forward.sampled_outputs([NEXT], ids([NEXT]), [0])]
 
 
-@pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("name", FUSED)
 @torch.inference_mode()
 def test_layers_as_one_call_give_every_bit_of_their_modules(
     name: str, dtype: str, tmp_path: Path
@@ -143,6 +139,19 @@ def test_layers_as_one_call_give_every_bit_of_their_modules(
         name, 0
     )
     assert all(torch.equal(got, one) for got, one in zip(outputs(forward), expected, strict=True))
+
+
+@pytest.mark.parametrize(("name", "num_rows"), [("gemma3", 1), ("qwen3.5", 2), ("cohere2", 2)])
+@torch.inference_mode()
+def test_rows_are_padded_for_what_torch_computes_between_products(
+    name: str, num_rows: int, tmp_path: Path
+) -> None:
+    forward = forward_of(save_model(tmp_path, name), torch.bfloat16)
+    forward.padding = RowPadding(buckets=frozenset(), widths=frozenset({32}))
+
+    forward.fuse_layers(kernel())
+
+    assert forward.padding.padded(1) == num_rows
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
